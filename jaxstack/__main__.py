@@ -1,0 +1,7 @@
+"""`python -m jaxstack <subcommand>`."""
+
+import sys
+
+from jaxstack.cli import main
+
+sys.exit(main())

@@ -1,0 +1,126 @@
+"""`python -m jaxstack.checkpoint list|verify|prune DIR`: looks after checkpoints without loading them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxstack.checkpoint import directory, manifest
+from jaxstack.checkpoint.policy import steps_to_delete
+from jaxstack.errors import ConfigError, JaxstackError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 0 all well, 1 damage found or nothing there, 2 wrong use."""
+    options = _parse(arguments)
+    try:
+        return options.action(_find_directory(options.directory), options)
+    except JaxstackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"error: {error.filename or options.directory}: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxstack.checkpoint", description="Looks after checkpoints.")
+    commands = parser.add_subparsers(required=True, metavar="list|verify|prune")
+    for name, action, text in (
+        ("list", _list, "show what lies there; sizes are checked, contents are not read"),
+        ("verify", _verify, "read every file and compare it with its SHA-256"),
+        ("prune", _prune, "delete damaged, unfinished and old checkpoints; the newest are verified first"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("directory", type=Path, help="a run directory, or its checkpoints/")
+        command.set_defaults(action=action)
+        if name == "verify":
+            command.add_argument("--step", type=int, help="only this one")
+        if name == "prune":
+            command.add_argument("--keep", type=int, default=3, help="how many of the newest to keep (3)")
+            command.add_argument("--keep-every-steps", type=int, help="also keep multiples of this many steps")
+            command.add_argument("--dry-run", action="store_true", help="say what would be deleted")
+    return parser.parse_args(arguments)
+
+
+def _find_directory(given: Path) -> Path:
+    if not given.is_dir():
+        raise ConfigError(f"{given} is not a directory: give a run directory or its checkpoints/")
+    return given / "checkpoints" if (given / "checkpoints").is_dir() else given
+
+
+def _committed(entries: list[directory.Entry]) -> list[directory.Entry]:
+    return [entry for entry in entries if entry.kind == "committed"]
+
+
+def _damage(entry: directory.Entry, hashes: bool) -> str | None:
+    try:
+        manifest.check(entry.path, entry.step, hashes=hashes)
+    except manifest.Damaged as damage:
+        return str(damage)
+    return None
+
+
+def _list(folder: Path, options: argparse.Namespace) -> int:
+    entries = directory.scan(folder)
+    print(f"{'step':>10}  {'saved at':25}  {'leaves':>6}  {'size':>10}  state")
+    for entry in reversed(_committed(entries)):
+        damage = _damage(entry, hashes=False)
+        if damage is None:
+            index = manifest.read_index(entry.path)
+            size = f"{sum(index['files'].values()) / 1e6:.1f} MB"
+            print(f"{entry.step:10}  {index['saved_at']:25}  {len(index['leaves']):6}  {size:>10}  complete")
+        else:
+            print(f"{entry.step:10}  {'':25}  {'':6}  {'':10}  damaged: {damage}")
+    for entry in entries:
+        if entry.kind != "committed":
+            print(f"{entry.path.name}: {entry.reason or entry.kind}, not a checkpoint")
+    return 0
+
+
+def _verify(folder: Path, options: argparse.Namespace) -> int:
+    entries = _committed(directory.scan(folder))
+    if options.step is not None:
+        entries = [entry for entry in entries if entry.step == options.step]
+    if not entries:
+        which = "" if options.step is None else f" of step {options.step}"
+        raise JaxstackError(f"no checkpoint{which} in {folder}")
+    damaged = 0
+    for entry in reversed(entries):
+        damage = _damage(entry, hashes=True)
+        damaged += damage is not None
+        print(f"step {entry.step}: " + ("every file is intact" if damage is None else f"damaged: {damage}"))
+    return 1 if damaged else 0
+
+
+def _prune(folder: Path, options: argparse.Namespace) -> int:
+    if options.keep < 1 or (options.keep_every_steps or 1) < 1:
+        raise ConfigError("--keep and --keep-every-steps are at least 1")
+    lock = None if options.dry_run else directory.DirectoryLock(folder)
+    entries = directory.scan(folder)
+    intact, damaged, older = [], [], []
+    for entry in _committed(entries):
+        if len(intact) >= options.keep:
+            older.append(entry)
+        elif damage := _damage(entry, hashes=True):
+            print(f"step {entry.step}: damaged: {damage}")
+            damaged.append(entry)
+        else:
+            intact.append(entry)
+    if damaged and not intact:
+        raise JaxstackError(f"every checkpoint in {folder} is damaged: nothing was deleted")
+    steps = [entry.step for entry in intact + older]
+    doomed = set(steps_to_delete(steps, options.keep, options.keep_every_steps)) if steps else set()
+    unfinished = [entry for entry in entries if entry.kind in ("half-written", "deleting")]
+    for entry in damaged + [old for old in older if old.step in doomed] + unfinished:
+        print(f"{'would delete' if options.dry_run else 'deleting'} {entry.path}")
+        if not options.dry_run:
+            directory.delete(entry.path)
+    if lock is not None:
+        lock.release()
+    kept = sorted(set(steps) - doomed)
+    print(f"kept: {', '.join(map(str, kept)) or 'none'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

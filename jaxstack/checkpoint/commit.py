@@ -1,0 +1,95 @@
+"""The end of a save, off the training thread: hash what was written, write the manifest, rename it in."""
+
+import datetime
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxstack.checkpoint import directory, manifest, processes
+from jaxstack.checkpoint.leaves import LeafSpec
+from jaxstack.errors import JaxstackError
+
+_PART = ".hashes-"
+
+
+def commit(
+    staging: Path, final: Path, index: dict[str, Any], timeout_seconds: int, failure: Exception | None = None
+) -> Path | None:
+    """Turns the written `staging` into the checkpoint `final`; every process calls it, a failed one too.
+
+    The processes divide the hashing and leave their results as files in `staging`; a part that is missing
+    fails the save on all of them. Returns where a foreign thing that stood at `final` was moved to.
+
+    Raises `failure`, or OSError where the checkpoint did not come about.
+    """
+    position, count = processes.share()
+    moved = None
+    try:
+        if failure is not None:
+            raise failure
+        digests = manifest.hash_files(staging, manifest.list_files(staging)[position::count], sync=True)
+        if count > 1:
+            manifest.write_synced(staging / f"{_PART}{position}", json.dumps(digests))
+    except Exception as error:
+        failure, digests = error, {}
+    processes.wait_for_all(f"{staging.name}-hashed", timeout_seconds)
+    if processes.is_first() and failure is None:
+        try:
+            if count > 1:
+                digests = _merge_parts(staging, count)
+            manifest.write_manifest(staging, digests, index)
+            moved = directory.put_in_place(staging, final)
+        except Exception as error:
+            failure = error
+    processes.wait_for_all(f"{staging.name}-committed", timeout_seconds)
+    if failure is None and staging.exists():
+        failure = OSError("another process could not write its part")
+    if failure is not None:
+        raise failure
+    return moved
+
+
+def _merge_parts(staging: Path, count: int) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for position in range(count):
+        part = staging / f"{_PART}{position}"
+        try:
+            digests |= json.loads(part.read_text("utf-8"))
+        except FileNotFoundError as error:
+            raise OSError(f"process {position} could not write its part") from error
+        part.unlink()
+    return digests
+
+
+def make_index(step: int, specs: dict[str, LeafSpec], extra: Any) -> dict[str, Any]:
+    """What checkpoint.json says of a save. Raises JaxstackError where `extra` is not plain JSON."""
+    try:
+        extra = json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise JaxstackError(f"the extra data of a checkpoint is plain JSON: {error}") from error
+    return {
+        "format": 1,
+        "step": step,
+        "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("jax", "orbax-checkpoint")},
+        "extra": extra,
+        "leaves": {name: spec.to_json() for name, spec in specs.items()},
+    }
+
+
+def explain(error: BaseException, folder: Path) -> str:
+    """The reason of a failed save in words that say what to do."""
+    chain: list[str] = []
+    link: BaseException | None = error
+    while link is not None:
+        chain.append(f"{type(link).__name__}: {link}")
+        link = link.__cause__ or link.__context__
+    text = " ".join(chain)
+    if "No space left" in text or "ENOSPC" in text:
+        return f"no space left on the disk of {folder}: free some, or lower checkpoint.keep"
+    if "quota exceeded" in text.lower():
+        return f"the disk quota of {folder} is used up: free some, or lower checkpoint.keep"
+    if isinstance(error, TimeoutError):
+        return "it took longer than checkpoint.timeout_minutes"
+    return chain[0].splitlines()[0]

@@ -1,0 +1,29 @@
+"""The configuration of checkpoints."""
+
+from pydantic import ConfigDict, Field
+
+from jaxstack.config.base import Component
+
+
+class CheckpointConfig(Component):
+    """When to save, and what to keep."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
+
+    every_steps: int = Field(default=1000, ge=1)
+    """Save at every multiple of this many steps, and at the last one; never at step 0."""
+
+    keep: int = Field(default=3, ge=1)
+    """How many of the newest checkpoints to keep. An older one goes only once a newer one is committed."""
+
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Checkpoints at multiples of this many steps are kept forever."""
+
+    asynchronous: bool = Field(default=True, alias="async")
+    """Write in the background. A step waits only for the copy from the devices to host memory."""
+
+    save_on_exit: bool = True
+    """Save once more when the run is told to stop (SIGTERM, Ctrl-C)."""
+
+    timeout_minutes: int = Field(default=120, ge=1)
+    """A save that is not committed after this long counts as failed."""

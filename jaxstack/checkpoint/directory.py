@@ -1,0 +1,143 @@
+"""The directory of checkpoints on disk: what lies in it, and how entries come and go in one rename.
+
+    1000/               a committed checkpoint (see manifest.py)
+    .saving-2000-1/     half written; becomes 2000/ in one rename
+    .replaced-1000/     what 1000/ was while a new save of the same step takes its place
+    .deleting-500/      on its way out
+    .lock               held by the process that saves here
+
+Whatever else lies there is somebody else's: it is named in a warning, never loaded and never deleted.
+"""
+
+import dataclasses
+import fcntl
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Literal
+
+from jaxstack.checkpoint.manifest import INDEX, MANIFEST, sync_folder
+from jaxstack.errors import JaxstackError
+
+Kind = Literal["committed", "half-written", "deleting", "foreign"]
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_REPLACED = re.compile(r"\.replaced-(0|[1-9][0-9]*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One thing in the directory. `step` is set where it is committed; `reason` says why it is foreign."""
+
+    path: Path
+    kind: Kind
+    step: int = -1
+    reason: str = ""
+
+
+def scan(directory: Path) -> list[Entry]:
+    """What lies in `directory`, committed checkpoints first and newest first.
+
+    An absent directory is empty.
+    """
+    try:
+        names = sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    entries = [_classify(directory / name) for name in names if name != ".lock"]
+    steps = {entry.step for entry in entries if entry.kind == "committed"}
+    for position, entry in enumerate(entries):
+        match = _REPLACED.fullmatch(entry.path.name)
+        if match and int(match[1]) not in steps:
+            entries[position] = Entry(entry.path, "committed", int(match[1]))
+    return sorted(entries, key=lambda entry: (-entry.step, entry.path.name))
+
+
+def _classify(path: Path) -> Entry:
+    name = path.name
+    if name.startswith(".saving-"):
+        return Entry(path, "half-written")
+    if name.startswith((".deleting-", ".replaced-")):
+        return Entry(path, "deleting")
+    if not _STEP.fullmatch(name):
+        return Entry(path, "foreign", reason="its name is not a step")
+    if path.is_symlink():
+        return Entry(path, "foreign", reason="a symbolic link")
+    if not path.is_dir():
+        return Entry(path, "foreign", reason="not a directory")
+    if not (path / MANIFEST).exists() and not (path / INDEX).exists():
+        return Entry(path, "foreign", reason=f"no commit marker ({MANIFEST}) in it")
+    return Entry(path, "committed", int(name))
+
+
+def put_in_place(staging: Path, final: Path) -> Path | None:
+    """Makes `staging` the committed `final`. Returns where a foreign thing that stood there was moved to."""
+    moved = None
+    if os.path.lexists(final):
+        if _classify(final).kind == "committed":
+            replaced = final.with_name(f".replaced-{final.name}")
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(final, replaced)
+        else:
+            moved = final.with_name(f"{final.name}.moved-aside-{time.time_ns()}")
+            os.rename(final, moved)
+    os.rename(staging, final)
+    sync_folder(final.parent)
+    shutil.rmtree(final.with_name(f".replaced-{final.name}"), ignore_errors=True)
+    return moved
+
+
+def delete(path: Path) -> None:
+    """Takes a checkpoint away in one rename, then frees its space: it is never seen half deleted."""
+    doomed = path.with_name(f".deleting-{path.name.lstrip('.').removeprefix('deleting-')}")
+    if doomed != path:
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+    remove_tree(doomed)
+
+
+def remove_tree(path: Path) -> None:
+    """Removes a folder though a writer that has failed may still be adding files to it for a moment."""
+    for attempt in range(5):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(0.1 * 2**attempt)
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Frees the space of saves and deletions that were cut off. Only for the holder of the lock."""
+    for entry in scan(directory):
+        if entry.kind in ("half-written", "deleting"):
+            remove_tree(entry.path)
+
+
+class DirectoryLock:
+    """Keeps a second run from saving into the same directory. Freed by the kernel when its process ends."""
+
+    def __init__(self, directory: Path):
+        """Takes the lock of `directory` or raises JaxstackError.
+
+        File systems without locks are let through.
+        """
+        self._file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            self._file.seek(0)
+            holder = self._file.read().strip()
+            self._file.close()
+            raise JaxstackError(
+                f"another process saves checkpoints in {directory} ({holder}): "
+                "wait for it, stop it, or give this run another name"
+            ) from error
+        except OSError:
+            return
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Frees the lock."""
+        self._file.close()

@@ -1,0 +1,100 @@
+"""A pytree as a flat dictionary {"params/layers/kernel": leaf}, which needs no Python class to be read."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxstack.errors import JaxstackError
+
+STORABLE_DTYPES = frozenset(
+    ["bool", "float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn"]
+    + ["int2", "int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+    + ["float8_e3m4", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz"]
+    + ["float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
+)
+_PLAIN_TYPES = (bool, int, float, str)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafSpec:
+    """What a leaf is.
+
+    Plain Python values (`dtype` "python int") carry their value; keys name their generator.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    value: Any = None
+    key_impl: str | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a Python value, which is stored in the index and not as an array."""
+        return self.dtype.startswith("python ")
+
+    @property
+    def has_array(self) -> bool:
+        """Whether an array is written for it: not for plain values, nor for arrays without elements."""
+        return not self.is_plain and 0 not in self.shape
+
+    def __str__(self) -> str:
+        return self.dtype if self.is_plain else f"{self.dtype}{list(self.shape)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary of plain JSON that `from_json` reads back."""
+        fields: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
+        if self.is_plain:
+            fields["value"] = self.value
+        if self.key_impl is not None:
+            fields["key_impl"] = self.key_impl
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "LeafSpec":
+        """The inverse of `to_json`."""
+        return cls(tuple(fields["shape"]), fields["dtype"], fields.get("value"), fields.get("key_impl"))
+
+
+def name_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves of any pytree by path ("optimizer/0/mu/kernel"), in its order, and its structure.
+
+    Raises JaxstackError where two leaves get one name.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves: dict[str, Any] = {}
+    for path, leaf in pairs:
+        name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+        if name in leaves:
+            raise JaxstackError(f"two leaves of the state have the path {name!r}: rename one of them")
+        leaves[name] = leaf
+    return leaves, structure
+
+
+def describe(name: str, leaf: Any) -> LeafSpec:
+    """The specification of an array, a typed random key, a plain value, or an abstract form of these.
+
+    Raises JaxstackError for what cannot be stored.
+    """
+    if type(leaf) in _PLAIN_TYPES:
+        return LeafSpec((), f"python {type(leaf).__name__}", value=leaf)
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        impl = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else None
+        return LeafSpec(tuple(leaf.shape), str(dtype), key_impl=impl)
+    if dtype is None or str(dtype) not in STORABLE_DTYPES:
+        kind = type(leaf).__name__ if dtype is None else f"array of dtype {dtype}"
+        raise JaxstackError(
+            f"{name} is a {kind}, which a checkpoint cannot hold: "
+            "give arrays of a number type, random keys, int, float, bool or str"
+        )
+    return LeafSpec(tuple(leaf.shape), str(dtype))
+
+
+def to_stored(leaf: Any, spec: LeafSpec) -> Any:
+    """The array that is written for a leaf: key data for keys, an array for a numpy scalar."""
+    if spec.key_impl is not None:
+        return jax.random.key_data(leaf)
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

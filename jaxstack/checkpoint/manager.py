@@ -1,0 +1,334 @@
+"""Saves and restores pytrees: asynchronous, hashed, committed in one rename, restored onto any mesh."""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxstack.checkpoint import arrays, directory, manifest, processes
+from jaxstack.checkpoint.commit import commit, explain, make_index
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.layout import check_layout, finish_leaf, load_target
+from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
+from jaxstack.checkpoint.policy import should_save, steps_to_delete
+from jaxstack.errors import JaxstackError
+
+_ARRAYS = "arrays"
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveRecord:
+    """What a committed save cost. `blocking_seconds` is how long `save` held up its caller."""
+
+    step: int
+    num_bytes: int
+    blocking_seconds: float
+    total_seconds: float
+
+
+@dataclasses.dataclass
+class _Job:
+    step: int
+    staging: Path
+    index: dict[str, Any]
+    started: float
+    announced: bool
+    blocking_seconds: float = 0.0
+
+
+class CheckpointManager:
+    """The checkpoints of one run, in one directory on a file system that all its processes share.
+
+    Made and called alike on every process. Reading takes no lock and changes nothing on disk, so that a run
+    can be read while it trains. `report` takes one-line warnings (damage, strangers in the directory, failed
+    saves); without it they go to the logger `jaxstack.checkpoint`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        config: CheckpointConfig | None = None,
+        *,
+        report: Callable[[str], None] | None = None,
+    ):
+        self.directory = Path(directory).absolute()
+        self.config = config or CheckpointConfig()
+        self.last_save: SaveRecord | None = None
+        self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
+        self._reported: set[str] = set()
+        self._intact: dict[int, Any] = {}
+        self._thread: threading.Thread | None = None
+        self._error: JaxstackError | None = None
+        self._lock: Any = None
+        self._attempts = 0
+        self._timeout_seconds = 60 * self.config.timeout_minutes
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self.close()
+        except JaxstackError:
+            if error is None:
+                raise
+
+    def should_save(self, step: int, last_step: int | None = None) -> bool:
+        """Whether the policy of the configuration saves after `step` steps."""
+        return should_save(step, self.config.every_steps, last_step)
+
+    def save(self, step: int, state: Any, extra: Any = None, wait: bool = False) -> None:
+        """Saves a pytree and `extra` (plain JSON) as `step`; one that is there already is replaced.
+
+        Returns when the state is in host memory: its buffers may then be donated. At most one copy is held; a
+        save that is still being written is waited for first. A save that fails, now or in the background, is
+        reported and leaves nothing behind, and the next one starts anew; with `wait` (or `async: false`) it
+        raises.
+
+        Raises JaxstackError for leaves or extra data that cannot be stored, and where another process saves
+        here.
+        """
+        started = time.monotonic()
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise JaxstackError(f"the step of a checkpoint is a number from 0 on, not {step!r}")
+        leaves, _ = name_leaves(state)
+        specs = {name: describe(name, leaf) for name, leaf in leaves.items()}
+        index = make_index(step, specs, extra)
+        self._join()
+        wait = wait or not self.config.asynchronous
+        self._attempts += 1
+        staging = self.directory / f".saving-{step}-{self._attempts}"
+        job = _Job(step, staging, index, started, announced=not wait)
+        if self._prepare(job):
+            kept = {name: spec for name, spec in specs.items() if spec.has_array}
+            self._start(job, {name: to_stored(leaves[name], spec) for name, spec in kept.items()})
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for the save in progress. Raises JaxstackError where the last save did not commit."""
+        self._join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Waits for the save in progress and frees the directory.
+
+        Raises where the last save did not commit.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def latest_step(self) -> int | None:
+        """The newest checkpoint whose every file is what was committed; None where there is no checkpoint.
+
+        Damaged ones are reported with the file's name and passed over, strangers are reported and left alone.
+        Raises JaxstackError where there are checkpoints and all of them are damaged.
+        """
+        self._join()
+        newest_damage = None
+        for step in self._agreed_steps():
+            damage = self._find_damage(step)
+            if damage is None:
+                return step
+            newest_damage = newest_damage or f"{self._path(step)}/{damage}"
+            self._report(f"checkpoint {self._path(step)} is damaged and passed over: {damage}")
+        if newest_damage is not None:
+            raise JaxstackError(
+                f"every checkpoint in {self.directory} is damaged (the newest: {newest_damage}): "
+                "restore one from a copy, or move the directory away to start anew"
+            )
+        return None
+
+    def all_steps(self) -> list[int]:
+        """The committed steps in ascending order. Their content is not checked."""
+        return sorted(e.step for e in directory.scan(self.directory) if e.kind == "committed")
+
+    def extra(self, step: int) -> Any:
+        """The extra data that was saved with `step`, without its arrays.
+
+        Raises JaxstackError where it is damaged.
+        """
+        return self._checked_index(step)["extra"]
+
+    def restore(self, step: int, abstract_tree: Any, *, subset: bool = False) -> tuple[Any, Any]:
+        """Loads `step` as (tree, extra) in the structure of `abstract_tree`.
+
+        Its leaves say what is wanted: jax.ShapeDtypeStruct (with a sharding, for any mesh) or arrays give
+        jax.Array, numpy arrays give numpy, Python values give Python values. With `subset`, leaves of the
+        checkpoint that are not asked for are left unread. The files are checked first unless they were
+        already.
+
+        Raises JaxstackError with the differences leaf by leaf where the trees do not match, or naming the
+        file where the checkpoint is damaged.
+        """
+        self._join()
+        index = self._checked_index(step)
+        source = str(self._path(step))
+        held = {name: LeafSpec.from_json(fields) for name, fields in index["leaves"].items()}
+        wanted, structure = name_leaves(abstract_tree)
+        check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, held, subset)
+        stored = [name for name in wanted if held[name].has_array]
+        targets = {name: load_target(wanted[name], held[name]) for name in stored}
+        loaded = arrays.read(self._path(step) / _ARRAYS, targets, self._timeout_seconds)
+        leaves = [finish_leaf(name, loaded.get(name), leaf, held[name]) for name, leaf in wanted.items()]
+        return structure.unflatten(leaves), index["extra"]
+
+    def discard_newer(self, step: int) -> None:
+        """Deletes the checkpoints after `step`, for a run that goes back to it.
+
+        Called by the run that saves here.
+        """
+        self._join()
+        if not processes.is_first():
+            return
+        self._take_lock()
+        for later in self.all_steps():
+            if later > step:
+                directory.delete(self._path(later))
+
+    def _take_lock(self) -> None:
+        if self._lock is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = directory.DirectoryLock(self.directory)
+
+    def _prepare(self, job: _Job) -> bool:
+        """Makes the folder of a save, on the first process. False (and the error noted) where that fails."""
+        failure: Exception | None = None
+        if processes.is_first():
+            try:
+                self._take_lock()
+                directory.clear_unfinished(self.directory)
+                job.staging.mkdir()
+            except (OSError, JaxstackError) as error:
+                failure = error
+        if processes.all_true(failure is None):
+            return True
+        if isinstance(failure, JaxstackError):
+            raise failure
+        self._fail(job, failure or OSError("the first process could not make its folder"))
+        return False
+
+    def _start(self, job: _Job, stored: dict[str, Any]) -> None:
+        try:
+            finish_write = arrays.start_write(job.staging / _ARRAYS, stored, self._timeout_seconds)
+        except OSError as error:
+            self._fail(job, error)
+            return
+        except BaseException:
+            directory.remove_tree(job.staging)
+            raise
+        job.blocking_seconds = time.monotonic() - job.started
+        self._thread = threading.Thread(target=self._finish, args=(job, finish_write), name="checkpoint")
+        self._thread.start()
+
+    def _finish(self, job: _Job, finish_write: Callable[[], None]) -> None:
+        failure: Exception | None = None
+        try:
+            finish_write()
+        except Exception as error:
+            failure = error
+        final = self.directory / str(job.step)
+        try:
+            moved = commit(job.staging, final, job.index, self._timeout_seconds, failure)
+            sizes = manifest.check(final, job.step, hashes=False)["files"]
+        except Exception as error:
+            self._fail(job, error)
+            return
+        if moved is not None:
+            self._report(f"{final} was not a checkpoint and was moved to {moved}")
+        self._error = None
+        total_seconds = time.monotonic() - job.started
+        self.last_save = SaveRecord(job.step, sum(sizes.values()), job.blocking_seconds, total_seconds)
+        if processes.is_first():
+            self._delete_old(job.step)
+
+    def _delete_old(self, committed: int) -> None:
+        try:
+            good = [step for step in self.all_steps() if self._has_right_sizes(step)]
+            for step in steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+                directory.delete(self._path(step))
+        except OSError as error:
+            self._report(f"an old checkpoint in {self.directory} could not be deleted: {error}")
+
+    def _has_right_sizes(self, step: int) -> bool:
+        try:
+            manifest.check(self._path(step), step, hashes=False)
+        except manifest.Damaged:
+            return False
+        return True
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        if processes.is_first():
+            directory.remove_tree(job.staging)
+        self._error = JaxstackError(
+            f"the checkpoint of step {job.step} was not saved: {explain(error, self.directory)}; "
+            "nothing of it is left on disk, and older checkpoints are untouched"
+        )
+        self._error.__cause__ = error
+        if job.announced:
+            self._report(str(self._error))
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _report(self, line: str) -> None:
+        if processes.is_first() and line not in self._reported:
+            self._reported.add(line)
+            self._write_line(line)
+
+    def _agreed_steps(self) -> Iterator[int]:
+        """The committed steps, newest first, as the first process sees them."""
+        steps = []
+        if processes.is_first():
+            for entry in directory.scan(self.directory):
+                if entry.kind == "committed":
+                    steps.append(entry.step)
+                elif entry.kind == "foreign":
+                    self._report(f"{entry.path} is not a checkpoint and is ignored: {entry.reason}")
+                elif entry.kind == "half-written":
+                    self._report(f"{entry.path} is a save that was cut off; the next save removes it")
+        for position in range(processes.first_says(len(steps))):
+            yield processes.first_says(steps[position] if steps else 0)
+
+    def _path(self, step: int) -> Path:
+        final = self.directory / str(step)
+        return final if final.exists() else final.with_name(f".replaced-{step}")
+
+    def _find_damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint, beginning with the file's name.
+
+        Read once while nobody writes to it.
+        """
+        path = self._path(step)
+        damage = None
+        try:
+            seen = manifest.signature(path)
+            if processes.all_true(self._intact.get(step) == seen):
+                return None
+            manifest.check(path, step, processes.share())
+        except manifest.Damaged as error:
+            damage = str(error)
+        if not processes.all_true(damage is None):
+            return damage or "another process found a damaged file"
+        self._intact[step] = seen
+        return None
+
+    def _checked_index(self, step: int) -> dict[str, Any]:
+        if step not in self.all_steps():
+            known = ", ".join(map(str, self.all_steps())) or "none"
+            raise JaxstackError(f"no checkpoint of step {step} in {self.directory}: there are {known}")
+        damage = self._find_damage(step)
+        if damage is not None:
+            raise JaxstackError(f"the checkpoint {self._path(step)} is damaged: {damage}")
+        return manifest.read_index(self._path(step))

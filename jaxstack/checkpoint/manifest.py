@@ -1,0 +1,169 @@
+"""The content manifest of a checkpoint: a hash of every file, written last and checked before every load.
+
+A committed checkpoint directory holds
+
+    SHA256SUMS        one line a file, as `sha256sum -c SHA256SUMS` reads it; its last line is checkpoint.json
+    checkpoint.json   step, leaves, extra data, and the size of every other file
+    arrays/...        what Orbax wrote
+
+Every bit is covered: a change in SHA256SUMS itself leaves a hash, a name or its last line wrong. Files that
+neither lists are not ours and are not looked at.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "SHA256SUMS"
+INDEX = "checkpoint.json"
+_LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
+
+
+class Damaged(Exception):
+    """A checkpoint directory that is not what was committed. The message starts with the file's name."""
+
+
+def list_files(root: Path) -> list[str]:
+    """The files below `root` by relative name, sorted, without hidden ones at its top (parts of a save)."""
+    names = []
+    for folder, _, files in os.walk(root):
+        relative = Path(folder).relative_to(root)
+        names += [(relative / name).as_posix() for name in files]
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str, str]:
+    """SHA-256 of each file as hex, on a few threads (hashlib frees the interpreter while it hashes).
+
+    With `sync`, each file is also flushed to the disk. Raises OSError where a file cannot be read.
+    """
+
+    def digest(name: str) -> str:
+        with open(root / name, "rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    names = list(names)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(digest, names), strict=True))
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all: temporary name, flush to disk, rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sync_folders(root: Path) -> None:
+    """Flushes the entries of `root` and of every folder below it to the disk."""
+    for folder, _, _ in os.walk(root):
+        sync_folder(Path(folder))
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the entries of one folder, so that a rename in it outlives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_manifest(root: Path, digests: dict[str, str], index: dict[str, Any]) -> None:
+    """Completes a checkpoint directory: its index (with the sizes of the hashed files), then its manifest."""
+    sizes = {name: (root / name).stat().st_size for name in digests}
+    write_synced(root / INDEX, json.dumps({**index, "files": sizes}, indent=1) + "\n")
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
+    lines.append(f"{hash_files(root, [INDEX])[INDEX]}  {INDEX}\n")
+    write_synced(root / MANIFEST, "".join(lines))
+    sync_folders(root)
+
+
+def read_index(root: Path) -> dict[str, Any]:
+    """The checked content of checkpoint.json.
+
+    Raises Damaged where it or the manifest is not what was committed.
+    """
+    return _read_checked(root)[1]
+
+
+def signature(root: Path) -> tuple[tuple[str, int, int], ...]:
+    """Name, size and time of change of every file: equal as long as nobody wrote to the directory."""
+    found = []
+    for name in list_files(root):
+        stat = (root / name).stat()
+        found.append((name, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool = True) -> dict[str, Any]:
+    """Checks the committed checkpoint of `step` against its manifest, returns its index, or raises Damaged.
+
+    Sizes are always checked. With `hashes` the content is read too: of every `share[1]`-th file from the
+    `share[0]`-th on, so that several processes can divide the reading.
+    """
+    digests, index = _read_checked(root)
+    if index["step"] != step:
+        raise Damaged(f"{INDEX}: it belongs to step {index['step']}, not {step}")
+    for name, size in index["files"].items():
+        path = root / name
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{name}: missing")
+        found = path.stat().st_size
+        if found != size:
+            raise Damaged(f"{name}: {found} bytes, {size} expected")
+    if hashes:
+        mine = sorted(index["files"])[share[0] :: share[1]]
+        try:
+            found_digests = hash_files(root, mine)
+        except OSError as error:
+            raise Damaged(f"{error.filename or root}: {error.strerror or error}") from error
+        for name in mine:
+            if found_digests[name] != digests[name]:
+                raise Damaged(f"{name}: its content changed (SHA-256 differs)")
+    return index
+
+
+def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    digests = _read_digests(root)
+    try:
+        content = (root / INDEX).read_bytes()
+    except OSError as error:
+        raise Damaged(f"{INDEX}: {error.strerror or 'missing'}") from error
+    if hashlib.sha256(content).hexdigest() != digests[INDEX]:
+        raise Damaged(f"{INDEX}: its content changed (SHA-256 differs)")
+    index = json.loads(content)
+    if set(index["files"]) | {INDEX} != set(digests):
+        raise Damaged(f"{MANIFEST}: it does not list the files that {INDEX} lists")
+    return digests, index
+
+
+def _read_digests(root: Path) -> dict[str, str]:
+    try:
+        text = (root / MANIFEST).read_bytes().decode("utf-8")
+    except OSError as error:
+        raise Damaged(f"{MANIFEST}: {error.strerror or 'missing'}") from error
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{MANIFEST}: not text") from error
+    lines = text.split("\n")
+    if lines.pop() != "":
+        raise Damaged(f"{MANIFEST}: cut short")
+    digests = {}
+    for line in lines:
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise Damaged(f"{MANIFEST}: a line is not a hash and a name: {line[:80]!r}")
+        digests[match[2]] = match[1]
+    if not lines or not lines[-1].endswith("  " + INDEX):
+        raise Damaged(f"{MANIFEST}: cut short")
+    return digests

@@ -1,0 +1,72 @@
+"""The frame of every command: `jaxstack <subcommand>`, exit codes, one clear message instead of a traceback."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from jaxstack.errors import JaxstackError, nearest
+
+COMMANDS = {
+    "train": ("jaxstack.train", "train a model from a configuration file"),
+    "generate": ("jaxstack.generate.command", "sample text from a trained run"),
+    "evaluate": ("jaxstack.evaluate", "loss, perplexity and bits per byte of a trained run on held-out data"),
+    "prepare": ("jaxstack.prepare", "tokenize text into shards"),
+    "checkpoint": ("jaxstack.checkpoint.command", "verify, list or prune the checkpoints of a run"),
+    "schema": ("jaxstack.schema", "print the JSON schema of configuration files, for editors"),
+}
+"""Subcommand -> (module with `main(argv) -> int`, what it does)."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`jaxstack <subcommand> ...`, the same as `python -m jaxstack.<subcommand> ...`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print("usage: jaxstack <subcommand> [arguments]\n\nsubcommands:")
+        print("\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()))
+        print("\n`jaxstack <subcommand> --help` explains each.")
+        return 0 if arguments else 2
+    name = arguments[0]
+    if name not in COMMANDS:
+        print(f"jaxstack: there is no subcommand {name!r}; {nearest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    return importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
+
+
+def run_command(name: str, body: Callable[[], int | None]) -> int:
+    """Runs a command's body and turns what it raises into an exit code and one message on standard error.
+
+    0 success, 2 configuration or usage error, 1 failure, 130 Ctrl-C, 143 SIGTERM. A failure that we did not foresee keeps
+    its traceback: it is a fault of ours, to be reported.
+    """
+    try:
+        return body() or 0
+    except JaxstackError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except MemoryError:
+        print(f"{name}: out of host memory", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            print(
+                f"{name}: out of device memory: {str(error).splitlines()[0]}. Lower train.global_batch_size or raise "
+                "train.gradient_accumulation, set model.remat (full saves most), or shard more (parallel.fsdp).",
+                file=sys.stderr,
+            )
+            return 1
+        traceback.print_exc()
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

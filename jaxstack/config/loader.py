@@ -1,0 +1,221 @@
+"""From YAML text and `section.key=value` overrides to a validated component, with errors that name the way out."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from jaxstack.config.base import Component
+from jaxstack.errors import ConfigError, nearest
+
+C = TypeVar("C", bound=Component)
+Tree = dict[str, Any]
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which `3e-4` is a number (YAML 1.2) and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"a key must be text; found {key!r}", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _parse_yaml(text: str, origin: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{origin} is not valid YAML{place}: {problem}.") from None
+
+
+def load_yaml(path: str | Path) -> Tree:
+    """The mapping in a YAML file.
+
+    Raises:
+      ConfigError: the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        parent = path.parent if path.parent.is_dir() else Path(".")
+        names = [str(p) for p in sorted(parent.glob("*.yaml"))]
+        hint = nearest(str(path), names) if names else f"there is no YAML file in {parent}."
+        raise ConfigError(f"configuration file {path} does not exist; {hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read configuration file {path}: {error}.") from None
+    tree = _parse_yaml(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold sections such as `model:` and `train:`; it holds a {_kind(tree)}.")
+    return tree
+
+
+def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
+    """A copy of `tree` with each `section.key=value` of `overrides` set; values are read as YAML.
+
+    Raises:
+      ConfigError: an override is not of the form `section.key=value`.
+    """
+    merged = json.loads(json.dumps(tree, default=str))
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        keys = name.strip().split(".")
+        if not equals or not all(keys):
+            raise ConfigError(
+                f"override {override!r} must have the form section.key=value, e.g. train.steps=100."
+            )
+        parent = merged
+        for key in keys[:-1]:
+            if not isinstance(parent.get(key), dict):
+                parent[key] = {}
+            parent = parent[key]
+        parsed = _parse_yaml(value, f"the value of {name}")
+        both = isinstance(parsed, dict) and isinstance(parent.get(keys[-1]), dict)
+        parent[keys[-1]] = {**parent[keys[-1]], **parsed} if both else parsed
+    return merged
+
+
+def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """`base` with the values of `over` on top, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, Mapping) and isinstance(value, Mapping)
+        merged[key] = merge_trees(below, value) if both else value
+    return merged
+
+
+def build_component(kind: type[C], tree: Any, origin: str = "the configuration") -> C:
+    """Validates `tree` as a `kind`.
+
+    Raises:
+      ConfigError: one message that lists every unknown key (with the nearest known ones), wrong type and broken rule.
+    """
+    try:
+        return kind.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        problems = error.errors()
+        # A list whose items are wrong is also reported as too short: the items' own problems say more.
+        problems = [p for p in problems if p["type"] != "too_short" or not _has_inner(p, problems)]
+        lines = [_explain(kind, problem) for problem in problems]
+    except (TypeError, ValueError) as error:
+        lines = [f"it holds a value that is not plain data ({error})."]
+    except RecursionError:
+        lines = ["it is nested too deeply."]
+    unique = list(dict.fromkeys(lines))
+    if len(unique) == 1:
+        raise ConfigError(f"{origin}: {unique[0]}")
+    raise ConfigError(f"{origin} has {len(unique)} problems:\n" + "\n".join(f"  - {line}" for line in unique))
+
+
+def dump_yaml(component: Component, *, exclude_defaults: bool = False) -> str:
+    """The component as YAML that `load_yaml` and `build_component` read back to an equal component."""
+    tree = component.model_dump(mode="json", by_alias=True, exclude_defaults=exclude_defaults)
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "true/false value", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+_WANTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "int_parsing": "a whole number",
+    "float_type": "a number", "float_parsing": "a number", "bool_type": "true or false",
+    "bool_parsing": "true or false", "string_type": "text", "tuple_type": "a list", "list_type": "a list",
+    "model_type": "a section with keys", "model_attributes_type": "a section with keys", "dict_type": "a mapping",
+    "finite_number": "a finite number",
+}  # fmt: skip
+
+
+def _has_inner(problem: Any, problems: Sequence[Any]) -> bool:
+    outer = problem["loc"]
+    return any(len(p["loc"]) > len(outer) and p["loc"][: len(outer)] == outer for p in problems)
+
+
+def _explain(kind: type[BaseModel], problem: Any) -> str:
+    """One line for one of pydantic's findings: where, what is wrong, and the way out."""
+    path, owner = _walk(kind, problem["loc"])
+    where, found, code = ".".join(path), problem.get("input"), problem["type"]
+    if code == "extra_forbidden":
+        return f"unknown key {where!r}; {nearest(path[-1], _keys(owner))}"
+    if code == "missing":
+        return f"{where} is required."
+    if code in _WANTED:
+        shown = f"{_kind(found)} {found!r}" if not isinstance(found, dict | list) else f"a {_kind(found)}"
+        return f"{where} must be {_WANTED[code]}; found {shown}."
+    if code == "literal_error":
+        choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+        return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"
+    if code in ("union_tag_invalid", "union_tag_not_found"):
+        choices = re.findall(r"'([^']*)'", problem["ctx"].get("expected_tags", ""))
+        name = found.get("name") if isinstance(found, dict) else found
+        return f"{where}.name cannot be {name!r}; {nearest(str(name), choices)}"
+    if code == "value_error":
+        message = str(problem["ctx"]["error"])
+        return f"{where}: {message}" if where else message
+    limit = problem["msg"].removeprefix("Input ")
+    return f"{where}: {limit}; found {found!r}." if where else f"{limit}."
+
+
+def _walk(kind: Any, location: Sequence[Any]) -> tuple[list[str], Any]:
+    """The location as keys of the file, and the component that holds the last of them."""
+    path, owner, annotation = [], kind, kind
+    for part in location:
+        components = _components_in(annotation)
+        tagged = [c for c in components if part in get_args(_annotation(c, "name"))]
+        if tagged and len(components) > 1:  # pydantic names the member of a union: not a key of the file
+            annotation = tagged[0]
+            continue
+        if isinstance(part, int):
+            path.append(str(part))
+            continue
+        if components:
+            owner = components[0]
+            annotation = _annotation(owner, part)
+        path.append(str(part))
+    return path, owner
+
+
+def _keys(component: Any) -> list[str]:
+    return [field.alias or name for name, field in component.model_fields.items()]
+
+
+def _annotation(component: Any, key: Any) -> Any:
+    for name, field in component.model_fields.items():
+        if key in (name, field.alias):
+            return field.annotation
+    return None
+
+
+def _components_in(annotation: Any) -> list[Any]:
+    """The component classes inside an annotation such as `Part | None` or `tuple[Part, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [c for inner in get_args(annotation) for c in _components_in(inner)]

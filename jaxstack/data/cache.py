@@ -1,0 +1,122 @@
+"""The private cache of tokens and tokenizers made from raw text, keyed by what they were made of."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tokenizers as tokenizers_library
+
+from jaxstack.data.build import TOKENIZER, BuildOptions, build, build_key
+from jaxstack.data.config import SourceConfig, TokenizerConfig
+from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
+from jaxstack.data.lock import exclusive
+from jaxstack.data.plan import Plan, make_plan
+from jaxstack.data.shards import INDEX, read_index
+from jaxstack.data.subword import train_bpe
+from jaxstack.data.tokenize_unit import sample_texts
+from jaxstack.data.tokenizer import CONFIG_FILE, ByteTokenizer, Tokenizer
+from jaxstack.errors import ConfigError, JaxstackError
+
+TRAINING_SAMPLE_BYTES = 16 * 2**20
+Report = Callable[[str], None]
+
+
+def cache_folder(configured: str | None) -> Path:
+    """The cache directory, made with mode 0700: what lies there is trusted at the next start.
+
+    Raises:
+      ConfigError: it cannot be made or written, or belongs to somebody else.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxstack" / "data"
+    folder = Path(configured) if configured else default
+    try:
+        folder = folder.expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        owner = folder.stat().st_uid
+    except (OSError, RuntimeError) as e:
+        raise ConfigError(
+            f"cannot make the data cache {folder}: {e}; set data.cache_dir to another place"
+        ) from None
+    if owner not in (os.getuid(), 0):
+        raise ConfigError(
+            f"the data cache {folder} belongs to user id {owner}: set data.cache_dir to a private place"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"the data cache {folder} cannot be written: set data.cache_dir to another place")
+    return folder
+
+
+def ensure_tokenizer(
+    config: TokenizerConfig, plans: Sequence[Plan], folder: Path, report: Report
+) -> Tokenizer:
+    """The configured tokenizer; a BPE is trained once on the training documents of `plans` and kept in
+    `folder`.
+    """
+    if config.name == "byte":
+        return ByteTokenizer()
+    if config.path:
+        return read_tokenizer_file(config.path, config.document_start)
+    recipe = [
+        config.vocab_size,
+        TRAINING_SAMPLE_BYTES,
+        tokenizers_library.__version__,
+        *(p.identity for p in plans),
+    ]
+    place = folder / "tokenizers" / hashlib.sha256(repr(recipe).encode()).hexdigest()[:24]
+    if (place / CONFIG_FILE).is_file():
+        return _load_or_drop(place, report) or ensure_tokenizer(config, plans, folder, report)
+    with exclusive(
+        place.with_suffix(".lock"), lambda: report("waiting for another process that trains the tokenizer")
+    ):
+        if not (place / CONFIG_FILE).is_file():
+            report(f"training a BPE tokenizer of {config.vocab_size} ids")
+            train_tokenizer(plans, config.vocab_size).save(place)
+    return load_tokenizer(place)
+
+
+def _load_or_drop(place: Path, report: Report) -> Tokenizer | None:
+    try:
+        return load_tokenizer(place)
+    except JaxstackError as e:
+        report(f"the cached tokenizer is made again: {e}")
+        shutil.rmtree(place)
+        return None
+
+
+def train_tokenizer(plans: Sequence[Plan], vocab_size: int) -> Tokenizer:
+    """A BPE from a bounded sample of the training documents, the same for the same files."""
+    budget = TRAINING_SAMPLE_BYTES // max(len(plans), 1)
+    texts = (text for plan in plans for text in sample_texts(plan.units, budget))
+    return train_bpe(texts, vocab_size)
+
+
+def ensure_tokens(plan: Plan, tokenizer: Tokenizer, folder: Path, shard_tokens: int, report: Report) -> Path:
+    """The directory of prepared shards of `plan`, made now where the cache lacks it. One process writes,
+    others wait.
+    """
+    place = folder / "tokens" / build_key(plan, tokenizer, shard_tokens)[:24]
+    if not (place / INDEX).is_file():
+        waiting = "waiting for another process that prepares the data"
+        with exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
+            if not (place / INDEX).is_file():
+                report(f"tokenising {plan.size / 1e6:.1f} MB of text into {place}")
+                build(plan, place, tokenizer, BuildOptions(shard_tokens, report=report))
+    return place
+
+
+def plan_source(source: SourceConfig, held_out_fraction: float) -> Plan:
+    """The plan of one source of raw text."""
+    return make_plan([source], held_out_fraction)
+
+
+def prepared_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a prepared directory, checked against its index."""
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    expected = read_index(folder)["tokenizer"]["hash"]
+    if tokenizer.hash != expected:
+        raise JaxstackError(
+            f"{folder}/{TOKENIZER} is not the tokenizer that its shards were made with: restore it"
+        )
+    return tokenizer

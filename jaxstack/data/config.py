@@ -1,0 +1,78 @@
+"""The typed configuration of the data: sources, tokenizer, split, packing."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from jaxstack.config.base import Component
+
+
+class TokenizerConfig(Component):
+    """Which tokenizer turns text into token ids. Every one adds a document-start id that no text can
+    produce.
+    """
+
+    name: Literal["auto", "byte", "bpe", "file"] = "auto"
+    """byte: 256 bytes; bpe: byte-level BPE trained on the training documents; file: a tokenizer.json.
+    auto: the tokenizer of a prepared directory among the sources, `file` where a path is given, otherwise
+      bpe.
+    """
+    vocab_size: Annotated[int, Field(ge=257, le=2**31 - 1)] = 4096
+    """Ids of a trained BPE, the document-start id included (and the number of ids of a synthetic source)."""
+    path: str | None = None
+    """A tokenizer.json, or a directory that holds one (name: file)."""
+    document_start: str | None = None
+    """The special token of a tokenizer.json that opens a document; None: its beginning-of-text token, or
+    else its end-of-text token, or else one id more than the file has.
+    """
+
+    @model_validator(mode="after")
+    def _path_belongs_to_file(self):
+        if self.name == "file" and not self.path:
+            raise ValueError("tokenizer name 'file' needs a path to a tokenizer.json")
+        if self.name in ("byte", "bpe") and self.path:
+            raise ValueError(f"tokenizer path {self.path!r} is only read with name: file, not {self.name}")
+        return self
+
+
+class SourceConfig(Component):
+    """A source of documents and its share in the mixture."""
+
+    path: Annotated[str, Field(min_length=1)] = "stdlib"
+    """`stdlib`, `synthetic`, a file, a directory, a glob (** too), a URL, or a directory of prepared
+    shards.
+    """
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Share of the rows that come from this source, relative to the other sources' weights."""
+    format: Literal["auto", "text", "jsonl", "parquet", "tokens"] = "auto"
+    """auto decides by the name: .jsonl(.gz|.zst), .parquet, a directory with index.json is tokens, the rest
+    text.
+    """
+    text_key: Annotated[str, Field(min_length=1)] = "text"
+    """The key (jsonl) or column (parquet) that holds the text."""
+
+
+class DataConfig(Component):
+    """What a run trains on and is evaluated on. The default is real text that every machine has."""
+
+    sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
+    """The training mixture."""
+    held_out: tuple[SourceConfig, ...] = ()
+    """Sources for evaluation. Empty: a part of the training sources' documents is held out."""
+    held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of documents held out, chosen by a hash of their content. Not read where held_out is given."""
+    held_out_max_bytes: Annotated[int, Field(gt=0)] | None = None
+    """Evaluation reads at most about so many bytes of held-out text; None: all of it."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    packing: bool = True
+    """True: segment ids and positions restart at every document. False: one stream, attention crosses
+    documents.
+    """
+    shuffle: bool = True
+    """Read rows in a new pseudo-random order every epoch; False: in the order of the stream."""
+    cache_dir: str | None = None
+    """Where tokens made from raw text are kept; default ~/.cache/jaxstack/data (created with mode 0700)."""
+    shard_tokens: Annotated[int, Field(ge=1024)] = 2**24
+    """Tokens in a shard file."""
+    read_ahead: Annotated[int, Field(ge=1, le=64)] = 4
+    """Batches that the one reader thread prepares ahead."""

@@ -1,0 +1,212 @@
+"""Reads documents out of pieces of files: whole texts, ranges of long ones, jsonl lines, parquet rows,
+pydoc topics.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Literal
+
+from jaxstack.data.files import EXTRA, SourceFile, open_file
+from jaxstack.errors import ConfigError, JaxstackError
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+Kind = Literal["text", "jsonl", "parquet", "topics"]
+Split = Literal["train", "held_out"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a source that one process reads on its own."""
+
+    kind: Kind
+    file: SourceFile
+    text_key: str = "text"
+    start: int = 0
+    """First byte (text, jsonl) or row group (parquet)."""
+    stop: int | None = None
+    """Where it ends, not included; None: the end of the file."""
+    opens: bool = True
+    """False: a later range of a long text, which goes on with the document of the range before."""
+    split: Split | None = None
+    """Decided for the whole piece, or None: by each document."""
+    score: float | None = None
+    """The split score of a long text of which this is a range."""
+
+
+@dataclass
+class Document:
+    """A text, and whether it opens a document (a range of a long text may go on with one)."""
+
+    text: str
+    opens: bool = True
+    replaced: int = 0
+    """Invalid UTF-8 sequences that became U+FFFD."""
+    skipped: bool = False
+    """A file that is not text; `text` is empty."""
+
+
+def read_documents(piece: Piece) -> Iterator[Document]:
+    """The documents of `piece` in their order, empty ones left out.
+
+    Raises:
+      ConfigError: a jsonl line or a parquet file without `text_key`, or a text in it that is no string.
+      JaxstackError: broken data; the message names the file.
+    """
+    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "topics": _read_topics}[
+        piece.kind
+    ]
+    for document in reader(piece):
+        if document.text or document.skipped:
+            yield document
+
+
+def _read_text(piece: Piece) -> Iterator[Document]:
+    with open_file(piece.file) as stream:
+        if piece.stop is None:
+            raw = stream.read()
+        else:
+            stream.seek(piece.start)
+            raw = stream.read(piece.stop - piece.start)
+    if b"\0" in raw[:8192] and piece.opens:
+        if piece.file.explicit:
+            raise ConfigError(
+                f"{piece.file.path} is not text (it holds NUL bytes); give text, jsonl or parquet"
+            )
+        yield Document("", skipped=True)
+        return
+    text, replaced = decode_utf8(raw.removeprefix(BYTE_ORDER_MARK) if piece.opens else raw)
+    yield Document(text, piece.opens, replaced)
+
+
+def decode_utf8(raw: bytes) -> tuple[str, int]:
+    """The text of `raw`, and how many invalid sequences became U+FFFD."""
+    try:
+        return raw.decode(), 0
+    except UnicodeDecodeError:
+        text = raw.decode(errors="replace")
+        return text, text.count("\ufffd") - raw.count("\ufffd".encode())
+
+
+def align(stream: IO[bytes], position: int, size: int, whole_lines: bool = False) -> int:
+    """The first place from `position` on where a text may be cut: after a line end.
+
+    Without `whole_lines` a text with no line end in the next MiB is cut before a character.
+    """
+    if position <= 0 or position >= size:
+        return min(max(position, 0), size)
+    stream.seek(position - 1)
+    at = position
+    while window := stream.read(2**20):
+        line_end = window.find(b"\n")
+        if line_end >= 0:
+            return at + line_end
+        if not whole_lines:
+            return next((position + i for i, b in enumerate(window[1:5]) if b & 0xC0 != 0x80), position)
+        at += len(window)
+    return size
+
+
+def _read_jsonl(piece: Piece) -> Iterator[Document]:
+    with open_file(piece.file) as stream:
+        if piece.start:
+            stream.seek(piece.start)
+        at = piece.start
+        number = 0
+        while piece.stop is None or at < piece.stop:
+            line = stream.readline()
+            if not line:
+                return
+            number += 1
+            if at == 0:
+                line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                where = f"line {number}" if not piece.start else f"the line at byte {at}"
+                yield _parse_line(line, f"{piece.file.path}, {where}", piece.text_key)
+            at = stream.tell() if piece.stop is not None else at + 1
+
+
+def _parse_line(line: bytes, where: str, text_key: str) -> Document:
+    decoded, replaced = decode_utf8(line)
+    try:
+        record = json.loads(decoded)
+    except (ValueError, RecursionError) as e:
+        raise JaxstackError(f"{where} is not JSON: {e}") from None
+    if not isinstance(record, dict):
+        raise JaxstackError(f"{where} is a JSON {type(record).__name__}, not an object with a text")
+    if text_key not in record:
+        keys = ", ".join(repr(k) for k in record) or "none"
+        raise ConfigError(
+            f"{where} has no key {text_key!r}; its keys: {keys}; set text_key to the one with the text"
+        )
+    text = record[text_key]
+    if text is None:
+        return Document("")
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{where}: {text_key!r} is {type(text).__name__}, not a string; set text_key to the text"
+        )
+    return Document(text, replaced=replaced)
+
+
+def import_parquet():
+    """The pyarrow.parquet module, or a ConfigError with the command that installs it."""
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise ConfigError(f"reading parquet files needs pyarrow: {EXTRA}") from None
+    return parquet
+
+
+def parquet_groups(file: SourceFile, text_key: str) -> list[tuple[int, int]]:
+    """(rows, bytes) of every row group, after a check that the text column is there."""
+    parquet = import_parquet()
+    with open_file(file) as stream, _parquet_errors(file):
+        reader = parquet.ParquetFile(stream)
+        names = reader.schema_arrow.names
+        if text_key not in names:
+            raise ConfigError(
+                f"{file.path} has no column {text_key!r}; "
+                f"its columns: {', '.join(map(repr, names))}; set text_key"
+            )
+        kind = str(reader.schema_arrow.field(text_key).type)
+        if "string" not in kind or kind.startswith(("list", "struct", "map")):
+            raise ConfigError(
+                f"{file.path}: column {text_key!r} holds {kind}, not strings; set text_key to the text"
+            )
+        meta = reader.metadata
+        return [
+            (meta.row_group(i).num_rows, meta.row_group(i).total_byte_size)
+            for i in range(meta.num_row_groups)
+        ]
+
+
+@contextmanager
+def _parquet_errors(file: SourceFile) -> Iterator[None]:
+    """Turns Arrow's errors into one that names the file."""
+    try:
+        yield
+    except Exception as e:
+        if type(e).__module__.startswith("pyarrow"):
+            raise JaxstackError(f"{file.path} is not a whole parquet file: {e}; get it again") from None
+        raise
+
+
+def _read_parquet(piece: Piece) -> Iterator[Document]:
+    parquet = import_parquet()
+    with open_file(piece.file) as stream, _parquet_errors(piece.file):
+        reader = parquet.ParquetFile(stream)
+        stop = reader.metadata.num_row_groups if piece.stop is None else piece.stop
+        groups = list(range(piece.start, stop))
+        for batch in reader.iter_batches(row_groups=groups, columns=[piece.text_key], batch_size=1024):
+            for text in batch.column(0).to_pylist():
+                yield Document(text or "")
+
+
+def _read_topics(piece: Piece) -> Iterator[Document]:
+    """The help topics of the running interpreter, one document each."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield Document(topics[name])

@@ -1,0 +1,34 @@
+"""What the data of a run was, and how it differs from what a resumed run finds."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """One line that names what differs first (`seed was 0, is 1`), or None where nothing does."""
+    lines = list(_differences(saved, found, ""))
+    if not lines:
+        return None
+    more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+    return lines[0] + more
+
+
+def _differences(saved: Any, found: Any, name: str) -> list[str]:
+    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+        lines = []
+        for key in dict.fromkeys([*saved, *found]):
+            inner = f"{name}.{key}" if name else str(key)
+            lines += _differences(saved.get(key), found.get(key), inner)
+        return lines
+    if isinstance(saved, list | tuple) and isinstance(found, list | tuple) and len(saved) == len(found):
+        return [
+            line
+            for i, pair in enumerate(zip(saved, found, strict=True))
+            for line in _differences(*pair, f"{name}[{i}]")
+        ]
+    return [] if saved == found else [f"{name} was {_short(saved)}, is {_short(found)}"]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"

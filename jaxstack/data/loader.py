@@ -1,0 +1,232 @@
+"""`open_data`: from a configuration to endless training batches and an exact held-out pass."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from jaxstack.data.config import DataConfig
+from jaxstack.data.mixture import order_hash, row_order
+from jaxstack.data.packing import Stream, make_batch, read_row, row_count
+from jaxstack.data.streams import Streams, open_streams
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError
+
+Batch = dict[str, np.ndarray]
+
+
+def open_data(
+    config: DataConfig, *, sequence_length: int, seed: int, report: Callable[[str], None] | None = None
+) -> "Data":
+    """Prepares (once, into the cache), verifies and opens the data of a run.
+
+    Args:
+      sequence_length: T, tokens in a row.
+      seed: decides the order of rows, nothing else.
+      report: called with a line of text where something takes time or deserves notice.
+
+    Raises:
+      ConfigError: sources that do not exist or cannot be read so, or too little text for one row.
+      JaxstackError: damaged shards or files; the message names the file.
+    """
+    if sequence_length < 1:
+        raise ConfigError(f"sequence_length is {sequence_length}, it must be at least 1")
+    say = report or (lambda message: None)
+    data = Data(config, open_streams(config, seed, say), sequence_length, seed)
+    if 0 < data.held_out_tokens < sequence_length:
+        say(f"held out are only {data.held_out_tokens} tokens, less than a row of {sequence_length}: padded")
+    return data
+
+
+class Data:
+    """Training batches in a global order, and held-out batches, of one run. Build it with `open_data`.
+
+    Dimensions: B global batch, T sequence length. Global sample `k * B + s` is row `s` of global batch `k`,
+      whatever
+    the number of processes, so that a position in the data is one integer: the number of the next batch.
+    """
+
+    def __init__(self, config: DataConfig, streams: Streams, sequence_length: int, seed: int):
+        self.tokenizer: Tokenizer = streams.tokenizer
+        self.sequence_length = sequence_length
+        self._config = config
+        self._seed = seed
+        self._train = streams.train
+        self._held_out = streams.held_out
+        self._check_enough()
+        counts = [row_count(s.tokens, sequence_length) for s in self._train]
+        self.rows_per_epoch = tuple(counts)
+        self._order = row_order(counts, [s.weight for s in config.sources], seed, config.shuffle)
+
+    def _check_enough(self) -> None:
+        for source, stream in zip(self._config.sources, self._train, strict=True):
+            if stream.tokens <= self.sequence_length:
+                raise ConfigError(
+                    f"the data source {source.path!r} has {stream.tokens} training tokens, one row of "
+                    f"sequence_length {self.sequence_length} needs {self.sequence_length + 1}: use a shorter "
+                    "sequence or more text"
+                )
+        wanted = self._config.held_out or self._config.held_out_fraction
+        if wanted and not self._held_out:
+            raise ConfigError(
+                f"no text is held out: held_out_fraction {self._config.held_out_fraction} of "
+                f"{self.train_tokens} training tokens left nothing; raise it, give held_out sources, "
+                "or set held_out_fraction to 0 for a run without evaluation"
+            )
+
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of one epoch over all training sources."""
+        return sum(s.tokens for s in self._train)
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Predictable tokens of the held-out streams, held_out_max_bytes respected."""
+        return sum(self._held_out_limits(None))
+
+    @property
+    def fingerprint(self) -> dict:
+        """Plain JSON that is equal exactly where the batches are: compare it before going on from a
+        checkpoint.
+        """
+        return {
+            "sources": [s.path for s in self._config.sources],
+            "weights": [s.weight for s in self._config.sources],
+            "shards": [s.hashes for s in self._train],
+            "held_out_shards": [s.hashes for s in self._held_out],
+            "tokenizer": self.tokenizer.hash,
+            "seed": self._seed,
+            "sequence_length": self.sequence_length,
+            "packing": self._config.packing,
+            "shuffle": self._config.shuffle,
+            "order": order_hash(self._order),
+        }
+
+    def batches(
+        self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int
+    ) -> Iterator[Batch]:
+        """Rows `rows` of the global batches `start`, `start + 1`, and so on without end.
+
+        Args:
+          global_batch_size: B.
+          rows: which of the B rows this process reads, each in 0..B-1, in the order wanted.
+          start: the number of the first global batch.
+
+        Yields:
+          tokens, labels [len(rows), T] int32, and with packing segment_ids, positions [len(rows), T] int32.
+          One thread reads ahead; closing the iterator ends it.
+        """
+        wanted = _checked_rows(rows, global_batch_size)
+        if start < 0:
+            raise ConfigError(f"start is {start}, a number of a batch is at least 0")
+
+        def batch(k: int) -> Batch:
+            samples = [self._order[k * global_batch_size + row] for row in wanted]
+            return self._make([(self._train[s], row, self._train[s].tokens) for s, row in samples])
+
+        return _read_ahead(batch, start, None, self._config.read_ahead)
+
+    def held_out_batches(
+        self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None = None
+    ) -> Iterator[Batch]:
+        """Every held-out token once (the first `max_tokens` of them), the same number of batches in each
+        process.
+
+        Yields:
+          as `batches`; a label of -100 stands in rows and places beyond the end. Nothing without held-out
+          text.
+        """
+        wanted = _checked_rows(rows, batch_size)
+        limits = self._held_out_limits(max_tokens)
+        places = [
+            (stream, row, limit + 1)
+            for stream, limit in zip(self._held_out, limits, strict=True)
+            for row in range(row_count(limit + 1, self.sequence_length))
+        ]
+        if not places:
+            return iter(())
+        nothing = (self._held_out[0], 0, 0)
+
+        def batch(k: int) -> Batch:
+            samples = (k * batch_size + row for row in wanted)
+            return self._make([places[i] if i < len(places) else nothing for i in samples])
+
+        return _read_ahead(batch, 0, -(-len(places) // batch_size), self._config.read_ahead)
+
+    def held_out_bytes(self, max_tokens: int | None = None) -> bytes:
+        """The bytes that the labels of `held_out_batches(max_tokens=max_tokens)` stand for, in order.
+
+        The sum of the losses in bits over these batches, divided by this length, is the bits per byte. The
+        document-start labels are predicted too and stand for no byte, so that a model pays for knowing
+        where texts end.
+        """
+        limits = self._held_out_limits(max_tokens)
+        parts = (s.read(1, limit) for s, limit in zip(self._held_out, limits, strict=True))
+        return b"".join(self.tokenizer.decode_bytes(ids) for ids in parts)
+
+    def close(self) -> None:
+        """Closes the shard files."""
+        for stream in (*self._train, *self._held_out):
+            stream.close()
+
+    def _make(self, places: list[tuple[Stream, int, int]]) -> Batch:
+        rows = [read_row(stream, row, self.sequence_length, limit) for stream, row, limit in places]
+        return make_batch(rows, self.tokenizer.document_start, self._config.packing)
+
+    def _held_out_limits(self, max_tokens: int | None) -> list[int]:
+        """How many tokens of each held-out stream are predicted: shares in proportion where there is a
+        limit.
+        """
+        sizes = [s.tokens - 1 for s in self._held_out]
+        total = sum(sizes)
+        if self._config.held_out_max_bytes is not None:
+            share = self._config.held_out_max_bytes / max(len(sizes), 1)
+            sizes = [
+                min(n, self._tokens_in_bytes(s, share)) for s, n in zip(self._held_out, sizes, strict=True)
+            ]
+            total = sum(sizes)
+        if max_tokens is None or max_tokens >= total:
+            return sizes
+        limits = [n * max_tokens // total for n in sizes]
+        for i in range(max_tokens - sum(limits)):
+            limits[i] += 1
+        return limits
+
+    def _tokens_in_bytes(self, stream: Stream, limit: float) -> int:
+        """The most predicted tokens of `stream` that stand for at most `limit` bytes; at least one."""
+        ids = stream.read(1, int(limit) + 1)
+        total = np.cumsum(self.tokenizer.byte_lengths[ids])
+        return max(int(np.searchsorted(total, limit, side="right")), 1)
+
+
+def _checked_rows(rows: Sequence[int] | np.ndarray, batch_size: int) -> list[int]:
+    wanted = [int(r) for r in rows]
+    if not wanted or min(wanted) < 0 or max(wanted) >= batch_size:
+        raise ConfigError(
+            f"rows must lie in 0..{batch_size - 1} of a batch of {batch_size}, and there must be one"
+        )
+    return wanted
+
+
+def _read_ahead(make: Callable[[int], Batch], start: int, count: int | None, depth: int) -> Iterator[Batch]:
+    """`make(start)`, `make(start + 1)`, ..., made in one thread, at most `depth` of them before they are
+    asked for.
+
+    The executor ends its thread when the iterator is closed or dropped, and at the end of the program.
+    """
+    pending: deque[Future] = deque()
+    stop = None if count is None else start + count
+    k = start
+    with ThreadPoolExecutor(1, thread_name_prefix="data-reader") as pool:
+        try:
+            while True:
+                while len(pending) < depth and (stop is None or k < stop):
+                    pending.append(pool.submit(make, k))
+                    k += 1
+                if not pending:
+                    return
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()

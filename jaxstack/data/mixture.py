@@ -1,0 +1,66 @@
+"""The global order of training rows: a Grain pipeline of indices that depends on the seed and the weights
+alone.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+
+os.environ["ENABLE_PYGRAIN_PROMETHEUS_TELEMETRY"] = "false"  # Grain would listen on every interface
+
+import grain
+
+from jaxstack.errors import ConfigError
+
+MOST_ROWS = 2**32 - 1  # Grain's index shuffle works on 32 bits
+
+
+class _Rows:
+    """The row numbers of one source as a random-access data source."""
+
+    def __init__(self, source: int, count: int):
+        self._source = source
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index) -> tuple[int, int]:
+        return self._source, int(index)
+
+    def __repr__(self) -> str:
+        return f"rows of source {self._source} ({self._count})"
+
+
+def row_order(counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> grain.MapDataset:
+    """An endless dataset whose element i is the (source, row) of global sample i.
+
+    Every source is read in a new permutation each epoch, decided by (seed, source, epoch); sources
+    alternate in the proportion of their weights at every stretch of the order, so that no random draw can
+    skew a short run.
+    """
+    parts = []
+    for source, count in enumerate(counts):
+        if count > MOST_ROWS:
+            raise ConfigError(
+                f"source {source} has {count} rows, the shuffle orders at most {MOST_ROWS}: "
+                "raise the sequence length, or list the data as several sources"
+            )
+        dataset = grain.MapDataset.source(_Rows(source, count))
+        if shuffle:
+            dataset = dataset.shuffle(seed=source_seed(seed, source))
+        parts.append(dataset.repeat())
+    if len(parts) == 1:
+        return parts[0]
+    return grain.MapDataset.mix(parts, weights=list(weights))
+
+
+def source_seed(seed: int, source: int | str) -> int:
+    """A 32-bit seed for one source, unrelated to those of near seeds and other sources."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:4], "big")
+
+
+def order_hash(order: grain.MapDataset) -> str:
+    """A hash over samples of the order, which tells when a library's next version orders otherwise."""
+    picked = [*range(64), *(2**k + k for k in range(7, 31))]
+    return hashlib.sha256(repr([order[i] for i in picked]).encode()).hexdigest()

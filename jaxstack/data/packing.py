@@ -1,0 +1,76 @@
+"""Rows of a token stream as model inputs: next-token labels, segment ids, positions that restart at
+documents.
+
+Dimensions: B rows, T sequence length.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+IGNORE = -100
+
+
+class Stream(Protocol):
+    """Token ids by position."""
+
+    tokens: int
+    document_start: int
+
+    @property
+    def hashes(self) -> list[str]: ...
+
+    def read(self, start: int, count: int) -> np.ndarray: ...
+
+    def close(self) -> None: ...
+
+
+def row_count(tokens: int, sequence_length: int) -> int:
+    """Rows that predict every token but the first exactly once; the last may be padded."""
+    return -(-(tokens - 1) // sequence_length) if tokens > 1 else 0
+
+
+def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.ndarray:
+    """[T+1] ids from position `row * T` on. Behind position `limit` (or the stream's end) stands -1."""
+    start = row * sequence_length
+    ids = stream.read(start, min(sequence_length + 1, max(limit - start, 0)))
+    if ids.size == sequence_length + 1:
+        return ids.astype(np.int32)
+    padded = np.full(sequence_length + 1, -1, np.int32)
+    padded[: ids.size] = ids
+    return padded
+
+
+def make_batch(rows: Sequence[np.ndarray], document_start: int, packing: bool) -> dict[str, np.ndarray]:
+    """Stacks rows of T+1 ids into a batch.
+
+    Args:
+      rows: B arrays [T+1]; -1 marks padding at the end of a row.
+      document_start: the id that opens a document. As a label it ends the document before it.
+      packing: adds the keys that keep documents apart.
+
+    Returns:
+      tokens, labels [B, T] int32 (a label of -100 is not to be learnt), and with packing
+      segment_ids [B, T] int32, 1 for the first document of a row and one more at each document start after
+      it, positions [B, T] int32, 0 at each document start and at each row's first token.
+    """
+    ids = np.stack(rows)
+    padding = ids < 0
+    ids = np.where(padding, np.int32(document_start), ids)
+    tokens = np.ascontiguousarray(ids[:, :-1])
+    labels = np.where(padding[:, 1:], np.int32(IGNORE), ids[:, 1:])
+    batch = {"tokens": tokens, "labels": labels}
+    if packing:
+        batch["segment_ids"], batch["positions"] = segments(tokens, document_start)
+    return batch
+
+
+def segments(tokens: np.ndarray, document_start: int) -> tuple[np.ndarray, np.ndarray]:
+    """Segment ids and positions [B, T] int32 of rows of packed documents."""
+    starts = tokens == document_start
+    starts[:, 0] = True  # a row that goes on with a document opens its first segment
+    segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
+    columns = np.arange(tokens.shape[1], dtype=np.int32)
+    positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
+    return segment_ids, positions.astype(np.int32)

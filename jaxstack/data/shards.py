@@ -1,0 +1,278 @@
+"""Token shards on disk: files of fixed length with a SHA-256 each, written atomically, verified before use.
+
+A prepared directory holds `index.json`, `tokenizer/` and, for each split, `<split>-00000.bin` and on: one
+stream of token ids cut into files of `shard_tokens` ids (the last may be shorter), uint16 or uint32, little
+endian, no header.
+"""
+
+import hashlib
+import json
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxstack.data.atomic import write_file, write_json
+from jaxstack.errors import JaxstackError
+
+FORMAT = "jaxstack-tokens"
+VERSION = 1
+INDEX = "index.json"
+STAMPS = ".verified.json"
+MOST_OPEN_FILES = 128
+
+
+class ShardWriter:
+    """Cuts a stream of ids into shard files. Nothing of a shard is visible before it is whole and on the
+    disk.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int,
+        on_shard: Callable[[list[dict]], None] | None = None, done: Iterable[dict] = (),
+    ):  # fmt: skip
+        self._folder = folder
+        self._split = split
+        self._dtype = dtype
+        self._shard_tokens = shard_tokens
+        self._on_shard = on_shard
+        self.shards: list[dict] = list(done)
+        self._parts: list[np.ndarray] = []
+        self._count = 0
+
+    def append(self, ids: np.ndarray) -> None:
+        """Adds ids to the stream; writes every shard that became full."""
+        while ids.size:
+            room = self._shard_tokens - self._count
+            self._parts.append(ids[:room])
+            self._count += min(room, ids.size)
+            ids = ids[room:]
+            if self._count == self._shard_tokens:
+                self._write()
+
+    def finish(self) -> list[dict]:
+        """Writes what is left as the last shard; returns name, tokens, sha256 of every shard."""
+        if self._count:
+            self._write()
+        return self.shards
+
+    def _write(self) -> None:
+        name = f"{self._split}-{len(self.shards):05d}.bin"
+        content = np.concatenate(self._parts).astype(self._dtype).tobytes()
+        write_file(self._folder / name, content)
+        self.shards.append(
+            {"name": name, "tokens": self._count, "sha256": hashlib.sha256(content).hexdigest()}
+        )
+        self._parts, self._count = [], 0
+        if self._on_shard:
+            self._on_shard(self.shards)
+
+
+def is_prepared(path: str) -> bool:
+    """Whether `path` is a directory of prepared shards."""
+    return "://" not in path and (Path(path).expanduser() / INDEX).is_file()
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The checked content of `index.json`.
+
+    Raises:
+      JaxstackError: missing, not ours, of a later version, or with entries that make no sense.
+    """
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise JaxstackError(
+            f"{folder} holds no prepared tokens ({INDEX} is missing): run jaxstack.prepare"
+        ) from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise JaxstackError(f"{path} is not readable: {e}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise JaxstackError(f"{path} is not an index of token shards: its format is not {FORMAT!r}")
+    if index.get("version") != VERSION:
+        raise JaxstackError(
+            f"{path} has version {index.get('version')}, this jaxstack reads {VERSION}: update it"
+        )
+    try:
+        if index["dtype"] not in ("uint16", "uint32"):
+            raise ValueError(f"dtype {index['dtype']!r}")
+        if not isinstance(index["tokenizer"]["hash"], str):
+            raise ValueError("tokenizer hash")
+        for split in ("train", "held_out"):
+            _check_split(index["splits"][split], index["shard_tokens"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise JaxstackError(f"{path} is damaged: {type(e).__name__}: {e}; prepare the data again") from None
+    return index
+
+
+def _check_split(split: dict, shard_tokens: int) -> None:
+    sizes = [s["tokens"] for s in split["shards"]]
+    if any(not isinstance(n, int) or not 0 < n <= shard_tokens for n in sizes):
+        raise ValueError("shard sizes")
+    if any(n != shard_tokens for n in sizes[:-1]) or sum(sizes) != split["tokens"]:
+        raise ValueError("shard sizes do not add up")
+    for shard in split["shards"]:
+        if os.path.basename(shard["name"]) != shard["name"] or not shard["name"].endswith(".bin"):
+            raise ValueError(f"shard name {shard['name']!r}")
+        if len(bytes.fromhex(shard["sha256"])) != 32:
+            raise ValueError("shard hash")
+
+
+def verify_shards(folder: Path, shards: list[dict], item_size: int) -> None:
+    """Checks the size of every shard, and its SHA-256 unless this very file passed before.
+
+    Which files passed is kept beside them by size, modification and change time and inode; where the
+    directory cannot be written, every start hashes again (1 to 2 GB/s a core).
+
+    Raises:
+      JaxstackError: a shard is missing, of another size, or of other content; the message names it.
+    """
+    stamps = _read_stamps(folder)
+    pending = []
+    for shard in shards:
+        path = folder / shard["name"]
+        try:
+            status = os.stat(path)
+        except OSError as e:
+            raise JaxstackError(
+                f"token shard {path} cannot be read ({e.strerror}); {_way_out(folder)}"
+            ) from None
+        expected = shard["tokens"] * item_size
+        if status.st_size != expected:
+            raise JaxstackError(
+                f"token shard {path} has {status.st_size} bytes, its index says {expected} "
+                f"({shard['tokens']} ids of {item_size} bytes): it was cut off or replaced; "
+                + _way_out(folder)
+            )
+        stamp = [shard["sha256"], status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+        if stamps.get(shard["name"]) != stamp:
+            pending.append((path, shard["sha256"]))
+            stamps[shard["name"]] = stamp
+    if pending:
+        with ThreadPoolExecutor(min(len(pending), os.cpu_count() or 1)) as pool:
+            for _ in pool.map(lambda p: _verify_hash(*p), pending):
+                pass
+        _write_stamps(folder, stamps)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _verify_hash(path: Path, expected: str) -> None:
+    try:
+        found = file_sha256(path)
+    except OSError as e:
+        raise JaxstackError(f"token shard {path} cannot be read: {e}") from None
+    if found != expected:
+        raise JaxstackError(
+            f"token shard {path} is corrupt: SHA-256 {found[:12]}.., its index says {expected[:12]}..; "
+            + _way_out(path.parent)
+        )
+
+
+def _way_out(folder: Path) -> str:
+    return f"restore the file, or delete {folder} and prepare the data again"
+
+
+def _read_stamps(folder: Path) -> dict:
+    try:
+        stamps = json.loads((folder / STAMPS).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return stamps if isinstance(stamps, dict) else {}
+
+
+def _write_stamps(folder: Path, stamps: dict) -> None:
+    try:
+        write_json(folder / STAMPS, stamps)
+    except OSError:
+        return  # a read-only directory: the next start hashes again
+
+
+class TokenStream:
+    """The ids of one split as one long array, read by position. Safe to use from several threads.
+
+    Reads with pread, not with a memory map: a file that is cut off while it is in use gives an error, not
+      SIGBUS.
+    """
+
+    def __init__(
+        self, folder: Path, shards: list[dict], dtype: np.dtype, shard_tokens: int, document_start: int
+    ):
+        self._folder = folder
+        self._shards = shards
+        self._dtype = dtype
+        self._shard_tokens = shard_tokens
+        self.document_start = document_start
+        self.tokens = sum(s["tokens"] for s in shards)
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._files).atexit = False
+
+    @property
+    def hashes(self) -> list[str]:
+        return [s["sha256"] for s in self._shards]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """The ids `start` to `start + count`, fewer at the end of the stream; dtype of the shards."""
+        stop = min(start + count, self.tokens)
+        parts = []
+        while start < stop:
+            shard, offset = divmod(start, self._shard_tokens)
+            length = min(stop - start, self._shard_tokens - offset)
+            parts.append(np.frombuffer(self._read_bytes(shard, offset, length), self._dtype))
+            start += length
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.zeros(0, self._dtype)
+
+    def _read_bytes(self, shard: int, offset: int, length: int) -> bytes:
+        size = self._dtype.itemsize
+        with self._lock:
+            data = os.pread(self._file(shard), length * size, offset * size)
+        if len(data) != length * size:
+            raise JaxstackError(
+                f"token shard {self._folder / self._shards[shard]['name']} became shorter while it was in use"
+            )
+        return data
+
+    def _file(self, shard: int) -> int:
+        if shard in self._files:
+            self._files.move_to_end(shard)
+            return self._files[shard]
+        if len(self._files) >= MOST_OPEN_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        path = self._folder / self._shards[shard]["name"]
+        try:
+            self._files[shard] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as e:
+            raise JaxstackError(f"token shard {path} cannot be read: {e.strerror}") from None
+        return self._files[shard]
+
+    def close(self) -> None:
+        """Closes the files; a later read opens them again."""
+        with self._lock:
+            _close_all(self._files)
+
+
+def _close_all(files: OrderedDict[int, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
+
+
+def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
+    """The verified stream of `split` ("train" or "held_out") of a prepared directory."""
+    shards = index["splits"][split]["shards"]
+    dtype = np.dtype(index["dtype"]).newbyteorder("<")
+    verify_shards(folder, shards, dtype.itemsize)
+    return TokenStream(folder, shards, dtype, index["shard_tokens"], index["tokenizer"]["document_start"])

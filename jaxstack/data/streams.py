@@ -1,0 +1,140 @@
+"""Opens the configured sources as token streams with one tokenizer for all of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxstack.data.cache import (
+    cache_folder,
+    ensure_tokenizer,
+    ensure_tokens,
+    plan_source,
+    prepared_tokenizer,
+)
+from jaxstack.data.config import DataConfig, SourceConfig
+from jaxstack.data.mixture import source_seed
+from jaxstack.data.packing import Stream
+from jaxstack.data.plan import Plan
+from jaxstack.data.shards import INDEX, is_prepared, open_split, read_index
+from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream
+from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer, Tokenizer
+from jaxstack.errors import ConfigError
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The tokenizer, and a training and a held-out stream per source."""
+
+    tokenizer: Tokenizer
+    train: list[Stream]
+    held_out: list[Stream]
+
+
+def open_streams(config: DataConfig, seed: int, report: Report) -> Streams:
+    """Prepares what is not prepared yet, verifies the shards, opens them.
+
+    Raises:
+      ConfigError: sources that cannot be read, or that were prepared with different tokenizers.
+      JaxstackError: damaged shards; the message names the file.
+    """
+    fraction = 0.0 if config.held_out else config.held_out_fraction
+    everything = (*config.sources, *config.held_out)
+    is_raw = {s: not prepared(s) and s.path != "synthetic" for s in everything}
+    plans = {(s, False): plan_source(s, fraction) for s in config.sources if is_raw[s]}
+    plans |= {(s, True): plan_source(s, 1.0) for s in config.held_out if is_raw[s]}
+    folder = cache_folder(config.cache_dir) if plans else Path()
+    training = [plans[s, False] for s in config.sources if is_raw[s]]
+    tokenizer = _choose_tokenizer(config, everything, training, folder, report)
+    opener = _Opener(tokenizer, plans, folder, config.shard_tokens, seed, report)
+    train = [opener.open(s, "train", False, i) for i, s in enumerate(config.sources)]
+    if config.held_out:
+        held_out = [opener.open(s, "held_out", True, i) for i, s in enumerate(config.held_out)]
+    elif fraction:
+        held_out = [opener.open(s, "held_out", False, i) for i, s in enumerate(config.sources)]
+    else:
+        held_out = []
+    return Streams(tokenizer, train, [s for s in held_out if s.tokens > 1])
+
+
+def prepared(source: SourceConfig) -> bool:
+    """Whether `source` is a directory of shards."""
+    if source.format == "tokens" and not is_prepared(source.path):
+        raise ConfigError(
+            f"the data source {source.path!r} has format tokens, but there is no {INDEX} in it: "
+            "write one with python -m jaxstack.prepare"
+        )
+    return source.format in ("auto", "tokens") and is_prepared(source.path)
+
+
+def _choose_tokenizer(
+    config: DataConfig, sources: Sequence[SourceConfig], plans: list[Plan], folder: Path, report: Report
+) -> Tokenizer:
+    wanted = config.tokenizer
+    made = [(s.path, prepared_tokenizer(Path(s.path).expanduser())) for s in sources if prepared(s)]
+    for path, tokenizer in made[1:]:
+        if tokenizer.hash != made[0][1].hash:
+            raise ConfigError(
+                f"{made[0][0]} and {path} were prepared with different tokenizers: use the same"
+            )
+    if made and not wanted.path and wanted.name != "byte":
+        path, tokenizer = made[0]
+        if wanted.name == "bpe" and tokenizer.kind != "bpe":
+            raise ConfigError(_mismatch(path, tokenizer, "bpe"))
+        report(f"the tokenizer is that of {path}: {tokenizer.kind}, {tokenizer.vocab_size} ids")
+        return tokenizer
+    if not plans and not made and not wanted.path and wanted.name != "byte":
+        return SyntheticTokenizer(wanted.vocab_size)
+    if not plans and not wanted.path:
+        chosen: Tokenizer = ByteTokenizer()
+    else:
+        chosen = ensure_tokenizer(wanted, plans, folder, report)
+    if made and chosen.hash != made[0][1].hash:
+        raise ConfigError(_mismatch(made[0][0], made[0][1], wanted.path or wanted.name))
+    return chosen
+
+
+def _mismatch(path: str, tokenizer: Tokenizer, wanted: str) -> str:
+    return (
+        f"{path} was prepared with a {tokenizer.kind} tokenizer of {tokenizer.vocab_size} ids, the "
+        f"configuration asks for {wanted}: set tokenizer.name to auto, or prepare the data again"
+    )
+
+
+@dataclass(frozen=True)
+class _Opener:
+    tokenizer: Tokenizer
+    plans: dict[tuple[SourceConfig, bool], Plan]
+    folder: Path
+    shard_tokens: int
+    seed: int
+    report: Report
+
+    def open(self, source: SourceConfig, split: str, whole: bool, number: int) -> Stream:
+        """The stream of one side of one source.
+
+        Args:
+          whole: the source was named as held out, so that all of it is, also where a prepared directory has
+            no
+            held-out side of its own.
+        """
+        if source.path == "synthetic":
+            tokens = TRAIN_TOKENS if split == "train" else HELD_OUT_TOKENS
+            seed = source_seed(self.seed, f"synthetic {split} {number}")
+            return SyntheticStream(self.tokenizer.vocab_size, self.tokenizer.document_start, seed, tokens)
+        plan = self.plans.get((source, whole))
+        if plan is not None:
+            place = ensure_tokens(plan, self.tokenizer, self.folder, self.shard_tokens, self.report)
+        else:
+            place = Path(source.path).expanduser()
+        index = read_index(place)
+        for note, count in (
+            ("invalid UTF-8 sequences became U+FFFD", index.get("replaced_characters")),
+            ("files are not text and were left out", index.get("skipped_files")),
+        ):
+            if count and split == "train":
+                self.report(f"{source.path}: {count} {note}")
+        if whole and not index["splits"]["held_out"]["tokens"]:
+            split = "train"
+        return open_split(place, index, split)

@@ -1,0 +1,160 @@
+"""Turns one unit of documents into token files. Runs in this process or in a worker process."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from jaxstack.data.atomic import write_file, write_json
+from jaxstack.data.documents import Split, read_documents
+from jaxstack.data.load_tokenizer import load_tokenizer
+from jaxstack.data.plan import Unit
+from jaxstack.data.shards import file_sha256
+from jaxstack.data.split import split_document
+from jaxstack.data.tokenizer import Tokenizer
+
+BATCH_CHARACTERS = 2**22
+
+
+@dataclass
+class SplitCounts:
+    """What one side of the split got from a unit."""
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    sha256: str = ""
+
+
+@dataclass
+class UnitResult:
+    """What tokenising a unit gave; kept as JSON beside the token files."""
+
+    key: str
+    train: SplitCounts = field(default_factory=SplitCounts)
+    held_out: SplitCounts = field(default_factory=SplitCounts)
+    held_out_parts: list[tuple[float, int]] = field(default_factory=list)
+    """(score, tokens) of every held-out document, in order."""
+    replaced: int = 0
+    skipped_files: int = 0
+
+
+def split_parts(unit: Unit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
+    """(split, text, opens a document, score) of every document of `unit`, counted into `counts`."""
+    for piece in unit.pieces:
+        for document in read_documents(piece):
+            counts.replaced += document.replaced
+            counts.skipped_files += document.skipped
+            if document.text:
+                for split, text, score in split_document(document, piece, unit.fraction, unit.inside):
+                    yield split, text, document.opens, score
+
+
+def tokenize_unit(unit: Unit, tokenizer: Tokenizer, key: str, base: Path) -> UnitResult:
+    """Writes `base`.train.bin, `base`.held_out.bin and, last, `base`.json, which says that both are whole."""
+    result = UnitResult(key)
+    collected: dict[str, list[np.ndarray]] = {"train": [], "held_out": []}
+    waiting: list[tuple[Split, str, bool, float]] = []
+    size = 0
+
+    def encode_waiting() -> None:
+        encoded = tokenizer.encode_documents([text for _, text, _, _ in waiting])
+        for (split, text, opens, score), ids in zip(waiting, encoded, strict=True):
+            start = [tokenizer.document_start] if opens else []
+            collected[split].append(np.concatenate([np.array(start, np.int32), ids]).astype(tokenizer.dtype))
+            counts = result.train if split == "train" else result.held_out
+            counts.documents += opens
+            counts.bytes += len(text.encode(errors="replace"))
+            if split == "held_out":
+                result.held_out_parts.append((score, len(start) + len(ids)))
+        waiting.clear()
+
+    for part in split_parts(unit, result):
+        waiting.append(part)
+        size += len(part[1])
+        if size >= BATCH_CHARACTERS:
+            encode_waiting()
+            size = 0
+    encode_waiting()
+    for split, counts in (("train", result.train), ("held_out", result.held_out)):
+        content = b"".join(a.tobytes() for a in collected[split])
+        counts.tokens = len(content) // tokenizer.dtype.itemsize
+        counts.sha256 = hashlib.sha256(content).hexdigest()
+        write_file(token_file(base, split), content)
+    write_json(base.with_suffix(".json"), asdict(result))
+    return result
+
+
+def token_file(base: Path, split: str) -> Path:
+    """Where `tokenize_unit` puts the ids of a split."""
+    return base.with_suffix(f".{split}.bin")
+
+
+def read_result(base: Path, key: str, needs_train: bool) -> UnitResult | None:
+    """The result of an earlier run of `tokenize_unit`, None where it is not whole or was made otherwise."""
+    try:
+        stored = json.loads(base.with_suffix(".json").read_bytes())
+        result = UnitResult(
+            stored["key"], SplitCounts(**stored["train"]), SplitCounts(**stored["held_out"]),
+            [(float(s), int(n)) for s, n in stored["held_out_parts"]],
+            stored["replaced"], stored["skipped_files"],
+        )  # fmt: skip
+        if result.key != key or file_sha256(token_file(base, "held_out")) != result.held_out.sha256:
+            return None
+        if needs_train and file_sha256(token_file(base, "train")) != result.train.sha256:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return result
+
+
+_worker_tokenizer: Tokenizer | None = None
+
+
+def start_worker(tokenizer_folder: str) -> None:
+    """Prepares a worker process: one thread for the tokenizer, and an end when the parent dies, however it
+    dies.
+    """
+    global _worker_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a run stops
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=_end_with_parent, args=(parent.pid if parent else 0,), daemon=True).start()
+    _worker_tokenizer = load_tokenizer(tokenizer_folder)
+
+
+def _end_with_parent(parent: int) -> None:
+    pause = threading.Event()
+    while os.getppid() == parent:
+        pause.wait(0.5)
+    os._exit(1)
+
+
+def work(unit: Unit, key: str, base: str) -> UnitResult:
+    """`tokenize_unit` in a worker process."""
+    assert _worker_tokenizer is not None, "start_worker runs first"
+    return tokenize_unit(unit, _worker_tokenizer, key, Path(base))
+
+
+def sample_texts(units: tuple[Unit, ...], budget: int) -> Iterator[str]:
+    """Training texts of at most about `budget` bytes, taken in equal amounts from units all over the
+    sources.
+    """
+    quota = max(budget // max(len(units), 1), 2**16)
+    step = max(1, len(units) * quota // budget)
+    counts = UnitResult("")
+    for unit in units[::step]:
+        left = quota
+        for split, text, _, _ in split_parts(unit, counts):
+            if split == "train" and left > 0:
+                yield text[:left]
+                left -= len(text)
+            if left <= 0:
+                break

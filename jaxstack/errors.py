@@ -1,0 +1,28 @@
+"""The errors that a user sees: one message with the rule, the values and the way out; never a traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxstackError(Exception):
+    """A failure while running that the user can act on. Commands print its message and exit with `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(JaxstackError):
+    """A wrong configuration or a wrong use of a command, found before any device work."""
+
+    exit_code = 2
+
+
+def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
+    """A sentence part that names the choices most like `word`, or all of them where none is alike.
+
+    Returns e.g. `did you mean 'learning_rate'?` or `choose one of: 'adamw', 'lion'`.
+    """
+    known = sorted(set(choices))
+    alike = difflib.get_close_matches(word, known, n=count, cutoff=0.6)
+    if alike:
+        return "did you mean " + " or ".join(repr(a) for a in alike) + "?"
+    return "choose one of: " + ", ".join(repr(k) for k in known)

@@ -1,0 +1,96 @@
+"""Any source of batches as one interface: ours, or a user's iterable or function."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxstack.errors import JaxstackError
+from jaxstack.parallel.rules import AxisRules
+
+HostBatch = Mapping[str, np.ndarray]
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that can start anywhere; `jaxstack.data.Data` is one."""
+
+    def batches(self, *, global_batch_size: int, rows: Sequence[int], start: int) -> Iterator[HostBatch]:
+        """Rows `rows` of the global batches start, start + 1, ..."""
+        ...
+
+
+class UserBatches:
+    """A user's batches: a function of the step (0 is the first), or an iterable, of which a resumed run skips the
+    batches that were used. Each is the whole global batch: a dict of arrays with equal first dims.
+    """
+
+    def __init__(self, source: Iterable[HostBatch] | Callable[[int], HostBatch]):
+        self._source = source
+
+    def batches(self, *, global_batch_size: int, rows: Sequence[int], start: int) -> Iterator[HostBatch]:
+        if callable(self._source):
+            found: Iterator[HostBatch] = (self._source(step) for step in itertools.count(start))
+        else:
+            found = itertools.islice(iter(self._source), start, None)
+        for batch in found:
+            yield {name: np.asarray(value)[rows] for name, value in check_batch(batch, global_batch_size).items()}
+
+
+def check_batch(batch: Any, rows: int | None = None) -> HostBatch:
+    """The batch itself, if it is a dict of arrays with one first dim (of `rows`).
+
+    Raises:
+      JaxstackError: it is not.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        raise JaxstackError(f"a batch must be a dict of arrays; found {type(batch).__name__}.")
+    sizes = {name: np.shape(value)[0] if np.ndim(value) else None for name, value in batch.items()}
+    if len(set(sizes.values())) != 1 or None in sizes.values() or (rows and set(sizes.values()) != {rows}):
+        wanted = f" of train.global_batch_size ({rows}) rows" if rows else ""
+        raise JaxstackError(f"the arrays of a batch must have one first dim{wanted}; found {sizes}.")
+    return batch
+
+
+def as_source(data: Any) -> BatchSource:
+    """`data` as a BatchSource.
+
+    Raises:
+      TypeError: it is neither a source, nor a function, nor an iterable.
+    """
+    if isinstance(data, BatchSource):
+        return data
+    if callable(data) or isinstance(data, Iterable):
+        return UserBatches(data)
+    raise TypeError(
+        "data must have a `batches` method, be a function of the step, or an iterable of batches; "
+        f"found {type(data).__name__}."
+    )
+
+
+def batch_sharding(rules: AxisRules, shape: Sequence[int]) -> NamedSharding:
+    """Rows split over the batch axes, everything else whole."""
+    spec = rules.spec(("batch",), shape[:1])
+    return rules.sharding(PartitionSpec(*spec))
+
+
+def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes, dtypes and layouts of the global batch of `rows` rows that this host batch is a part of."""
+
+    def describe(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        shape = (rows, *np.shape(x)[1:])
+        dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(rules, shape))
+
+    return {name: describe(x) for name, x in batch.items()}
+
+
+def items_in_batch(batch: Mapping[str, Any]) -> int:
+    """What throughput counts: tokens where the batch has `labels` or `tokens`, otherwise rows."""
+    for name in ("labels", "tokens"):
+        if name in batch:
+            return int(np.prod(batch[name].shape))
+    return int(next(iter(batch.values())).shape[0])

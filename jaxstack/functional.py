@@ -1,0 +1,111 @@
+"""A Flax module, NNX or Linen, as plain nested dicts of arrays and a function that puts it together again.
+
+The train state holds dicts, not modules: they flatten fast, checkpoint without classes, and need no NNX in a step.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from jaxstack.parallel.rules import AxisRules
+
+Dict = dict[str, Any]
+NNXFactory = Callable[[nnx.Rngs], nnx.Module]
+
+
+class FunctionalModule:
+    """The structure of a module without its arrays.
+
+    Args:
+      make: builds the NNX module from `nnx.Rngs`; it is traced, so nothing is allocated before `init`.
+    """
+
+    def __init__(self, make: NNXFactory):
+        self._make = make
+        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
+        self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
+        self.abstract_params = _nested(self._params)
+        self.abstract_rest = _nested(self._rest)
+
+    def init(self, key: jax.Array) -> tuple[Dict, Dict]:
+        """(parameters, everything else: statistics, random states) of a fresh module."""
+        return self.split(self._make(nnx.Rngs(key)))
+
+    def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
+        """The arrays of a module of this structure."""
+        _, params, rest = nnx.split(module, nnx.Param, ...)
+        return _nested(nnx.to_flat_state(params)), _nested(nnx.to_flat_state(rest))
+
+    def merge(self, params: Dict, rest: Dict) -> Any:
+        """The module with these arrays."""
+        return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._rest, rest))
+
+    def parameter_specs(self, rules: AxisRules) -> Dict:
+        """The stored layout of every parameter, in the structure of `abstract_params`."""
+
+        def spec(variable: Any) -> Any:
+            metadata = variable.get_metadata()
+            # Flax's own name for the same thing, which modules that were not written for us may carry.
+            names = metadata.get("logical_axes") or metadata.get("out_sharding") or ()
+            known = len(names) == len(variable.shape) and all(n is None or n in rules.table for n in names)
+            return rules.parameter_spec(names if known else None, variable.shape)
+
+        return _nest((path, spec(variable)) for path, variable in self._params)
+
+
+def make_functional(module: Any, example: Mapping[str, Any] | None = None) -> FunctionalModule:
+    """A FunctionalModule of an NNX module, of a function `rngs -> NNX module`, or of a Linen module.
+
+    Args:
+      module: an NNX module's own values are kept as the initial ones.
+      example: keyword or positional arguments a Linen module is called with once, to learn its shapes:
+        a mapping with "args" (tuple) and optionally "kwargs".
+
+    Raises:
+      TypeError: the module is none of these, or a Linen module comes without an example.
+    """
+    if isinstance(module, nn.Module):
+        if example is None:
+            raise TypeError("a Linen module needs example_inputs=(...) to learn its shapes; NNX modules do not.")
+        return FunctionalModule(lambda rngs: _from_linen(module, example, rngs))
+    if isinstance(module, nnx.Module):
+        graphdef, state = nnx.split(module)
+        return FunctionalModule(lambda rngs: nnx.merge(graphdef, state))
+    if callable(module):
+        return FunctionalModule(module)
+    raise TypeError(
+        f"module must be a flax.nnx.Module, a flax.linen.Module or a function of nnx.Rngs; found {type(module).__name__}."
+    )
+
+
+def _from_linen(module: nn.Module, example: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.Module:
+    wrapped = nnx.bridge.ToNNX(module, rngs=rngs)
+    return nnx.bridge.lazy_init(wrapped, *example.get("args", ()), **example.get("kwargs", {}))
+
+
+def _nested(flat: Any) -> Dict:
+    return _nest((path, variable.get_raw_value()) for path, variable in flat)
+
+
+def _nest(items: Any) -> Dict:
+    tree: Dict = {}
+    for path, value in items:
+        branch = tree
+        for key in path[:-1]:
+            branch = branch.setdefault(str(key), {})
+        branch[str(path[-1])] = value
+    return tree
+
+
+def _filled(flat: Any, tree: Dict) -> Any:
+    def find(path: Any) -> Any:
+        branch: Any = tree
+        for key in path:
+            branch = branch[str(key)]
+        return branch
+
+    return nnx.from_flat_state([(path, variable.replace(find(path))) for path, variable in flat])

@@ -1,0 +1,178 @@
+"""A language-model run put together from its configuration: data, model, mesh, trainer."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.config import dump_yaml
+from jaxstack.data import Data, compression_baselines, open_data
+from jaxstack.errors import ConfigError
+from jaxstack.evaluation import bits_per_byte
+from jaxstack.loop import LoopSettings
+from jaxstack.loss import language_model_loss
+from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token
+from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.run_config import RunConfig, load_config, resolve_layout
+from jaxstack.startup import cache_compilations, start_devices
+from jaxstack.trainer import Trainer
+
+_VOCABULARY_MULTIPLE = 64
+
+
+def describe_config(path: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The configuration as YAML with every default written out; no device and no data is touched."""
+    return dump_yaml(load_config(path, overrides))
+
+
+def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
+    """The model with its vocabulary filled in.
+
+    Raises:
+      ConfigError: the vocabulary is smaller than the tokenizer's.
+    """
+    padded = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if model.vocab_size is None:
+        return model.model_copy(update={"vocab_size": padded})
+    if model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size ({model.vocab_size}) must be at least the tokenizer's {tokenizer_size} ids; "
+            f"nearest: {tokenizer_size}, or {padded}, a multiple of {_VOCABULARY_MULTIPLE}, which runs faster."
+        )
+    return model
+
+
+def make_trainer(config: RunConfig, data: Data, devices: Sequence[jax.Device] | None = None) -> Trainer:
+    """The trainer of a run whose layout and vocabulary are resolved."""
+    mesh = make_mesh(config.parallel, devices)
+    dtype = jnp.dtype(config.precision.compute_dtype(mesh.devices.flat[0].platform))
+    # The z-loss shapes training only: a held-out loss is comparable between runs.
+    loss = functools.partial(_loss, z_loss=config.train.z_loss)
+    return Trainer(
+        lambda rngs: Transformer(config.model, rngs, dtype=dtype),
+        loss,
+        data,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        train=config.train,
+        seed=config.run.seed,
+    )
+
+
+def _loss(model: Transformer, batch: Any, key: jax.Array | None, *, z_loss: float) -> Any:
+    return language_model_loss(model, batch, key, z_loss=z_loss if key is not None else 0.0)
+
+
+def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Trains as `python -m jaxstack.train` does; returns the last logged values.
+
+    Raises:
+      ConfigError: the configuration cannot run here.
+      JaxstackError: the run failed, or was stopped by a signal after saving.
+    """
+    config = load_config(path, overrides)
+    devices = start_devices(config.parallel.simulate_devices)
+    config = resolve_layout(config, devices)
+    cache_compilations()
+    first = jax.process_index() == 0
+    say = print_line if first and config.observe.progress else (lambda text: None)
+    data = open_data(
+        config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say
+    )
+    config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
+    if first:
+        _write_run_files(config, data)
+    trainer = make_trainer(config, data)
+    flops = model_flops_per_token(config.model, config.train.sequence_length)
+    say(_introduce(config, data, flops))
+    baselines = _Baselines(data)
+    values = trainer.fit(
+        config.directory,
+        LoopSettings(
+            checkpoint=config.checkpoint,
+            observe=config.observe,
+            resilience=config.resilience,
+            flops_per_token=flops,
+            settings=config.model_dump(mode="json", by_alias=True),
+            describe_evaluation=baselines.describe,
+            say=say,
+        ),
+    )
+    _conclude(config, values, baselines, say)
+    return values
+
+
+def print_line(text: str) -> None:
+    """Prints at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def _write_run_files(config: RunConfig, data: Data) -> None:
+    directory = config.directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        data.tokenizer.save(directory / "tokenizer")
+    except OSError as error:
+        raise ConfigError(f"cannot write the run directory {directory}: {error}") from None
+
+
+def _introduce(config: RunConfig, data: Data, flops: float) -> str:
+    count = count_parameters(config.model)
+    degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
+    layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
+    device = jax.devices()[0]
+    tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
+    name = config.model.preset or "model"
+    compute = config.precision.compute_dtype(device.platform)
+    return (
+        f"{name}: {count.total:,} parameters ({count.embedding:,} in the embedding), {config.model.num_layers} layers; "
+        f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout})\n"
+        f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
+        f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
+        f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention)"
+    )
+
+
+class _Baselines:
+    """Bits per byte of the held-out text: the model's, and those of general-purpose compressors."""
+
+    def __init__(self, data: Data):
+        self._data = data
+        self.raw: bytes | None = None
+
+    def describe(self, values: dict[str, float], max_tokens: int | None) -> dict[str, float]:
+        """Adds perplexity, and bits per byte where the held-out text is known."""
+        raw = self._data.held_out_bytes(max_tokens)
+        self.raw = raw if max_tokens is None else self.raw
+        return bits_per_byte(values, len(raw))
+
+    def compressors(self) -> dict[str, float]:
+        """`gzip -9` and `xz -9` on the text of the last full evaluation; empty where there was none."""
+        return compression_baselines(self.raw) if self.raw else {}
+
+
+def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, say: Any) -> None:
+    bits = values.get("eval_bits_per_byte")
+    if bits is not None:
+        others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
+        say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
+    say(f'next: python -m jaxstack.generate --run {config.directory} --prompt "def "')
+
+
+def open_run(directory: str | Path) -> RunConfig:
+    """The configuration of an existing run.
+
+    Raises:
+      ConfigError: the directory holds no run.
+    """
+    path = Path(directory) / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{directory} is not a run directory (it has no config.yaml); runs are at runs/<run.name>.")
+    return load_config(path)
+
+

@@ -1,0 +1,276 @@
+"""The training loop, top to bottom: steps, evaluations, saves, logs.
+
+The device never waits for the host: a step's metrics are read two steps later, and its batch was put on the device
+while an earlier step ran.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.fingerprint import fingerprint_difference
+from jaxstack.errors import JaxstackError
+from jaxstack.feed import items_in_batch
+from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.environment import write_environment
+from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.profile import StepProfiler
+from jaxstack.observe.progress import Progress
+from jaxstack.observe.ran import refuse_fallbacks
+from jaxstack.observe.report import write_report
+from jaxstack.observe.throughput import Meter
+from jaxstack.observe.trackers import Trackers, open_trackers
+from jaxstack.resilience import Interrupted, ResilienceConfig, StopRequest
+
+if TYPE_CHECKING:
+    from jaxstack.trainer import Trainer
+
+_READ_BEHIND = 2
+"""Steps between a step's start and the reading of its metrics."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopSettings:
+    """How a run is kept, watched and stopped."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
+    flops_per_token: float | None = None
+    """Model FLOPs an item; None: 6 x parameters."""
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The run's configuration as plain data, for trackers and the environment file."""
+    describe_evaluation: Callable[[dict[str, float], int | None], dict[str, float]] | None = None
+    """Adds values to an evaluation's line, e.g. bits per byte, given it and its `max_tokens`."""
+    say: Callable[[str], None] | None = None
+    """Takes messages; None: the progress display."""
+
+
+class Loop:
+    """One run of a `Trainer` in `run_dir` (None: nothing is written)."""
+
+    def __init__(self, trainer: "Trainer", run_dir: str | Path | None, settings: LoopSettings):
+        self.trainer, self.settings = trainer, settings
+        self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.first = jax.process_index() == 0
+        self.last_values: dict[str, Any] = {}
+        self.manager: CheckpointManager | None = None
+        self.saved_step = -1
+        self.skips = 0
+
+    def run(self) -> dict[str, Any]:
+        """See `Trainer.fit`."""
+        train, observe = self.trainer.train, self.settings.observe
+        with contextlib.ExitStack() as stack:
+            if self.run_dir is not None:
+                self.manager = stack.enter_context(
+                    CheckpointManager(
+                        self.run_dir / "checkpoints", self.settings.checkpoint, report=lambda text: self._say(text)
+                    )
+                )
+            start = self._restore()
+            self.progress = stack.enter_context(Progress(train.steps, start, enabled=observe.progress and self.first))
+            if start >= train.steps:
+                self._say(f"the run has all its {train.steps} steps; raise train.steps to go on")
+            self._prepare(start)
+            names = observe.trackers if self.run_dir is not None and self.first else ()
+            self.trackers: Trackers = stack.enter_context(
+                contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings))
+            )
+            stack.callback(self._report)
+            if start < train.steps:
+                self._steps(start)
+            self._evaluate(train.steps, None)
+        return self.last_values
+
+    def _restore(self) -> int:
+        """Takes up the newest checkpoint, if there is one; returns the steps that are done."""
+        if self.manager is None:
+            return 0
+        step = self.manager.latest_step()
+        if step is None:
+            return 0
+        difference = fingerprint_difference(self.manager.extra(step)["data"], self._data_identity())
+        if difference:
+            raise JaxstackError(
+                f"the data is not what {self.run_dir} was trained on: {difference}. Restore it, or start a new run with "
+                "another run.name."
+            )
+        self.trainer.state, _ = self.manager.restore(step, self.trainer.abstract_state)
+        self.saved_step = step
+        self._say(f"resuming from step {step} ({self.run_dir}/checkpoints)")
+        return step
+
+    def _data_identity(self) -> dict[str, Any]:
+        """What the position in the data depends on."""
+        known = getattr(self.trainer.data, "fingerprint", None) or {}
+        return {**known, "global_batch_size": self.trainer.train.global_batch_size}
+
+    def _prepare(self, start: int) -> None:
+        """Compiles the step and writes down what it will run."""
+        trainer = self.trainer
+        abstract = trainer.peek_batch(start)
+        self.items = items_in_batch(abstract)
+        began = time.perf_counter()
+        trainer.compile(abstract)
+        if self.settings.observe.fail_on_fallback:
+            refuse_fallbacks(trainer.choices)
+        ran = trainer.describe()
+        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {_in_short(ran)}")
+        flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
+        device = trainer.rules.mesh.devices.flat[0]
+        self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
+        if self.run_dir is not None and self.first:
+            self.environment = {"ran": ran, "schedule": self._schedule()}
+            write_environment(self.run_dir, **self.environment)
+
+    def _schedule(self) -> list[list[float]]:
+        """Up to 200 points (step, learning rate) of the run's schedule."""
+        rate, steps = self.trainer.learning_rate, self.trainer.train.steps
+        if rate is None:
+            return []
+        picked = sorted({round(i * (steps - 1) / 199) for i in range(200)})
+        rates = jax.jit(jax.vmap(rate))(jax.numpy.asarray(picked))
+        return [[step + 1, float(value)] for step, value in zip(picked, rates, strict=True)]
+
+    def _steps(self, start: int) -> None:
+        train, manager = self.trainer.train, self.manager
+        pending: collections.deque[tuple[int, Any, float]] = collections.deque()
+        profiler = StepProfiler(
+            self.settings.observe.profile_steps, (self.run_dir or Path(".")) / "profile", self._say
+        )
+        batches = self.trainer.batches(start)
+        with StopRequest() as stop, contextlib.closing(profiler), contextlib.closing(batches):
+            self.meter.restart()
+            for step in range(start + 1, train.steps + 1):
+                batch, waited = next(batches)
+                with profiler.step(step):
+                    metrics = self.trainer.train_step(batch)
+                profiler.finish_step(step, metrics)
+                pending.append((step, metrics, waited))
+                if len(pending) > _READ_BEHIND:
+                    self._read(*pending.popleft())
+                saving = manager is not None and manager.should_save(step, train.steps)
+                evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
+                if saving or evaluating or stop.signum is not None or step == train.steps:
+                    while pending:
+                        self._read(*pending.popleft())
+                if saving:
+                    self._save(step)
+                if stop.signum is not None:
+                    self._stop(step, stop.signum)
+                if evaluating:
+                    self._evaluate(step, train.eval_tokens)
+        if manager is not None:
+            manager.wait()
+
+    def _read(self, step: int, metrics: Any, waited: float) -> None:
+        """Waits for a step's metrics, checks them, and logs them where it is their turn."""
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        self.meter.add(self.items, waited)
+        skipped = int(values.pop("skipped"))
+        if skipped:
+            self._skip(step, skipped, values)
+        values.pop("weight")
+        train, every = self.trainer.train, self.settings.observe.log_every
+        if step % every and step not in (1, train.steps):
+            return
+        line = {**values, "tokens": step * self.items, **self.meter.read(), "peak_memory_bytes": peak_memory_bytes()}
+        if self.skips:
+            line["skipped_steps"] = self.skips
+        self.last_values = {**self.last_values, "step": step, **line}
+        self.trackers.log(step, line)
+        self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
+
+    def _skip(self, step: int, skipped: int, values: Mapping[str, float]) -> None:
+        self.skips += 1
+        self._say(
+            f"step {step} was skipped: loss {values['loss']}, gradient norm {values['grad_norm']} (must be finite); "
+            f"{skipped} in a row"
+        )
+        limit = self.settings.resilience.max_skipped_steps
+        if skipped >= limit:
+            raise JaxstackError(
+                f"{skipped} steps in a row had a loss or gradient that is not finite (resilience.max_skipped_steps is "
+                f"{limit}); the last good parameters are kept. Lower the learning rate, or look at the data after "
+                f"step {step - skipped}."
+            )
+
+    def _save(self, step: int, wait: bool = False) -> None:
+        if self.manager is None or step == self.saved_step:
+            return
+        began = time.perf_counter()
+        extra = {"batches": step, "data": self._data_identity()}
+        self.manager.save(step, self.trainer.state, extra, wait=wait)
+        self.saved_step = step
+        self.meter.exclude(time.perf_counter() - began)
+
+    def _stop(self, step: int, signum: int) -> None:
+        kept = "nothing is kept, as there is no run directory"
+        if self.manager is not None:
+            if self.settings.checkpoint.save_on_exit:
+                self._save(step, wait=True)
+            kept = f"checkpoint {self.saved_step} in {self.run_dir}" if self.saved_step >= 0 else "no checkpoint kept"
+        raise Interrupted(signum, f"stopped by signal {signum} after step {step}; {kept}; the same command goes on")
+
+    def _evaluate(self, step: int, max_tokens: int | None) -> None:
+        began = time.perf_counter()
+        values = self.trainer.evaluate(max_tokens)
+        if values is None:
+            return
+        if self.settings.describe_evaluation is not None:
+            values.update(self.settings.describe_evaluation(values, max_tokens))
+        self.last_values = {**self.last_values, "step": step, **values}
+        self.trackers.log(step, values)
+        shown = [f"held-out loss {values['eval_loss']:.4f}"]
+        if "eval_bits_per_byte" in values:
+            shown.append(f"{values['eval_bits_per_byte']:.4f} bits per byte")
+        self._say(f"step {step}: {', '.join(shown)} ({values['eval_seconds']:.1f} s)")
+        self.meter.exclude(time.perf_counter() - began)
+
+    def _report(self) -> None:
+        """Writes the report, also of a run that ends early; memory is known by now."""
+        if self.run_dir is None or not self.first:
+            return
+        self.trackers.close()
+        memory = self.environment["ran"].get("memory")
+        if isinstance(memory, dict):
+            memory["measured_peak_bytes"] = peak_memory_bytes()
+        write_environment(self.run_dir, **self.environment)
+        self._say(f"report: {write_report(self.run_dir)}")
+
+    def _say(self, text: str) -> None:
+        if not self.first:
+            return
+        progress = getattr(self, "progress", None)
+        say = progress.say if progress is not None else self.settings.say or print
+        say(text)
+
+
+def _in_short(ran: Mapping[str, Any]) -> str:
+    """One line of what the compiled step holds."""
+    parts = []
+    chosen: dict[str, list[str]] = {}
+    for kernel in ran.get("kernels", ()):
+        backends = chosen.setdefault(kernel["operation"], [])
+        if kernel["backend"] not in backends:
+            backends.append(kernel["backend"])
+    parts += [f"{operation}: {'+'.join(backends)}" for operation, backends in chosen.items()]
+    predicted = ran.get("memory", {}).get("predicted_bytes")
+    if predicted:
+        parts.append(f"{predicted / 2**30:.2f} GiB a device predicted")
+    rows = ran.get("collectives")
+    if isinstance(rows, list):
+        count = sum(row["calls"] for row in rows)
+        sent = sum(row["wire_bytes"] for row in rows)
+        parts.append(f"{count} collectives, {sent / 2**20:.1f} MiB sent a device" if count else "no collectives")
+    return "; ".join(parts)
+

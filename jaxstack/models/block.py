@@ -1,0 +1,55 @@
+"""One Transformer layer: attention and MLP around the residual stream."""
+
+import jax
+from flax import nnx
+
+from jaxstack.models.attention import Attention, Context, LayerCache
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.mlp import MLPS
+from jaxstack.models.norm import NORMS
+from jaxstack.parallel import shard
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` each sublayer's result is normalised too."""
+
+    def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs):
+        def norm() -> nnx.Module:
+            return NORMS[config.norm](config.hidden_size, config.norm_eps)
+
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = Attention(config, window, rngs)
+        self.mlp = MLPS[config.mlp](config, rngs)
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
+        self.dropout = config.dropout
+
+    def __call__(
+        self, x: jax.Array, context: Context, cache: LayerCache | None = None, key: jax.Array | None = None
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """x [B, T, D] -> ([B, T, D], cache). `key` draws the dropout masks; without it there is no dropout."""
+        keys = jax.random.split(key) if key is not None and self.dropout else (None, None)
+        with jax.named_scope("attention"):
+            y, cache = self.attention(_residual(self.attention_norm(x)), context, cache)
+            x = self._join(x, y, self.attention_post_norm, keys[0])
+        with jax.named_scope("mlp"):
+            y = self.mlp(_residual(self.mlp_norm(x)))
+            x = self._join(x, y, self.mlp_post_norm, keys[1])
+        return x, cache
+
+    def _join(self, x: jax.Array, y: jax.Array, norm: nnx.Module | None, key: jax.Array | None) -> jax.Array:
+        y = _residual(y)
+        if norm is not None:
+            y = norm(y)
+        return _residual(x + drop(y, self.dropout, key))
+
+
+def _residual(x: jax.Array) -> jax.Array:
+    return shard(x, "batch", "residual_length", "act_embed")
+
+
+def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Inverted dropout (Srivastava et al. 2014); the identity without a key."""
+    if key is None or rate == 0:
+        return x
+    return jax.numpy.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)

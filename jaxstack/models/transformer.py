@@ -1,0 +1,151 @@
+"""The decoder-only Transformer: embedding, layers, final norm, head."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxstack.models.attention import CacheSlots, Context, LayerCache
+from jaxstack.models.block import drop
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.embedding import Embedding, lookup
+from jaxstack.models.initialization import embedding_initializer, make_initializer
+from jaxstack.models.norm import NORMS
+from jaxstack.models.rope import rope_angles, rope_frequencies
+from jaxstack.models.stack import Caches, Stack
+from jaxstack.parallel import gather_weight, shard
+
+
+class Cache(nnx.Pytree):
+    """Keys and values of all layers, for decoding: `layers` as `Stack.layers`, `positions` [B, S], `length` []."""
+
+    def __init__(self, layers: list[LayerCache], positions: jax.Array, length: jax.Array):
+        self.layers = nnx.data(layers)
+        self.positions = nnx.data(positions)
+        self.length = nnx.data(length)
+
+
+class Transformer(nnx.Module):
+    """A decoder-only language model.
+
+    Args:
+      config: its shape; `vocab_size` must be set.
+      rngs: source of the initial weights.
+      dtype: of the computation (weights are stored in float32 and cast when used).
+
+    Raises:
+      ValueError: `config.vocab_size` is None.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: Any = jnp.float32):
+        if config.vocab_size is None:
+            raise ValueError("ModelConfig.vocab_size must be set to build a Transformer.")
+        vocab, d = config.vocab_size, config.hidden_size
+        embed = embedding_initializer(config)
+        self.embedding = Embedding(vocab, d, ("vocab", "embed"), embed, rngs)
+        rows = config.max_position_embeddings if config.positions == "learned" else None
+        self.position_embedding = Embedding(rows, d, ("position", "embed"), embed, rngs) if rows else None
+        self.decoder = Stack(config, rngs)
+        self.final_norm = NORMS[config.norm](d, config.norm_eps)
+        head = None if config.tie_word_embeddings else make_initializer(config)(rngs.params(), (d, vocab), d)
+        self.head = None if head is None else nnx.Param(head, logical_axes=("embed", "vocab"))
+        self.config, self.dtype = config, dtype
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits, float32 [B, T, V], of tokens int32 [B, T]. See `hidden` for the arguments."""
+        x = self.hidden(tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key)
+        return self.logits(x)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """What the head reads, [B, T, D] in the compute dtype.
+
+        Args:
+          tokens: int32 [B, T].
+          positions: int32 [B, T]; default 0..T-1.
+          segment_ids: int32 [B, T]; a token attends only to its own segment. Default: one segment.
+          dropout_key: draws dropout masks; without it there is no dropout.
+        """
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        context = Context(positions, self._angles(positions), segment_ids, None)
+        x, _ = self._run(tokens, context, None, dropout_key)
+        return x
+
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Logits float32 [B, T, V] of T further tokens, and the cache that holds them.
+
+        Args:
+          tokens, positions: int32 [B, T]; position -1 marks padding, which nothing attends to.
+          cache: from `make_cache`; the caller sees to it that `cache.length + T` fits.
+        """
+        stored = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1)
+        context = Context(positions, self._angles(positions), None, CacheSlots(stored, cache.length))
+        x, layers = self._run(tokens, context, list(cache.layers), None)
+        return self.logits(x), Cache(layers or [], stored, cache.length + tokens.shape[1])
+
+    def make_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `length` tokens of each of `batch` sequences."""
+        config, stack = self.config, self.decoder
+        shape = (batch, length, config.kv_heads, config.width_per_head)
+
+        def empty(stacked: bool) -> LayerCache:
+            full = (stack.repeats, *shape) if stacked else shape
+            names = ("batch", None, "act_kv_heads", "act_head_dim")
+            return LayerCache(
+                *(shard(jnp.zeros(full, self.dtype), *((None, *names) if stacked else names)) for _ in range(2))
+            )
+
+        layers = [empty(stack.repeats > 1 and i < stack.period) for i in range(len(stack.layers))]
+        return Cache(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """hidden [..., D] -> float32 [..., V], soft-capped where the model has a cap."""
+        logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
+        cap = self.config.final_logit_softcapping
+        return jnp.tanh(logits / cap) * cap if cap else logits
+
+    def output_weight(self) -> jax.Array:
+        """The head's matrix [D, V] in the compute dtype (the embedding's transpose where tied)."""
+        if self.head is None:
+            return self.embedding.weight(self.dtype).T
+        return gather_weight(self.head[...], ("embed", "vocab"), self.dtype)
+
+    def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        config = self.config
+        if config.positions != "rope":
+            return None
+        frequencies = rope_frequencies(config.width_per_head, config.rope_theta, config.rope_scaling)
+        return rope_angles(jnp.maximum(positions, 0), frequencies)
+
+    def _run(
+        self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
+    ) -> tuple[jax.Array, Caches]:
+        config = self.config
+        with jax.named_scope("embedding"):
+            x = lookup(self.embedding.weight(self.dtype), tokens)
+            if config.scale_embeddings:
+                x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+            if self.position_embedding is not None:
+                x = x + self.position_embedding.weight(self.dtype)[jnp.maximum(context.positions, 0)]
+            keys = jax.random.split(key) if key is not None else (None, None)
+            x = shard(drop(x, config.dropout, keys[0]), "batch", "residual_length", "act_embed")
+        with jax.named_scope("layers"):
+            x, caches = self.decoder(x, context, caches, keys[1], self.dtype)
+        with jax.named_scope("final_norm"):
+            x = shard(self.final_norm(x), "batch", "residual_length", "act_embed")
+        return shard(x, "batch", "length", "act_embed"), caches

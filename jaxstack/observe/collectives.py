@@ -1,0 +1,183 @@
+"""Counts the collectives (in bytes per device) and matmuls of a compiled XLA module, from its text.
+
+The forms of scheduled GPU modules that count as one collective each:
+
+- `all-gather-start` with its `all-gather-done` (and the same of the other kinds): asynchronous;
+- a plain `all-gather`, or a start with `"is_sync":true`: the scheduler found nothing to overlap it with;
+- `async-start ... calls=%wrapped`, the long form of the first, with the collective in the wrapped
+  computation;
+- `fusion ... calls=%dynamic-slice-fusion` and `fusion-start ... calls=%fused_all-reduce`, with it inside the
+  fusion.
+
+The CPU backend prints all-reduce + slice for a reduce-scatter and widens bfloat16 to float32: check bytes on
+text that was compiled for the GPU.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxstack.observe.hlo import Execution, Module, parse_module
+from jaxstack.observe.replica_groups import mesh_axes_of, permute_pairs, replica_groups
+
+# What one device has to send with a ring, as a multiple of (n - 1) / n of the payload.
+_RING_PASSES = {
+    "all-reduce": 2,
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-to-all": 1,
+    "ragged-all-to-all": 1,
+    "collective-broadcast": 1,
+}
+_MATMUL_CALL = re.compile(
+    r'custom_call_target="(__cublas\$(gemm|lt\$\w*[mM]atmul)|__cudnn\$blockScaledDot|__onednn\$matmul)'
+)
+KINDS = (*_RING_PASSES, "collective-permute", "send")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled module."""
+
+    kind: str
+    """One of `KINDS`."""
+    dtype: str
+    """XLA's name of the element type, several joined by `+` where one instruction combines them."""
+    payload_bytes: int
+    """Size of the tensor, whole over the group: what an all-gather gives, a reduce-scatter takes."""
+    wire_bytes: int
+    """Bytes that one device sends with a ring; for a ragged all-to-all an upper bound."""
+    group_size: int
+    device_ids: tuple[int, ...]
+    """The first group: positions in the mesh, row-major."""
+    axes: tuple[str, ...]
+    """Mesh axes along which a group varies; empty where no mesh was given."""
+    asynchronous: bool
+    """Started and awaited separately, so that something else can run meanwhile."""
+    calls: int
+    """Times that one run of the program executes it: the trip counts of the loops around it, multiplied."""
+    exact: bool
+    """False where `calls` is a guess: in a conditional, or in a loop of unknown length, which counts once."""
+    in_loop: bool
+    name: str
+    op_name: str
+    """The jax path that it comes from, e.g. `jit(step)/while/body/psum`."""
+
+
+def collectives(text: str | Module, mesh_axes: Mapping[str, int] | None = None) -> list[Collective]:
+    """The collectives of a compiled module, in the order of the schedule.
+
+    Args:
+        text: `compiled.as_text()`, or what `parse_module` made of it.
+        mesh_axes: name -> size of the mesh that the program was compiled for, in the mesh's order
+        (`mesh.shape`).
+    Raises:
+        ValueError: the text is no XLA module, or its device ids do not fit `mesh_axes`.
+    """
+    module = _module(text)
+    return [
+        _collective(execution, module.num_devices, mesh_axes)
+        for execution in module.executions()
+        if _kind(execution) in KINDS
+    ]
+
+
+def _module(text: str | Module) -> Module:
+    return text if isinstance(text, Module) else parse_module(text)
+
+
+def _kind(execution: Execution) -> str:
+    return execution.instruction.opcode.removesuffix("-start")
+
+
+def _collective(execution: Execution, num_devices: int, mesh_axes: Mapping[str, int] | None) -> Collective:
+    instruction, kind = execution.instruction, _kind(execution)
+    arrays = execution.operand_arrays
+    if kind in ("ragged-all-to-all", "send"):
+        arrays = arrays[:1]  # the others are the output buffer, offsets and sizes; a token
+    groups = replica_groups(instruction.attributes, num_devices)
+    first = groups[0] if groups else ()
+    size = max(len(first), 1)
+    payload = sum(array.bytes for array in arrays) * (size if kind == "all-gather" else 1)
+    if kind in _RING_PASSES:
+        wire = _RING_PASSES[kind] * payload * (size - 1) // size
+    else:
+        wire = payload if groups else 0
+    axes_groups = permute_pairs(instruction.attributes) if kind not in _RING_PASSES else groups
+    wrapper_name = execution.wrapper.op_name if execution.wrapper else ""
+    return Collective(
+        kind=kind,
+        dtype="+".join(sorted({array.dtype for array in arrays})),
+        payload_bytes=payload,
+        wire_bytes=wire,
+        group_size=size,
+        device_ids=first,
+        axes=mesh_axes_of(axes_groups, mesh_axes) if mesh_axes else (),
+        asynchronous=_is_asynchronous(execution),
+        calls=execution.calls,
+        exact=execution.exact,
+        in_loop=execution.in_loop,
+        name=instruction.name,
+        op_name=instruction.op_name or wrapper_name,
+    )
+
+
+def _is_asynchronous(execution: Execution) -> bool:
+    instruction = execution.instruction
+    if instruction.opcode == "send":
+        return True
+    started = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+    return started or execution.asynchronous
+
+
+def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
+    """A small table: collectives grouped by kind, dtype, axes, place and mode, heaviest on the wire first.
+
+    Each row has `kind, dtype, axes` ("data+fsdp", or "n devices" without a mesh), `in_loop, asynchronous,
+    instructions, calls, payload_bytes, wire_bytes` (both over all calls of one run of the program, per
+    device) and `exact`.
+    """
+    table: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        axes = "+".join(row.axes) or f"{row.group_size} devices"
+        key = (row.kind, row.dtype, axes, row.in_loop, row.asynchronous)
+        entry = table.setdefault(
+            key,
+            dict(zip(("kind", "dtype", "axes", "in_loop", "asynchronous"), key, strict=True))
+            | {"instructions": 0, "calls": 0, "payload_bytes": 0, "wire_bytes": 0, "exact": True},
+        )
+        entry["instructions"] += 1
+        entry["calls"] += row.calls
+        entry["payload_bytes"] += row.payload_bytes * row.calls
+        entry["wire_bytes"] += row.wire_bytes * row.calls
+        entry["exact"] = entry["exact"] and row.exact
+    return sorted(table.values(), key=lambda entry: (-entry["wire_bytes"], entry["kind"]))
+
+
+def matmuls(text: str | Module) -> int:
+    """Matmuls that one run of a compiled module executes: dots and cuBLAS calls, loops multiplied out.
+
+    Attention kernels count as none: what they multiply inside is not visible.
+    """
+    return sum(execution.calls for execution in _module(text).executions() if _is_matmul(execution))
+
+
+def fp8_matmuls(text: str | Module) -> int:
+    """How many of `matmuls(text)` multiply in FP8: cuBLAS's FP8 calls, and dots of two FP8 operands."""
+    executions = _module(text).executions()
+    return sum(execution.calls for execution in executions if _is_matmul(execution) and _is_fp8(execution))
+
+
+def _is_matmul(execution: Execution) -> bool:
+    instruction = execution.instruction
+    if instruction.opcode == "custom-call":
+        return bool(_MATMUL_CALL.search(instruction.attributes))
+    return instruction.opcode in ("dot", "scaled-dot", "ragged-dot")
+
+
+def _is_fp8(execution: Execution) -> bool:
+    instruction = execution.instruction
+    if instruction.opcode == "custom-call":
+        return 'custom_call_target="__cublas$lt$matmul$f8"' in instruction.attributes
+    return all(array.dtype.startswith("f8") for array in execution.operand_arrays[:2])

@@ -1,0 +1,35 @@
+"""What a run reports, how often, and to whom."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from jaxstack.config.base import Component
+
+
+class ObserveConfig(Component):
+    """Section `observe` of a run's configuration."""
+
+    log_every: int = Field(default=10, ge=1)
+    """Steps between two logged lines; throughput is the mean over them."""
+    trackers: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl", "tensorboard")
+    """Where the metrics go: `metrics.jsonl`, `tensorboard/`, Weights & Biases."""
+    profile_steps: tuple[int, int] | None = None
+    """First and last step of a `jax.profiler` trace, written to `profile/` in the run directory."""
+    fail_on_fallback: bool = False
+    """Make it an error when a kernel backend is passed over that would normally be taken."""
+    progress: bool = True
+    """Print the progress: a live line on a terminal, plain lines elsewhere."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ObserveConfig":
+        if len(set(self.trackers)) != len(self.trackers):
+            raise ValueError(f"trackers names one tracker twice: {', '.join(self.trackers)}; name each once")
+        if self.profile_steps is not None:
+            first, last = self.profile_steps
+            if not 1 <= first <= last:
+                raise ValueError(
+                    f"profile_steps must be [first, last] with 1 <= first <= last, not [{first}, {last}]; "
+                    "steps are counted from 1, e.g. [10, 12]"
+                )
+        return self

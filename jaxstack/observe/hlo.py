@@ -1,0 +1,197 @@
+"""Reads the text of a compiled XLA module: its instructions, and how often each of them runs."""
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+class ArrayType(NamedTuple):
+    """One array of an XLA type."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the array; sub-byte types are packed, tokens and opaque values are nothing."""
+        return -(-_bits(self.dtype) * math.prod(self.dims) // 8)
+
+
+def _bits(dtype: str) -> int:
+    if dtype == "pred":
+        return 8
+    width = re.match(r"(?:bf|[a-z])(\d+)", dtype)  # s32, bf16, f8e4m3fn, c64
+    return int(width[1]) if width else 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def arrays(self) -> tuple[ArrayType, ...]:
+        """The arrays of its type, tuples flattened, layouts dropped."""
+        return _arrays(self.type)
+
+    @property
+    def op_name(self) -> str:
+        """The jax path that it comes from, or an empty string."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a while loop runs, where the compiler knows it."""
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
+        return int(found[1]) if found else None
+
+    def computations(self, *attributes: str) -> list[str]:
+        """Names of the computations that these attributes (`calls`, `body`, ...) refer to."""
+        names = []
+        for attribute in attributes:
+            found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
+            names += _NAME.findall(found[1]) if found else []
+        return names
+
+
+@functools.lru_cache(maxsize=4096)
+def _arrays(text: str) -> tuple[ArrayType, ...]:
+    return tuple(
+        ArrayType(dtype, tuple(int(d.removeprefix("<=")) for d in dims.split(",") if d))
+        for dtype, dims in _ARRAY.findall(_COMMENT.sub("", text))
+    )
+
+
+@dataclass(frozen=True)
+class Execution:
+    """An instruction together with how it is reached from the entry computation."""
+
+    instruction: Instruction
+    computation: dict[str, Instruction]
+    calls: int = 1
+    """Times that it runs in one run of the program: the trip counts of the loops around it, multiplied."""
+    exact: bool = True
+    """False inside a conditional, or a loop whose trip count is not known (which counts once)."""
+    in_loop: bool = False
+    asynchronous: bool = False
+    """It sits in a wrapper that the scheduler starts and awaits separately."""
+    wrapper: Instruction | None = None
+
+    @property
+    def operand_arrays(self) -> tuple[ArrayType, ...]:
+        """The arrays that it reads, in order."""
+        inputs = (self.computation.get(name) for name in self.instruction.operands)
+        return tuple(array for input_ in inputs if input_ for array in input_.arrays)
+
+
+@dataclass(frozen=True)
+class Module:
+    """The computations of a compiled module; the order within each is the schedule."""
+
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+    num_devices: int
+
+    def executions(self) -> Iterator[Execution]:
+        """Every instruction that a run of the program reaches, also inside fusions and async wrappers."""
+        yield from self._walk(self.entry, Execution(_NOTHING, {}))
+
+    def _walk(self, name: str, context: Execution) -> Iterator[Execution]:
+        computation = self.computations.get(name, {})
+        for instruction in computation.values():
+            here = replace(context, instruction=instruction, computation=computation)
+            yield here
+            for callee, inside in _callees(here):
+                yield from self._walk(callee, inside)
+
+
+_NOTHING = Instruction("", "", "", (), "")
+
+
+def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
+    """The computations that an instruction runs, each with the context of its instructions."""
+    instruction = here.instruction
+    if instruction.opcode == "while":
+        trips = instruction.trip_count
+        inside = replace(
+            here, calls=here.calls * (1 if trips is None else trips), exact=here.exact and trips is not None,
+            in_loop=True,
+        )
+        for name in instruction.computations("body", "condition"):
+            yield name, inside
+    elif instruction.opcode == "conditional":
+        for name in instruction.computations("branch_computations", "true_computation", "false_computation"):
+            yield name, replace(here, exact=False)
+    elif instruction.opcode == "call":
+        for name in instruction.computations("to_apply"):
+            yield name, here
+    elif not instruction.opcode.endswith(("-done", "-update")):  # which name their start's computation again
+        started = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+        inside = replace(here, asynchronous=here.asynchronous or started, wrapper=instruction)
+        for name in instruction.computations("calls"):
+            yield name, inside
+
+
+def parse_module(text: str) -> Module:
+    """Parses `compiled.as_text()`; a text without an entry computation raises ValueError."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = None, None
+    for line in text.splitlines():
+        if current is None:
+            if header := _HEADER.match(line):
+                current = computations.setdefault(header[2], {})
+                entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif instruction := _parse_instruction(line):
+            current[instruction.name] = instruction
+    if entry is None:
+        raise ValueError("not the text of an XLA module: it has no ENTRY computation")
+    counts = [re.search(rf"{key}=(\d+)", text) for key in ("num_partitions", "replica_count")]
+    return Module(computations, entry, math.prod(int(count[1]) for count in counts if count))
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    """`ROOT %name = type opcode(operands), attributes`, or None for a line of another form."""
+    name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+    if not equals:
+        return None
+    end = _bracket_end(rest, 0) if rest.startswith("(") else rest.index(" ")
+    type_, rest = rest[:end], rest[end:].lstrip()
+    opening = rest.index("(")
+    opcode, end = rest[:opening], _bracket_end(rest, opening)
+    literal = opcode in ("constant", "parameter")
+    operands = () if literal else tuple(_NAME.findall(_COMMENT.sub("", rest[opening:end])))
+    return Instruction(name.lstrip("%"), type_, opcode, operands, rest[end:])
+
+
+def _bracket_end(text: str, start: int) -> int:
+    """The index behind the bracket that closes the one at `start`; quoted parts are skipped."""
+    depth, quoted = 0, False
+    for index in range(start, len(text)):
+        character = text[index]
+        if character == '"' and text[index - 1] != "\\":
+            quoted = not quoted
+        elif quoted:
+            continue
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            if depth == 0:
+                return index + 1
+    return len(text)

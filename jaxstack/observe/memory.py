@@ -1,0 +1,25 @@
+"""Peak memory of this process's devices."""
+
+import resource
+import sys
+
+import jax
+
+
+def peak_memory_bytes() -> int:
+    """The highest number of bytes in use so far: on accelerators the largest over the local devices.
+
+    The CPU backend keeps no such statistics; there it is the peak resident set of the whole process (all
+    simulated devices, Python and the compiler included), as the operating system reports it.
+    """
+    peaks = [
+        stats["peak_bytes_in_use"]
+        for stats in (device.memory_stats() for device in jax.local_devices())
+        if stats and "peak_bytes_in_use" in stats
+    ]
+    return max(peaks) if peaks else _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB, macOS in bytes

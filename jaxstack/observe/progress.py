@@ -1,0 +1,134 @@
+"""The progress of a run on screen: a live line on a terminal, plain lines elsewhere."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from jaxstack.observe.units import byte_size, duration, short_number
+
+
+def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None) -> list[str]:
+    """The readable parts of a progress line, most important first; what is missing or None is left out.
+
+    `values` are those of a `metrics.jsonl` line.
+    """
+
+    def number(key: str) -> float | None:
+        value = values.get(key)
+        return float(value) if isinstance(value, int | float) else None
+
+    parts = []
+    if (loss := number("loss")) is not None:
+        parts.append(f"loss {loss:.4f}")
+    if (rate := number("tokens_per_second")) is not None:
+        parts.append(f"{short_number(rate)} tok/s")
+    if (flops := number("model_tflops_per_device")) is not None:
+        parts.append(f"{short_number(flops)} TFLOP/s")
+    if (mfu := number("mfu")) is not None:
+        parts.append(f"MFU {100 * mfu:.1f}%")
+    if (memory := number("peak_memory_bytes")) is not None:
+        parts.append(f"mem {byte_size(memory)}")
+    if eta_seconds is not None:
+        parts.append(f"ETA {duration(eta_seconds)}")
+    return parts
+
+
+class Progress:
+    """Shows step, loss, tokens/s, TFLOP/s, MFU, memory and ETA. A context manager.
+
+    On a terminal one live line with a bar, above which messages scroll; elsewhere (a file, a pipe, TERM=dumb)
+    a plain line for each update, `step 100/2000 | loss 2.3450 | 12.3k tok/s | ... | ETA 3m20s`, without any
+    control codes. It takes plain numbers and never touches a device. With `enabled=False` it prints nothing.
+
+    Args:
+        total_steps: steps of the whole run, those before a resume included.
+        start_step: completed steps that the run goes on from.
+        stream: where to print; standard output by default.
+    """
+
+    def __init__(
+        self, total_steps: int, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None
+    ):
+        self._total = total_steps
+        self._stream = stream or sys.stdout
+        self._enabled = enabled
+        terminal = self._stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        self._live = _LiveLine(total_steps, start_step, self._stream) if enabled and terminal else None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def update(self, step: int, values: Mapping[str, Any], eta_seconds: float | None = None) -> None:
+        """Shows that `step` steps are done, with the values of its `metrics.jsonl` line."""
+        fields = progress_fields(values, eta_seconds)
+        if self._live:
+            self._live.update(step, fields)
+        elif self._enabled:
+            self._print(" | ".join([f"step {step}/{self._total}", *fields]))
+
+    def say(self, text: str) -> None:
+        """Prints a message, above the live line where there is one."""
+        if self._live:
+            self._live.say(text)
+        elif self._enabled:
+            self._print(text)
+
+    def close(self) -> None:
+        """Ends the live line; it stays visible as it was last. Later messages are plain lines."""
+        if self._live:
+            self._live.close()
+            self._live = None
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class _LiveLine:
+    """A bar with fields behind it, redrawn in place. On a narrow terminal the last fields give way."""
+
+    def __init__(self, total: int, start: int, stream: TextIO):
+        # Imported here: a run whose output goes to a file never needs it.
+        from rich.console import Console
+        from rich.live import Live
+
+        self._total, self._step, self._fields = total, start, ["starting"]
+        self._console = Console(file=stream, highlight=False)
+        self._live = Live(
+            get_renderable=self._render, console=self._console, refresh_per_second=4, vertical_overflow="crop"
+        )
+        self._live.start()
+
+    def update(self, step: int, fields: list[str]) -> None:
+        self._step, self._fields = step, fields
+        self._live.refresh()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        counter = f"step {self._step}/{self._total}"
+        fields, room = list(self._fields), self._console.width - len(counter) - 2
+        while fields and sum(len(field) + 3 for field in fields) > room:
+            fields.pop()
+        bar_width = min(30, room - sum(len(field) + 3 for field in fields))
+        row = Table.grid(padding=(0, 1))
+        cells: list[Any] = [Text(counter, "bold")]
+        if bar_width >= 5:
+            cells.append(ProgressBar(total=max(self._total, 1), completed=self._step, width=bar_width))
+        text = Text(no_wrap=True, overflow="ellipsis")
+        for index, field in enumerate(fields):
+            text.append(" | " if index else "", "dim")
+            text.append(field)
+        row.add_row(*cells, text)
+        return row

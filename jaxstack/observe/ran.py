@@ -1,0 +1,64 @@
+"""What actually ran: the kernels chosen, the collectives, the matmuls and the memory of a compiled step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxstack.errors import ConfigError
+from jaxstack.observe.collectives import collectives, fp8_matmuls, matmuls, summarise
+from pallas_kernels import Choice
+
+
+def describe_program(
+    compiled: jax.stages.Compiled, choices: Sequence[Choice], mesh_axes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Sections for `environment.json` and the report, as plain JSON.
+
+    Args:
+      compiled: the compiled train step.
+      choices: what `pallas_kernels.record_choices` collected while it was traced.
+      mesh_axes: axis name -> size.
+    """
+    text = compiled.as_text() or ""
+    sections: dict[str, Any] = {"mesh": {axis: size for axis, size in mesh_axes.items() if size > 1}}
+    sections["kernels"] = [
+        {
+            "operation": choice.operation,
+            "site": choice.site,
+            "call": choice.call,
+            "backend": choice.backend,
+            "passed_over": [f"{name}: {reason}" for name, reason in choice.refused],
+        }
+        for choice in choices
+    ]
+    try:
+        sections["collectives"] = summarise(collectives(text, mesh_axes))
+        sections["matmuls"] = {"all": matmuls(text), "fp8": fp8_matmuls(text)}
+    except ValueError as error:  # a form of HLO text that we cannot read must not stop a run
+        sections["collectives"] = f"not readable from this compiler's output: {error}"
+    sections["memory"] = predicted_memory(compiled)
+    return sections
+
+
+def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes a device needs by the compiler's account: state and batch, working memory, and their sum."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {
+        "arguments_bytes": analysis.argument_size_in_bytes,
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "predicted_bytes": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + max(fresh, 0),
+    }
+
+
+def refuse_fallbacks(choices: Sequence[Choice]) -> None:
+    """Raises ConfigError where a backend was passed over, naming the call and the reasons."""
+    for choice in choices:
+        if choice.refused:
+            raise ConfigError(
+                f"observe.fail_on_fallback: {choice}. Change the model so that the preferred backend can run it, "
+                "name a backend in model.attention_implementation, or set observe.fail_on_fallback to false."
+            )

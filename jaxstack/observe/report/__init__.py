@@ -1,0 +1,5 @@
+"""`report.html`: one self-contained page about a run, made from the files of its run directory."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach(__name__, submod_attrs={"page": ["write_report"]})

@@ -1,0 +1,250 @@
+"""Puts a run's report together."""
+
+import html
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from jaxstack.observe.environment import read_environment
+from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
+from jaxstack.observe.report.style import CSS, SCRIPT
+from jaxstack.observe.report.tables import render_value
+from jaxstack.observe.units import byte_size, duration, short_number
+
+_MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays small
+_MAX_OTHER_CHARTS = 12
+# Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
+_NOT_PLAIN = {
+    "loss", "eval_loss", "eval_bits_per_byte", "eval_seconds", "eval_tokens", "grad_norm", "learning_rate",
+    "tokens", "tokens_per_second", "tokens_per_second_per_device", "step_time_seconds",
+    "model_tflops_per_device", "mfu", "peak_memory_bytes", "data_wait_fraction",
+}
+_SECTION_TITLES = {
+    "attention": "Attention backends",
+    "matmuls": "Matmuls of the compiled step",
+    "collectives": "Collectives of the compiled step (bytes per device and step)",
+    "memory": "Memory",
+    "mesh": "Mesh",
+    "kernels": "Kernels chosen, and why others were passed over",
+}
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Writes `report.html` into a run directory and returns its path.
+
+    Made from `metrics.jsonl`, `config.yaml` and `environment.json`, each of which may be missing or cut
+    short. Of the last it shows `ran` (what actually ran) and draws `schedule`, pairs of step and learning
+    rate. The page is one file without external resources, and stays small for runs of any length.
+    """
+    run_dir = Path(run_dir)
+    metrics = read_metrics(run_dir / "metrics.jsonl")
+    environment = read_environment(run_dir)
+    config_text = _read_text(run_dir / "config.yaml")
+    config = _parse_config(config_text)
+    name = str(_section(config, "run").get("name") or run_dir.resolve().name)
+    page = "\n".join([
+        _head(name),
+        f"<h1>{html.escape(name)}</h1>",
+        f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
+        _tiles(metrics, config),
+        _charts(metrics, environment),
+        _sections("What actually ran", environment.get("ran")),
+        _details(config_text, environment),
+        _FOOTER,
+        f"</main><script>{SCRIPT}</script></body></html>",
+    ])
+    path = run_dir / "report.html"
+    temporary = run_dir / f".report.{os.getpid()}.tmp"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+_FOOTER = (
+    "<footer>Model FLOPs: 6 × matmul parameters (without the input embedding, with the output head) + causal "
+    "attention at half of 12 × layers × sequence × hidden per token; recomputation is not counted. MFU: "
+    "against the device's dense bfloat16 peak, for FP8 runs too. Written by jaxstack.</footer>"
+)
+
+
+def _head(name: str) -> str:
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(name)} - jaxstack</title><style>{CSS}</style></head><body><main>"
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _parse_config(text: str) -> Mapping[str, Any]:
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return config if isinstance(config, Mapping) else {}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def _lead(environment: Mapping[str, Any], metrics: Mapping[str, Series]) -> str:
+    """One line under the title: devices, version, start."""
+    parts = []
+    kinds = environment.get("device_kinds")
+    if isinstance(kinds, list) and kinds:
+        parts.append(f"{environment.get('devices', '?')} × {', '.join(map(str, kinds))}")
+    versions = environment.get("versions")
+    if isinstance(versions, Mapping) and "jax" in versions:
+        parts.append(f"jax {versions['jax']}")
+    if started := environment.get("started"):
+        parts.append("started " + str(started).replace("T", " ").replace("+00:00", " UTC"))
+    if not metrics:
+        parts.append("no metrics logged yet")
+    return " · ".join(parts)
+
+
+def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any]) -> str:
+    """The final figures."""
+    tiles = [tile for tile in (*_result_tiles(metrics, config), *_speed_tiles(metrics)) if tile]
+    cells = (
+        f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
+        f"<small>{html.escape(note)}</small></div>"
+        for label, value, note in tiles
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>' if tiles else ""
+
+
+Tile = tuple[str, str, str] | None
+
+
+def _result_tiles(metrics: Mapping[str, Series], config: Mapping[str, Any]) -> list[Tile]:
+    tiles: list[Tile] = []
+    if metrics:
+        done = max(float(series.steps[-1]) for series in metrics.values() if series.steps.size)
+        total = _section(config, "train").get("steps")
+        tiles.append(("Steps", f"{done:.0f}", f"of {total}" if isinstance(total, int) else ""))
+    if (loss := _last(metrics, "loss")) is not None:
+        tiles.append(("Training loss", f"{loss:.4f}", "last logged"))
+    if (loss := _last(metrics, "eval_loss")) is not None:
+        best = float(np.min(metrics["eval_loss"].finite))
+        tiles.append(("Held-out loss", f"{loss:.4f}", f"best {best:.4f}"))
+    if (bits := _last(metrics, "eval_bits_per_byte")) is not None:
+        best = float(np.min(metrics["eval_bits_per_byte"].finite))
+        tiles.append(("Bits per byte", f"{bits:.4f}", f"held-out, best {best:.4f}"))
+    if (tokens := _last(metrics, "tokens")) is not None:
+        tiles.append(("Tokens seen", short_number(tokens), ""))
+    return tiles
+
+
+def _speed_tiles(metrics: Mapping[str, Series]) -> list[Tile]:
+    tiles: list[Tile] = []
+    if (rate := _median(metrics, "tokens_per_second")) is not None:
+        per_device = _median(metrics, "tokens_per_second_per_device")
+        note = f"{short_number(per_device)} per device, median" if per_device is not None else "median"
+        tiles.append(("Tokens per second", short_number(rate), note))
+    if (flops := _median(metrics, "model_tflops_per_device")) is not None:
+        mfu = _median(metrics, "mfu")
+        note = f"MFU {100 * mfu:.1f} %, median" if mfu is not None else "median"
+        tiles.append(("TFLOP/s per device", short_number(flops), note))
+    if (peak := _last(metrics, "peak_memory_bytes")) is not None:
+        tiles.append(("Peak memory", byte_size(peak), "of the fullest device"))
+    seconds = metrics.get("step_time_seconds")
+    if seconds is not None and seconds.finite.size:
+        known = np.nan_to_num(seconds.values)
+        steps = np.diff(seconds.steps, prepend=0.0)
+        note = f"{short_number(float(np.median(seconds.finite)))} s a step"
+        tiles.append(("Time in steps", duration(float(np.sum(known * steps))), note))
+    return tiles
+
+
+def _last(metrics: Mapping[str, Series], key: str) -> float | None:
+    return metrics[key].last if key in metrics else None
+
+
+def _median(metrics: Mapping[str, Series], key: str) -> float | None:
+    series = metrics.get(key)
+    return float(np.median(series.finite)) if series is not None and series.finite.size else None
+
+
+def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> str:
+    schedule = _schedule(environment.get("schedule"))
+    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule)]
+    others = [key for key in metrics if key not in _NOT_PLAIN]
+    charts += [Chart(key, [Curve(key, metrics[key])]) for key in others[:_MAX_OTHER_CHARTS]]
+    figures = [figure for figure in map(render_chart, charts) if figure]
+    return f'<h2>Curves</h2><div class="charts">{"".join(figures)}</div>' if figures else ""
+
+
+def _schedule(points: Any) -> Series:
+    """The learning rates planned for the run, from whatever stands in `environment.json`."""
+    pairs = points if isinstance(points, list) else []
+    return make_series(tuple(pair) for pair in pairs if isinstance(pair, list) and len(pair) == 2)
+
+
+def _loss_chart(metrics: Mapping[str, Series]) -> Chart:
+    empty = make_series([])
+    train, held_out = metrics.get("loss", empty), metrics.get("eval_loss", empty)
+    noisy = train.finite.size >= 100
+    curves = [Curve("train", train, "faint" if noisy else "first")]
+    if noisy:
+        curves.append(Curve("train, smoothed", smooth(train)))
+    return Chart("Loss", [*curves, Curve("held-out", held_out, "second")], "nats per token", wide=True)
+
+
+def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart]:
+    empty = make_series([])
+
+    def curve(key: str, label: str, factor: float = 1.0) -> Curve:
+        return Curve(label, metrics.get(key, empty).scaled(factor))
+
+    memory = metrics.get("peak_memory_bytes", empty)
+    large = memory.finite.size and memory.finite.max() >= 2**30
+    factor, unit = (2**-30, "GiB") if large else (2**-20, "MiB")
+    rates = [Curve("planned", schedule, "dashed"), curve("learning_rate", "used")]
+    waiting = curve("data_wait_fraction", "share", 100)
+    return [
+        Chart("Held-out bits per byte", [curve("eval_bits_per_byte", "held-out")]),
+        Chart("Learning rate", rates, from_zero=True),
+        Chart("Gradient norm", [curve("grad_norm", "norm")]),
+        Chart("Throughput", [curve("tokens_per_second", "all devices")], "tokens/s", from_zero=True),
+        Chart("Model FLOPs utilisation", [curve("mfu", "MFU", 100)], "%", from_zero=True),
+        Chart("Step time", [curve("step_time_seconds", "step")], "s", from_zero=True),
+        Chart("Peak memory", [curve("peak_memory_bytes", "peak", factor)], unit, from_zero=True),
+        Chart("Waiting for data", [waiting], "% of the time", from_zero=True),
+    ]
+
+
+def _sections(title: str, sections: Any) -> str:
+    if not isinstance(sections, Mapping) or not sections:
+        return ""
+    cards = []
+    for key, value in sections.items():
+        heading = _SECTION_TITLES.get(str(key), str(key).replace("_", " ").capitalize())
+        content = f"<h3>{html.escape(heading)}</h3>{render_value(value, str(key))}"
+        cards.append(f'<div class="card">{content}</div>')
+    return f"<h2>{html.escape(title)}</h2>{''.join(cards)}"
+
+
+def _details(config_text: str, environment: Mapping[str, Any]) -> str:
+    parts = []
+    if config_text:
+        shown = html.escape(config_text[:_MAX_TEXT]) + ("\n..." if len(config_text) > _MAX_TEXT else "")
+        summary = "<summary>Configuration (config.yaml)</summary>"
+        parts.append(f'<details class="card" open>{summary}<pre>{shown}</pre></details>')
+    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule")}
+    if known:
+        parts.append(f'<details class="card"><summary>Environment</summary>{render_value(known)}</details>')
+    return f"<h2>Configuration and environment</h2>{''.join(parts)}" if parts else ""

@@ -1,0 +1,108 @@
+"""Reads `metrics.jsonl` into series, and thins a series out without losing its peaks."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over steps, both float64 arrays of one length; a value that is unknown or not finite is NaN."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def finite(self) -> np.ndarray:
+        """The values that can be drawn."""
+        return self.values[np.isfinite(self.values)]
+
+    @property
+    def last(self) -> float | None:
+        """The last value that is known."""
+        return float(self.finite[-1]) if self.finite.size else None
+
+    def scaled(self, factor: float) -> "Series":
+        """The same with all values multiplied."""
+        return Series(self.steps, self.values * factor)
+
+
+def make_series(points: Iterable[tuple[Any, Any]]) -> Series:
+    """A series of (step, value) pairs, in the order of the steps; anything that is no number becomes NaN."""
+    pairs = [(_number(step), _number(value)) for step, value in points]
+    array = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    array = array[np.isfinite(array[:, 0])]
+    array = array[np.argsort(array[:, 0], kind="stable")]
+    values = np.where(np.isfinite(array[:, 1]), array[:, 1], np.nan)
+    return Series(array[:, 0], values)
+
+
+def read_metrics(path: str | Path) -> dict[str, Series]:
+    """The series of a metrics file by key; lines that are no JSON object with a step are passed over.
+
+    Empty where the file is missing. A line that lacks a key adds nothing to its series.
+    """
+    points: dict[str, list[tuple[Any, Any]]] = {}
+    if not Path(path).is_file():
+        return {}
+    with Path(path).open("rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                step = record["step"]
+            except (ValueError, KeyError, TypeError):
+                continue
+            for key, value in record.items():
+                if key != "step":
+                    points.setdefault(key, []).append((step, value))
+    return {key: make_series(pairs) for key, pairs in points.items()}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return float("nan")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("nan")
+
+
+def downsample(series: Series, buckets: int = 400) -> Series:
+    """Of each bucket of equal width in steps at most two points: its smallest and its largest value.
+
+    The first and the last point stay. A bucket without a known value keeps one gap.
+    """
+    count = series.steps.size
+    if count <= 2 * buckets:
+        return series
+    first, last = series.steps[0], series.steps[-1]
+    bucket = np.minimum((series.steps - first) / max(last - first, 1e-12) * buckets, buckets - 1).astype(int)
+    starts = np.flatnonzero(np.r_[True, bucket[1:] != bucket[:-1]])
+    kept = {0, count - 1}
+    for start, end in zip(starts, np.r_[starts[1:], count], strict=True):
+        values = series.values[start:end]
+        if np.isnan(values).all():
+            kept.add(int(start))
+        else:
+            kept |= {int(start + np.nanargmin(values)), int(start + np.nanargmax(values))}
+    chosen = np.array(sorted(kept))
+    return Series(series.steps[chosen], series.values[chosen])
+
+
+def smooth(series: Series, parts: int = 40) -> Series:
+    """A centred moving average over 1/`parts` of the series; gaps stay gaps and are not counted.
+
+    Towards the ends the window narrows on both sides alike, so that the curve neither lags nor leads.
+    """
+    known = np.isfinite(series.values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, series.values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    index = np.arange(series.values.size)
+    half = np.minimum(series.values.size // (2 * parts), np.minimum(index, index[::-1]))
+    first, last = index - half, index + half + 1
+    means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
+    return Series(series.steps, np.where(known, means, np.nan))

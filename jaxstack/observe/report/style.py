@@ -1,0 +1,138 @@
+"""The look of the report, and the few lines of script behind its read-outs."""
+
+CSS = """
+:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #171a1f; --soft: #5c6470; --rule:
+  #e3e6ea;
+  --grid: #e9ebef; --first: #2463d6; --second: #d1500b; --code: #f3f4f7; }
+@media (prefers-color-scheme: dark) { :root { --page: #121417; --card: #1b1e23; --ink: #e8eaed; --soft:
+  #9aa3af;
+  --rule: #2c3138; --grid: #2a2f36; --first: #6ea3ff; --second: #ff9557; --code: #15181c; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); overflow-wrap: anywhere;
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 1180px; margin: 0 auto; padding: 28px 20px 48px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 4px; }
+h2 { font-size: 17px; margin: 36px 0 12px; }
+h3 { font-size: 14px; margin: 0 0 8px; }
+.lead, footer { color: var(--soft); }
+.lead { margin: 0; }
+footer { margin-top: 36px; padding-top: 14px; border-top: 1px solid var(--rule); font-size: 13px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 10px; margin: 22px
+  0 0; }
+.tile, .chart, .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
+.tile { padding: 10px 14px 11px; }
+.tile span { display: block; font-size: 12.5px; color: var(--soft); }
+.tile b { display: block; font-size: 21px; line-height: 1.35; font-weight: 600; font-variant-numeric:
+  tabular-nums; }
+.tile small { display: block; font-size: 12px; color: var(--soft); }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(330px, 100%), 1fr)); gap: 12px; }
+.chart { margin: 0; padding: 12px 16px 10px 12px; min-width: 0; }
+.chart.wide { grid-column: 1 / -1; }
+figcaption { display: flex; flex-wrap: wrap; gap: 0 16px; justify-content: space-between; font-size: 14px; }
+figcaption small { font-weight: 400; color: var(--soft); margin-left: 4px; }
+.legend { display: flex; flex-wrap: wrap; gap: 0 14px; font-size: 12.5px; color: var(--soft); }
+.key::before { content: ""; display: inline-block; width: 16px; height: 0; margin: 0 6px 4px 0;
+  border-top: 2.5px solid var(--first); }
+.key.second::before { border-color: var(--second); }
+.key.faint::before { opacity: .35; }
+.key.dashed::before { border-top: 2px dashed var(--soft); }
+output { display: block; min-height: 20px; font-size: 12.5px; color: var(--soft);
+  font-variant-numeric: tabular-nums; }
+.frame { display: grid; grid-template-columns: 46px 1fr; grid-template-rows: 180px 20px; margin-top: 6px; }
+.wide .frame { grid-template-rows: 300px 20px; }
+.plot, .x, .y { position: relative; }
+.plot { border-bottom: 1px solid var(--soft); touch-action: pan-y; cursor: crosshair; }
+.plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
+.x { grid-column: 2; }
+.x span, .y span { position: absolute; font-size: 11.5px; line-height: 1; color: var(--soft); white-space:
+  nowrap;
+  font-variant-numeric: tabular-nums; }
+.x span { top: 6px; transform: translateX(-50%); }
+.y span { right: 8px; transform: translateY(50%); }
+.grid { stroke: var(--grid); stroke-width: 1; vector-effect: non-scaling-stroke; }
+.line { fill: none; stroke: var(--first); stroke-width: 1.8; vector-effect: non-scaling-stroke;
+  stroke-linejoin: round;
+  stroke-linecap: round; }
+.line.lone { stroke-width: 7; }
+.line.second { stroke: var(--second); }
+.line.faint { opacity: .35; stroke-width: 1.2; }
+.line.dashed { stroke: var(--soft); stroke-dasharray: 5 5; stroke-width: 1.4; }
+.cursor { position: absolute; top: 0; bottom: 0; width: 1px; background: var(--soft); pointer-events: none; }
+.dot { position: absolute; width: 9px; height: 9px; margin: -4.5px; border-radius: 50%; background:
+  var(--first);
+  border: 1.5px solid var(--card); pointer-events: none; }
+.dot.second { background: var(--second); }
+.dot.dashed { background: var(--soft); }
+.card { padding: 14px 16px; margin-bottom: 12px; min-width: 0; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: 13.5px; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; vertical-align: top; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--rule);
+  overflow-wrap: normal; }
+th { font-weight: 500; color: var(--soft); white-space: nowrap; }
+tr:last-child > th, tr:last-child > td { border-bottom: 0; }
+thead tr:last-child > th { border-bottom: 1px solid var(--rule); }
+.number { text-align: right; }
+.keys { width: auto; min-width: 0; }
+.keys > tbody > tr > td { overflow-wrap: anywhere; }
+details > summary { cursor: pointer; font-weight: 600; font-size: 14px; }
+details[open] > summary { margin-bottom: 10px; }
+pre { margin: 0; padding: 12px 14px; background: var(--code); border-radius: 8px; overflow: auto; max-height:
+  560px;
+  font: 12.5px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; overflow-wrap: normal; }
+@media (max-width: 560px) { main { padding: 18px 12px 32px; } .tiles { grid-template-columns: 1fr 1fr; }
+  .chart { padding: 12px 14px 8px 8px; } .wide .frame { grid-template-rows: 220px 20px; } h1 { font-size:
+  22px; } }
+@media print { .chart, .card { break-inside: avoid; } }
+"""
+
+# Pointing at a chart shows the values at the nearest step. Plain DOM; text is set as text, never as markup.
+SCRIPT = """
+document.querySelectorAll('figure.chart').forEach(function (figure) {
+  var data = JSON.parse(figure.querySelector('script').textContent);
+  var plot = figure.querySelector('.plot'), output = figure.querySelector('output');
+  var rest = output.textContent, marks = [];
+  function mark(name, left, top) {
+    var element = document.createElement('i');
+    element.className = name; element.style.left = 100 * left + '%';
+    if (top !== null) element.style.top = 100 * top + '%';
+    plot.appendChild(element); marks.push(element);
+  }
+  function clear() { marks.forEach(function (m) { m.remove(); }); marks = []; output.textContent = rest; }
+  function nearest(curve, step) {
+    var best = -1, distance = Infinity;
+    curve.steps.forEach(function (s, i) {
+      if (curve.values[i] === null || Math.abs(s - step) >= distance) return;
+      distance = Math.abs(s - step); best = i;
+    });
+    return best;
+  }
+  function height(value) {
+    var f = data.y[2] ? Math.log : function (v) { return v; };
+    return 1 - (f(value) - f(data.y[0])) / (f(data.y[1]) - f(data.y[0]));
+  }
+  function show(event) {
+    var box = plot.getBoundingClientRect(), width = data.x[1] - data.x[0];
+    var step = data.x[0] + width * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    clear();
+    var at = null, words = [];
+    data.curves.forEach(function (curve) {
+      var i = nearest(curve, step);
+      if (i < 0) return;
+      if (at === null || Math.abs(curve.steps[i] - step) < Math.abs(at - step)) at = curve.steps[i];
+    });
+    mark('cursor', (at - data.x[0]) / width, null);
+    data.curves.forEach(function (curve) {
+      var i = nearest(curve, at);
+      if (i < 0) return;
+      var value = curve.values[i], left = (curve.steps[i] - data.x[0]) / width;
+      var apart = curve.steps[i] !== at ? ' (step ' + curve.steps[i] + ')' : '';
+      words.push(curve.label + ' ' + Number(value.toPrecision(5)) + apart);
+      if (curve.look !== 'faint') mark('dot ' + curve.look, left, height(value));
+    });
+    output.textContent = ['step ' + at].concat(words).join(' \\u00b7 ') + (data.unit ? ' ' + data.unit : '');
+  }
+  plot.addEventListener('pointermove', show);
+  plot.addEventListener('pointerdown', show);
+  plot.addEventListener('pointerleave', clear);
+});
+"""

@@ -1,0 +1,129 @@
+"""Tokens per second, model FLOP/s and MFU of training steps.
+
+One convention for FLOPs: the caller gives model FLOPs per token (6 x matmul parameters + causal attention),
+which do not count recomputation. MFU divides by the device's dense bfloat16 peak, for FP8 runs too.
+"""
+
+import re
+import time
+from collections.abc import Callable
+
+# Dense bfloat16 tensor-core TFLOP/s, from NVIDIA's data sheets (where those print the rate with 2:4 sparsity:
+# half of it). The first pattern found in jax's `device_kind` wins, so that special boards stand before their
+# family.
+DENSE_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
+    (r"GB300", 2500.0),
+    (r"GB200", 2500.0),
+    (r"B300", 2250.0),
+    (r"B200", 2250.0),
+    (r"GH200", 989.0),
+    (r"H200 NVL", 835.0),
+    (r"H200", 989.0),
+    (r"H100 PCIe", 756.0),
+    (r"H100 NVL", 835.0),
+    (r"H100", 989.0),
+    (r"H800", 989.0),
+    (r"H20", 148.0),
+    (r"A100", 312.0),
+    (r"A800", 312.0),
+    (r"A40", 150.0),
+    (r"A30", 165.0),
+    (r"A10", 125.0),
+    (r"L40S", 362.0),
+    (r"L40", 181.0),
+    (r"L4", 121.0),
+)
+
+
+def dense_bf16_peak(device_kind: str) -> float | None:
+    """Dense bfloat16 peak in TFLOP/s of a device kind as jax names it; None for CPUs and unknown devices."""
+    for name, tflops in DENSE_BF16_TFLOPS:
+        if re.search(rf"\b{name}\b", device_kind):
+            return tflops
+    return None
+
+
+def throughput(
+    tokens: float, seconds: float, devices: int, flops_per_token: float, device_kind: str, steps: int = 1
+) -> dict[str, float | None]:
+    """The throughput keys of a `metrics.jsonl` line for `steps` steps with `tokens` tokens in `seconds`.
+
+    `tokens` counts all devices together. `mfu` is a fraction of 1, None where the peak of `device_kind` is
+    not known.
+    """
+    seconds = max(seconds, 1e-9)
+    tflops = tokens * flops_per_token / seconds / devices / 1e12
+    peak = dense_bf16_peak(device_kind)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_per_device": tokens / seconds / devices,
+        "step_time_seconds": seconds / max(steps, 1),
+        "model_tflops_per_device": tflops,
+        "mfu": tflops / peak if peak else None,
+    }
+
+
+class Meter:
+    """Adds up completed steps and gives the throughput since it was last read.
+
+    Time that is not training (evaluation, a blocking save) is taken out with `exclude`. Never touches a
+    device.
+    """
+
+    def __init__(
+        self,
+        flops_per_token: float,
+        devices: int,
+        device_kind: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._flops_per_token = flops_per_token
+        self._devices = devices
+        self._device_kind = device_kind
+        self._clock = clock
+        self._step_seconds: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a window now and forgets what was added, e.g. after compiling."""
+        self._began = self._ended = self._clock()
+        self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
+
+    def add(self, tokens: float, waited_seconds: float = 0.0, at: float | None = None) -> None:
+        """One step with `tokens` tokens (all devices) completed at time `at` (default: now).
+
+        `waited_seconds` is how long the loop waited for that step's data.
+        """
+        self._ended = self._clock() if at is None else at
+        self._steps += 1
+        self._tokens += tokens
+        self._waited += waited_seconds
+
+    def exclude(self, seconds: float) -> None:
+        """Takes `seconds` out of the running window."""
+        self._excluded += seconds
+
+    def read(self) -> dict[str, float | None]:
+        """Throughput keys and `data_wait_fraction` of the steps since the last read; begins the next window.
+
+        Empty where no step was added.
+        """
+        if not self._steps:
+            return {}
+        seconds = max(self._ended - self._began - self._excluded, 1e-9)
+        values = throughput(
+            self._tokens, seconds, self._devices, self._flops_per_token, self._device_kind, self._steps
+        )
+        values["data_wait_fraction"] = min(1.0, self._waited / seconds)
+        step_seconds = seconds / self._steps
+        # The estimate follows a change of pace within a few windows, and one slow window does not throw it.
+        self._step_seconds = (
+            step_seconds if self._step_seconds is None else 0.7 * self._step_seconds + 0.3 * step_seconds
+        )
+        self._began = self._ended
+        self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
+        return values
+
+    def eta_seconds(self, steps_left: int) -> float | None:
+        """Seconds that `steps_left` more steps will take at the recent pace; None before the first read."""
+        return None if self._step_seconds is None else max(0, steps_left) * self._step_seconds

@@ -1,0 +1,218 @@
+"""Where metrics go: a table of trackers behind one small protocol."""
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxstack.errors import ConfigError
+
+
+class Tracker(Protocol):
+    """Takes the values of a step. Steps count completed training steps and grow from call to call."""
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records `values` (plain numbers, None for unknown, short strings) under `step`."""
+
+    def close(self) -> None:
+        """Writes what is buffered. Nothing may be logged afterwards."""
+
+
+class JsonLines:
+    """Appends one JSON object a line, `{"step": ..., **values}`, written out at once.
+
+    Every line is strict JSON: a value that is not finite becomes the string "NaN", "Infinity" or "-Infinity",
+    which `float` takes back. Opening a file drops its lines with a step after `start_step`, which the run is
+    about to repeat, and a last line that a kill has torn; the file is replaced as a whole, so that a kill
+    meanwhile loses nothing.
+    """
+
+    def __init__(self, path: str | Path, start_step: int = 0):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            _rewrite(self.path, lambda line: _keeps(line, start_step))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        record = {"step": int(step)} | {key: _plain(value) for key, value in values.items()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(value: Any) -> Any:
+    """A value of Python's own types, safe for strict JSON."""
+    if hasattr(value, "item"):  # a NumPy or JAX scalar
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def _keeps(line: bytes, last_step: int) -> bool:
+    if not line.endswith(b"\n"):
+        return False
+    try:
+        return json.loads(line)["step"] <= last_step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _rewrite(path: Path, keep: Callable[[bytes], bool]) -> None:
+    """Atomically drops the lines that `keep` refuses; leaves the file alone where it keeps all."""
+    with path.open("rb") as lines:
+        if all(keep(line) for line in lines):
+            return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as target, path.open("rb") as lines:
+            target.writelines(line for line in lines if keep(line))
+            target.flush()
+            os.fsync(target.fileno())
+        os.chmod(temporary, path.stat().st_mode & 0o777)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+class TensorBoard:
+    """Writes scalars as TensorBoard event files, with TensorBoard's own writer (no TensorFlow, no torch).
+
+    A resumed run marks its start in the event file, so that TensorBoard drops what an earlier process wrote
+    after `start_step`.
+    """
+
+    def __init__(self, directory: str | Path, start_step: int = 0):
+        # Imported here: it takes a third of a second, and a run without this tracker does not need it.
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        # The generated modules hide their classes from type checkers.
+        self._event: Any = vars(event_pb2)["Event"]
+        self._summary: Any = vars(summary_pb2)["Summary"]
+        session: Any = vars(event_pb2)["SessionLog"]
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(directory), flush_secs=10)
+        start = session(status=session.START)
+        self._writer.add_event(self._event(wall_time=time.time(), step=start_step + 1, session_log=start))
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {key: value.item() if hasattr(value, "item") else value for key, value in values.items()}
+        scalars = [
+            self._summary.Value(tag=key, simple_value=float(value))
+            for key, value in numbers.items()
+            if isinstance(value, int | float)
+        ]
+        event = self._event(wall_time=time.time(), step=int(step), summary=self._summary(value=scalars))
+        self._writer.add_event(event)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Logs to Weights & Biases under one run id, kept in the run directory for a resumed run to go on in.
+
+    Project, entity and mode come from wandb's own environment variables (`WANDB_PROJECT` falls back to
+    `jaxstack`).
+    Raises ConfigError where the package is not installed.
+    """
+
+    def __init__(
+        self, directory: str | Path, start_step: int = 0, name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                "the tracker 'wandb' needs the package wandb, which is not installed: "
+                "pip install 'jaxstack[wandb]', or take 'wandb' out of observe.trackers"
+            ) from error
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        id_file = directory / "wandb_id.txt"
+        if id_file.exists():
+            run_id = id_file.read_text().strip()
+        else:
+            run_id = os.urandom(8).hex()
+            id_file.write_text(run_id + "\n")
+        project = os.environ.get("WANDB_PROJECT", "jaxstack")
+        self._run = wandb.init(
+            project=project, id=run_id, resume="allow", name=name, dir=str(directory),
+            config=dict(settings or {}),
+        )
+        # wandb refuses its own step to go back, which it does when a run resumes behind its last logged line.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        known = {key: value for key, value in values.items() if value is not None}
+        self._run.log({"step": int(step)} | known)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
+    # First the file that everything else can be made from: it is written even when a later tracker fails.
+    "jsonl": lambda run_dir, start, name, settings: JsonLines(run_dir / "metrics.jsonl", start),
+    "tensorboard": lambda run_dir, start, name, settings: TensorBoard(run_dir / "tensorboard", start),
+    "wandb": lambda run_dir, start, name, settings: WandB(run_dir, start, name, settings),
+}
+
+
+class Trackers:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Mapping[str, Tracker]):
+        self._trackers = dict(trackers)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        for tracker in self._trackers.values():
+            tracker.log(step, values)
+
+    def close(self) -> None:
+        """Closes every tracker, also when one of them fails; raises the first failure then."""
+        failures: list[Exception] = []
+        for tracker in self._trackers.values():
+            try:
+                tracker.close()
+            except Exception as error:
+                failures.append(error)
+        self._trackers.clear()
+        if failures:
+            raise failures[0]
+
+
+def open_trackers(
+    names: tuple[str, ...],
+    run_dir: str | Path,
+    start_step: int = 0,
+    settings: Mapping[str, Any] | None = None,
+) -> Trackers:
+    """Opens the named trackers of `TRACKERS`, in the table's order, for the run in `run_dir`.
+
+    Args:
+        start_step: completed steps that the run goes on from; what was logged after it is dropped.
+        settings: the run's configuration, for trackers that show it.
+    Raises:
+        ConfigError: a tracker's package is not installed. Trackers opened before it are closed.
+    """
+    opened: dict[str, Tracker] = {}
+    try:
+        for name, make in TRACKERS.items():
+            if name in names:
+                opened[name] = make(Path(run_dir), start_step, Path(run_dir).name, settings or {})
+    except BaseException:
+        Trackers(opened).close()
+        raise
+    return Trackers(opened)

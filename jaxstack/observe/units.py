@@ -1,0 +1,42 @@
+"""Numbers as people read them."""
+
+import math
+
+
+def short_number(value: float, digits: int = 3) -> str:
+    """`12.3k`, `1.05M`, `0.0032`, `3e-07`: `digits` significant digits."""
+    if not math.isfinite(value):
+        return str(value)
+    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor * (1 - 0.5 * 10**-digits):
+            return _significant(value / factor, digits) + suffix
+    return _significant(value, digits)
+
+
+def _significant(value: float, digits: int) -> str:
+    if value and abs(value) < 1e-4:
+        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    decimals = max(0, digits - 1 - (math.floor(math.log10(abs(value))) if value else 0))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `3m20s`, `2h05m`, `3d04h`."""
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
+
+
+def byte_size(count: float) -> str:
+    """`512 B`, `1.5 MiB`, `80.2 GiB`."""
+    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(count) >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,49 @@
+"""What every optimizer's configuration shares, and the interface that a new one implements."""
+
+import re
+from abc import abstractmethod
+
+import optax
+from pydantic import Field, field_validator
+
+from jaxstack.config import Component
+
+
+class GroupRule(Component):
+    """Parameters whose path the regular expression is found in; the first rule that matches a parameter holds."""
+
+    path: str
+    learning_rate_scale: float = Field(1.0, ge=0)
+    """Times the scheduled learning rate."""
+    weight_decay: float | None = Field(None, ge=0)
+    """Instead of the optimizer's; left out: that one, which spares vectors."""
+    frozen: bool = False
+    """Never updated, and without optimizer state."""
+
+    @field_validator("path")
+    @classmethod
+    def _compiles(cls, path: str) -> str:
+        try:
+            re.compile(path)
+        except re.error as error:
+            raise ValueError(f"{path!r} is not a regular expression: {error}.") from None
+        return path
+
+
+class Optimizer(Component):
+    """An optimizer: subclass it in a file of its own, with a `name` and a `core`, and add it to `OPTIMIZERS`.
+
+    The chain around the core is the same for all: clip by global norm, core, decoupled weight decay, learning rate.
+    """
+
+    learning_rate: float = Field(3e-4, gt=0)
+    """Peak of the schedule."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled (Loshchilov & Hutter 2019); on matrices only, unless a group says otherwise."""
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Gradients with a larger global norm are scaled down to it; null: never."""
+    groups: tuple[GroupRule, ...] = ()
+
+    @abstractmethod
+    def core(self) -> optax.GradientTransformation:
+        """Gradients -> update direction, without learning rate, weight decay or clipping."""

@@ -1,0 +1,68 @@
+"""From an optimizer's and a schedule's configuration to one optax transformation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jaxstack.optim.base import GroupRule, Optimizer
+from jaxstack.tree_rules import check_patterns, map_by_path, match
+
+
+def build_optimizer(
+    optimizer: Optimizer, learning_rate: Callable[[jax.typing.ArrayLike], jax.Array], params: Any
+) -> optax.GradientTransformation:
+    """Clip by global norm, the optimizer's core, decoupled weight decay, learning rate; frozen parameters left out.
+
+    Args:
+      learning_rate: step -> learning rate.
+      params: the parameters or their shapes; their paths decide on groups, their ranks on weight decay.
+
+    Raises:
+      ConfigError: a group's path matches no parameter.
+    """
+    rules = [(group.path, group) for group in optimizer.groups]
+    check_patterns([path for path, _ in rules], params, "optimizer.groups")
+    rules.append((".*", GroupRule(path=".*")))
+    groups = map_by_path(lambda path, leaf: match(path, rules), params)
+
+    is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
+    matrix = map_by_path(is_matrix, params)
+
+    def decay(group: GroupRule, matrix: bool) -> float:
+        return group.weight_decay if group.weight_decay is not None else optimizer.weight_decay * matrix
+
+    decays = jax.tree.map(decay, groups, matrix, is_leaf=is_group)
+    scales = jax.tree.map(lambda group: group.learning_rate_scale, groups, is_leaf=is_group)
+    clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
+    chain = optax.chain(
+        clip,
+        optimizer.core(),
+        _per_parameter(lambda update, param, amount: update + amount * param if amount else update, decays),
+        optax.scale_by_learning_rate(learning_rate),
+        _per_parameter(lambda update, param, scale: update * scale if scale != 1 else update, scales),
+    )
+    if any(group.frozen for group in optimizer.groups):
+        labels = jax.tree.map(lambda group: "frozen" if group.frozen else "trained", groups, is_leaf=is_group)
+        chain = optax.partition({"trained": chain, "frozen": optax.set_to_zero()}, labels)
+    return chain
+
+
+def is_matrix(path: str, leaf: Any) -> bool:
+    """Whether weight decay applies. Scales and biases are vectors even where a layer stack gives them a second dim."""
+    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias")
+
+
+def _per_parameter(apply: Callable[[Any, Any, float], Any], constants: Any) -> optax.GradientTransformation:
+    """`apply(update, parameter, constant)`, where each parameter has a constant of its own."""
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+
+        def one(u: Any, p: Any, c: float) -> Any:
+            return u if masked(u) else apply(u, p, c)
+
+        return jax.tree.map(one, updates, params, constants, is_leaf=masked), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

@@ -1,0 +1,34 @@
+"""Adafactor."""
+
+from typing import Literal
+
+import optax
+from pydantic import Field
+
+from jaxstack.optim.base import Optimizer
+
+
+class Adafactor(Optimizer):
+    """Second moments factored into rows and columns (Shazeer & Stern 2018). State: O(rows + columns) a matrix."""
+
+    name: Literal["adafactor"] = "adafactor"
+    learning_rate: float = Field(1e-2, gt=0)
+    decay_rate: float = Field(0.8, gt=0, lt=1)
+    """Exponent of the second moment's decay, 1 - step^-decay_rate."""
+    clipping_threshold: float | None = Field(1.0, gt=0)
+    """Bound of an update's root mean square, a parameter."""
+    multiply_by_parameter_scale: bool = True
+    """Make learning rates relative to the parameter's root mean square."""
+    min_dim_size_to_factor: int = Field(128, ge=1)
+
+    def core(self) -> optax.GradientTransformation:
+        steps = [
+            optax.scale_by_factored_rms(
+                decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor
+            )
+        ]
+        if self.clipping_threshold is not None:
+            steps.append(optax.clip_by_block_rms(self.clipping_threshold))
+        if self.multiply_by_parameter_scale:
+            steps.append(optax.scale_by_param_block_rms())
+        return optax.chain(*steps)

@@ -1,0 +1,20 @@
+"""Stochastic gradient descent."""
+
+from typing import Literal
+
+import optax
+from pydantic import Field
+
+from jaxstack.optim.base import Optimizer
+
+
+class SGD(Optimizer):
+    """SGD with momentum, optionally Nesterov's. State: one float32 a parameter, none without momentum."""
+
+    name: Literal["sgd"] = "sgd"
+    learning_rate: float = Field(0.1, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = False
+
+    def core(self) -> optax.GradientTransformation:
+        return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

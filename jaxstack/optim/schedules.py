@@ -1,0 +1,121 @@
+"""Learning-rate schedules. Each is data; `multiplier` maps a step to a factor of the peak learning rate.
+
+All warm up linearly over `warmup_steps`, from peak / warmup_steps at the first step.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field
+
+from jaxstack.config import Component
+
+Multiplier = Callable[[jax.typing.ArrayLike], jax.Array]
+
+
+class Schedule(Component):
+    """A schedule over a run of a known number of steps."""
+
+    warmup_steps: int = Field(0, ge=0)
+
+    @abstractmethod
+    def decay(self, steps: int) -> optax.Schedule:
+        """Factor of the peak against the number of steps since the end of the warm-up, of `steps` in all."""
+
+    def multiplier(self, steps: int) -> Multiplier:
+        """Step (0 is the first) -> float32 factor of the peak, for a run of `steps` steps."""
+        warmup = self.warmup_steps
+        after = self.decay(max(steps - warmup, 1))
+
+        def at(step: jax.typing.ArrayLike) -> jax.Array:
+            step = jnp.asarray(step, jnp.float32)
+            rising = (step + 1) / max(warmup, 1)
+            return jnp.where(step < warmup, rising, after(jnp.maximum(step - warmup, 0))).astype(jnp.float32)
+
+        return at
+
+
+class Constant(Schedule):
+    """The peak throughout."""
+
+    name: Literal["constant"] = "constant"
+
+    def decay(self, steps: int) -> optax.Schedule:
+        return optax.constant_schedule(1.0)
+
+
+class Linear(Schedule):
+    """A straight line from the peak to final_fraction of it."""
+
+    name: Literal["linear"] = "linear"
+    final_fraction: float = Field(0.0, ge=0)
+
+    def decay(self, steps: int) -> optax.Schedule:
+        return optax.linear_schedule(1.0, self.final_fraction, steps)
+
+
+class Cosine(Schedule):
+    """Half a cosine from the peak to final_fraction of it (Loshchilov & Hutter 2017)."""
+
+    name: Literal["cosine"] = "cosine"
+    final_fraction: float = Field(0.1, ge=0)
+
+    def decay(self, steps: int) -> optax.Schedule:
+        return optax.cosine_decay_schedule(1.0, steps, alpha=self.final_fraction)
+
+
+class WarmupStableDecay(Schedule):
+    """WSD (Hu et al. 2024): the peak, then a fall over the last decay_fraction of the run."""
+
+    name: Literal["wsd"] = "wsd"
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    final_fraction: float = Field(0.0, ge=0)
+    shape: Literal["linear", "sqrt"] = "linear"
+    """`sqrt`: 1 - sqrt(progress), which Haegele et al. 2024 found better."""
+
+    def decay(self, steps: int) -> optax.Schedule:
+        length = max(round(steps * self.decay_fraction), 1)
+
+        def at(step: jax.typing.ArrayLike) -> jax.Array:
+            progress = jnp.clip((jnp.asarray(step, jnp.float32) - (steps - length)) / length, 0.0, 1.0)
+            fall = 1 - (jnp.sqrt(progress) if self.shape == "sqrt" else progress)
+            return self.final_fraction + (1 - self.final_fraction) * fall
+
+        return at
+
+
+class OneCycle(Schedule):
+    """One cycle (Smith & Topin 2018): a cosine up over rise_fraction of the run, a cosine down to almost nothing."""
+
+    name: Literal["one_cycle"] = "one_cycle"
+    rise_fraction: float = Field(0.3, gt=0, lt=1)
+    initial_divisor: float = Field(25.0, ge=1)
+    final_divisor: float = Field(1e4, ge=1)
+    """The last learning rate is the first one divided by this."""
+
+    def decay(self, steps: int) -> optax.Schedule:
+        return optax.cosine_onecycle_schedule(
+            steps, 1.0, self.rise_fraction, self.initial_divisor, self.final_divisor
+        )
+
+
+class InverseSqrt(Schedule):
+    """Peak x sqrt(timescale / (timescale + step)) (Vaswani et al. 2017)."""
+
+    name: Literal["inverse_sqrt"] = "inverse_sqrt"
+    timescale: int | None = Field(None, ge=1)
+    """Left out: warmup_steps, or 1 without a warm-up."""
+
+    def decay(self, steps: int) -> optax.Schedule:
+        scale = float(self.timescale or max(self.warmup_steps, 1))
+        return lambda step: jnp.sqrt(scale / (scale + jnp.asarray(step, jnp.float32)))
+
+
+SCHEDULES = (Cosine, Constant, Linear, WarmupStableDecay, OneCycle, InverseSqrt)
+AnySchedule = Annotated[
+    Cosine | Constant | Linear | WarmupStableDecay | OneCycle | InverseSqrt, Field(discriminator="name")
+]

@@ -1,0 +1,112 @@
+"""How many ways each axis of the mesh splits the work, and the checks that need no device."""
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from jaxstack.config import Component
+from jaxstack.errors import ConfigError
+
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+"""Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
+
+_LATER = ("pipeline", "expert", "context")
+
+
+class ParallelConfig(Component):
+    """Degrees of parallelism. They multiply to the number of devices; one of them may be -1 ("the rest")."""
+
+    data: int = 1
+    """Replicas that each see their own part of the batch."""
+    fsdp: int = 1
+    """ZeRO-3: parameters, gradients and optimizer state sharded; each layer's weights gathered when used."""
+    tensor: int = 1
+    """Megatron's tensor parallelism: heads, feed-forward and vocabulary split."""
+    context: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    sequence: bool = False
+    """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
+    zero: Literal[0, 1, 2] = 0
+    microbatches: int | None = None
+    pipeline_schedule: str | None = None
+    simulate_devices: int | None = Field(None, ge=1, le=1024)
+    """Run on this many simulated CPU devices."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "ParallelConfig":
+        degrees = self.degrees
+        bad = {a: d for a, d in degrees.items() if d != -1 and d < 1}
+        if bad:
+            raise ValueError(f"a degree must be at least 1, or -1 for the rest of the devices; found {_show(bad)}.")
+        free = [a for a, d in degrees.items() if d == -1]
+        if len(free) > 1:
+            raise ValueError(f"only one degree may be -1; found {' and '.join(free)}.")
+        wanted = {a: degrees[a] for a in _LATER if degrees[a] != 1}
+        if self.zero:
+            wanted["zero"] = self.zero
+        for name in ("microbatches", "pipeline_schedule"):
+            if getattr(self, name) is not None:
+                wanted[name] = getattr(self, name)
+        if wanted:
+            raise ValueError(
+                f"{_show(wanted)} is not available in this version: pipeline, context and expert parallelism and "
+                "ZeRO 1/2 come in a later one. Use data, fsdp (ZeRO-3), tensor and sequence."
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence: true splits activations over the tensor axis, but tensor is 1; "
+                "set tensor to 2 or more, or sequence to false."
+            )
+        return self
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis name -> degree as written (-1 not yet filled in), in mesh order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    def resolve(self, devices: int) -> "ParallelConfig":
+        """A copy whose degrees multiply to `devices`.
+
+        Raises:
+          ConfigError: they cannot; the message names the nearest degrees that can.
+        """
+        degrees = self.degrees
+        fixed = math.prod(d for d in degrees.values() if d != -1)
+        free = [a for a, d in degrees.items() if d == -1]
+        if free and devices % fixed == 0:
+            return self.model_copy(update={free[0]: devices // fixed})
+        if not free and fixed == devices:
+            return self
+        shown = _show({a: d for a, d in degrees.items() if d != 1}) or "all degrees 1"
+        if free:
+            lower, upper = _nearest_divisors(devices, fixed)
+            raise ConfigError(
+                f"parallel: the degrees beside {free[0]} ({shown}) multiply to {fixed}, which must divide the number of "
+                f"devices ({devices}); nearest: {lower}{f' or {upper}' if upper != lower else ''}."
+            )
+        raise ConfigError(
+            f"parallel: {shown} multiply to {fixed}, but must multiply to the number of devices ({devices}); "
+            f"{_repair(degrees, devices)}, or parallel.simulate_devices={fixed} to try it on simulated CPU devices."
+        )
+
+
+def _show(values: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
+    """The largest divisor of `number` at most `near`, and the smallest at least `near` (or the largest there is)."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    return max(d for d in divisors if d <= near), min((d for d in divisors if d >= near), default=divisors[-1])
+
+
+def _repair(degrees: dict[str, int], devices: int) -> str:
+    """The change of one axis, or failing that the reset of the others, that makes the degrees fit."""
+    product = math.prod(degrees.values())
+    for axis in ("data", "fsdp", "tensor"):
+        others = product // degrees[axis]
+        if devices % others == 0:
+            return f"nearest: {axis}={devices // others}"
+    return f"nearest: data={devices} with the others 1"

@@ -1,0 +1,174 @@
+"""Logical axes -> mesh axes. Models name logical axes; only this file knows the mesh.
+
+A parameter carries its logical axes as metadata (`nnx.Param(value, logical_axes=("embed", "mlp"))`); an activation
+names them in `shard(x, "batch", "length", "act_mlp")`. Both mean nothing until `logical_axis_rules` is entered.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Names = Sequence[str | None]
+
+PARAMETER_RULES: dict[str, tuple[str, ...]] = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "embed": ("fsdp",),
+    "head_dim": (),
+    "position": (),
+    "norm": (),
+    "layers": (),
+}
+ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "length": (),
+    "residual_length": (),
+    "act_embed": (),
+    "act_heads": ("tensor",),
+    "act_kv_heads": ("tensor",),
+    "act_head_dim": (),
+    "act_mlp": ("tensor",),
+    "act_vocab": ("tensor",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisRules:
+    """A mesh and the mapping of logical axes onto it. `manual` axes are those a surrounding `shard_map` has taken."""
+
+    mesh: Mesh
+    table: Mapping[str, tuple[str, ...]]
+    manual: frozenset[str] = frozenset()
+
+    def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """The PartitionSpec of an array whose dims have these logical axes.
+
+        With `shape`, a dim that its mesh axes do not divide stays whole.
+
+        Raises:
+          ValueError: an unknown logical axis, or two dims on one mesh axis.
+        """
+        parts: list[tuple[str, ...]] = []
+        for index, name in enumerate(names):
+            if name is not None and name not in self.table:
+                raise ValueError(f"unknown logical axis {name!r}; known: {', '.join(sorted(self.table))}.")
+            axes = self.table[name] if name else ()
+            axes = tuple(a for a in axes if self.mesh.shape[a] > 1 and a not in self.manual)
+            if shape is not None and shape[index] % self.degree(axes):
+                axes = ()
+            parts.append(axes)
+        used = [a for axes in parts for a in axes]
+        if len(used) != len(set(used)):
+            raise ValueError(f"two dims of {tuple(names)} map to one mesh axis: {parts}.")
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in parts))
+
+    def degree(self, axes: Sequence[str]) -> int:
+        """Into how many parts these mesh axes split."""
+        return math.prod(self.mesh.shape[a] for a in axes)
+
+    def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
+        """The stored layout of a parameter: its logical axes, and `fsdp` on the largest free dim where they leave it out.
+
+        A parameter without logical axes (somebody else's module) gets `fsdp` alone. Vectors stay whole: they are small,
+        and gathering them costs latency only.
+        """
+        spec = list(self.spec(names or (None,) * len(shape), shape))
+        fsdp = self.mesh.shape["fsdp"]
+        taken = any("fsdp" in ((part,) if isinstance(part, str) else part or ()) for part in spec)
+        matrix = len(shape) - ("layers" in (names or ())) > 1
+        if fsdp > 1 and matrix and not taken and "fsdp" not in self.manual:
+            dims = [d for d in range(len(shape)) if spec[d] is None and shape[d] % fsdp == 0 and not _is_stack(names, d)]
+            if dims:
+                spec[max(dims, key=lambda d: shape[d])] = "fsdp"
+        elif not matrix:
+            spec = [None if part == "fsdp" else part for part in spec]
+        return PartitionSpec(*spec)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    def within(self, manual: Sequence[str]) -> "AxisRules":
+        """The rules as they stand inside a `shard_map` that is manual over these axes."""
+        return dataclasses.replace(self, manual=self.manual | set(manual))
+
+
+def _is_stack(names: Names | None, dim: int) -> bool:
+    return names is not None and names[dim] == "layers"
+
+
+def make_rules(mesh: Mesh, *, sequence: bool = False, overrides: Mapping[str, tuple[str, ...]] | None = None) -> AxisRules:
+    """The standard table on `mesh`; `sequence` is Megatron's sequence parallelism on the tensor axis."""
+    table = {**PARAMETER_RULES, **ACTIVATION_RULES}
+    if sequence:
+        table["residual_length"] = ("tensor",)
+    table.update(overrides or {})
+    return AxisRules(mesh, table)
+
+
+_current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
+
+
+@contextlib.contextmanager
+def logical_axis_rules(rules: AxisRules | Mesh) -> Iterator[AxisRules]:
+    """Within it, `shard` and `gather_weights` act on this mesh. Enter it inside the traced function."""
+    rules = rules if isinstance(rules, AxisRules) else make_rules(rules)
+    token = _current.set(rules)
+    try:
+        yield rules
+    finally:
+        _current.reset(token)
+
+
+def current_rules() -> AxisRules | None:
+    """The rules entered last, or None outside of `logical_axis_rules`."""
+    return _current.get()
+
+
+def shard(x: jax.Array, *names: str | None) -> jax.Array:
+    """Constrains an activation to the layout of its logical axes; does nothing outside of `logical_axis_rules`.
+
+    Raises:
+      ValueError: the number of names is not the rank of `x`, or a name is unknown.
+    """
+    rules = _current.get()
+    if len(names) != x.ndim:
+        raise ValueError(f"shard() got {len(names)} axis names {names} for an array of rank {x.ndim}.")
+    if rules is None or math.prod(rules.mesh.shape.values()) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, _placed(rules, rules.spec(names, x.shape)))
+
+
+def _placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
+    # Inside a shard_map the ambient abstract mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
+    return spec if rules.manual else NamedSharding(rules.mesh, spec)
+
+
+def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """A stored parameter as the computation wants it: cast, and whole over `fsdp`.
+
+    The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or moves
+    activations instead of weights when the use is inside a layer scan.
+    """
+    rules = _current.get()
+    if dtype is not None and x.ndim > 1:
+        x = x.astype(dtype)
+    if rules is None or rules.mesh.shape["fsdp"] == 1 or "fsdp" in rules.manual:
+        return x
+    stored = rules.parameter_spec(names, x.shape)
+    whole = PartitionSpec(*(_without(part, "fsdp") for part in stored))
+    if stored == whole:
+        return x
+    x = jax.lax.with_sharding_constraint(x, _placed(rules, stored))
+    return jax.lax.with_sharding_constraint(x, _placed(rules, whole))
+
+
+def _without(part: str | tuple[str, ...] | None, axis: str) -> str | tuple[str, ...] | None:
+    axes = tuple(a for a in ((part,) if isinstance(part, str) else part or ()) if a != axis)
+    return axes[0] if len(axes) == 1 else axes or None

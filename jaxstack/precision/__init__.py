@@ -1,0 +1,5 @@
+"""Dtype policy."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach(__name__, submod_attrs={"config": ["PrecisionConfig"]})

@@ -1,0 +1,236 @@
+"""`python -m jaxstack.prepare`: tokenises text into verified shards, on all cores, and goes on after a
+kill.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from jaxstack.errors import ConfigError, JaxstackError
+
+STOPPED = "stopped; the same command goes on from here"
+EXAMPLE = """examples:
+  python -m jaxstack.prepare --source 'corpus/**/*.txt' --output data/corpus
+  python -m jaxstack.prepare --source news.jsonl.zst --text-key body --tokenizer llama3.json --output data/news
+
+Train on it with data.sources: [{path: data/corpus}]. A stopped run goes on when started again."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxstack.prepare",
+        description="Tokenise text into fixed-length shards with a SHA-256 each.",
+        epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add(
+        "--source",
+        action="append",
+        required=True,
+        metavar="PATH",
+        help="a file (text, jsonl, parquet; .gz and .zst too), a directory, a glob, a URL, 'stdlib'; repeatable",
+    )
+    add(
+        "--output",
+        required=True,
+        metavar="DIR",
+        help="directory for the shards; an unfinished one is gone on with",
+    )
+    add(
+        "--tokenizer",
+        default="bpe",
+        metavar="byte|bpe|FILE",
+        help="byte, bpe (trained on the training documents), or a tokenizer.json (default: bpe)",
+    )
+    add("--vocab-size", type=int, default=4096, metavar="N", help="ids of a trained BPE (default: 4096)")
+    add(
+        "--document-start",
+        metavar="TOKEN",
+        help="the special token of a tokenizer.json that opens a document",
+    )
+    add("--shard-tokens", type=int, default=2**24, metavar="N", help="tokens in a shard (default: 16777216)")
+    add(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes (default: one a core); the result does not depend on it",
+    )
+    add(
+        "--held-out-fraction",
+        type=float,
+        default=0.05,
+        metavar="F",
+        help="share held out (default: 0.05; 0: none)",
+    )
+    add(
+        "--format",
+        choices=("auto", "text", "jsonl", "parquet"),
+        default="auto",
+        help="default: by the file names",
+    )
+    add(
+        "--text-key",
+        default="text",
+        metavar="K",
+        help="jsonl key or parquet column with the text (default: text)",
+    )
+    add("--quiet", action="store_true", help="print nothing but errors")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code: 0 done, 2 wrong usage or configuration, 1 a failure while
+    running.
+    """
+    arguments = build_parser().parse_args(argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        _check(arguments)
+        run(arguments)
+    except JaxstackError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return e.exit_code
+    except KeyboardInterrupt:
+        print(STOPPED, file=sys.stderr)
+        return 130
+    return 0
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Ends the worker processes on the way out; finished units and shards are on the disk already."""
+    print(STOPPED, file=sys.stderr)
+    sys.exit(128 + number)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if not 0 <= arguments.held_out_fraction < 1:
+        raise ConfigError(
+            f"--held-out-fraction is {arguments.held_out_fraction}, it must be at least 0 and below 1"
+        )
+    if arguments.workers is not None and arguments.workers < 1:
+        raise ConfigError(f"--workers is {arguments.workers}, it must be at least 1")
+    if arguments.shard_tokens < 1024:
+        raise ConfigError(f"--shard-tokens is {arguments.shard_tokens}, it must be at least 1024")
+    if arguments.vocab_size < 257:
+        raise ConfigError(
+            f"--vocab-size is {arguments.vocab_size}; 256 bytes and a document start need at least 257"
+        )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Prepares what the parsed arguments say.
+
+    Raises:
+      JaxstackError: as `jaxstack.data.build.prepare_tokens`.
+    """
+    # Imported here so that --help and a mistyped option answer at once.
+    from pathlib import Path
+
+    from jaxstack.data.build import WORK, BuildOptions, build
+    from jaxstack.data.cache import ensure_tokenizer
+    from jaxstack.data.config import SourceConfig, TokenizerConfig
+    from jaxstack.data.plan import make_plan
+
+    say = (lambda message: None) if arguments.quiet else (lambda message: print(message, flush=True))
+    began = time.perf_counter()
+    sources = [
+        SourceConfig(path=p, format=arguments.format, text_key=arguments.text_key) for p in arguments.source
+    ]
+    plan = make_plan(sources, arguments.held_out_fraction)
+    say(f"{sum(s['files'] for s in plan.sources)} files, {plan.size / 1e6:.1f} MB, {len(plan.units)} units")
+    wanted = arguments.tokenizer
+    named = wanted if wanted in ("byte", "bpe") else "file"
+    config = TokenizerConfig(
+        name=named, vocab_size=arguments.vocab_size, path=wanted if named == "file" else None,
+        document_start=arguments.document_start,
+    )  # fmt: skip
+    output = Path(arguments.output).expanduser()
+    tokenizer = ensure_tokenizer(config, [plan], output / WORK, say)
+    with _progress(arguments.quiet, plan.size) as progress:
+        workers = arguments.workers or _cores()
+        options = BuildOptions(arguments.shard_tokens, workers, progress.say, progress.update)
+        index = build(plan, output, tokenizer, options)
+    for name, split in index["splits"].items():
+        say(
+            f"{name}: {split['documents']} documents, {split['bytes'] / 1e6:.1f} MB, "
+            f"{split['tokens']} tokens, {len(split['shards'])} shards"
+        )
+    if index["replaced_characters"]:
+        say(f"{index['replaced_characters']} invalid UTF-8 sequences became U+FFFD")
+    if index["skipped_files"]:
+        say(f"{index['skipped_files']} files are not text and were left out")
+    say(f"written to {output} in {time.perf_counter() - began:.1f} s")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Lines:
+    """Progress as plain lines, at most one every few seconds."""
+
+    def __init__(self, show: bool):
+        self._show = show
+        self._began = self._last = time.perf_counter()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def say(self, message: str) -> None:
+        if self._show:
+            print(message, flush=True)
+
+    def update(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if now - self._last >= 5:
+            self._last = now
+            rate = done / (now - self._began) / 1e6
+            self.say(
+                f"{done / 1e6:.1f} of {total / 1e6:.1f} MB "
+                f"({100 * done / max(total, 1):.0f}%), {rate:.1f} MB/s"
+            )
+
+
+class _Bar:
+    """Progress as a bar on a terminal."""
+
+    def __init__(self, total: int):
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import TransferSpeedColumn as Speed
+
+        self._bar = Progress(
+            TextColumn("tokenising"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn()
+        )
+        self._task = self._bar.add_task("tokenising", total=total)
+
+    def __enter__(self):
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error):
+        self._bar.stop()
+
+    def say(self, message: str) -> None:
+        self._bar.console.print(message, highlight=False, markup=False)
+
+    def update(self, done: int, total: int) -> None:
+        self._bar.update(self._task, completed=done, total=total)
+
+
+def _progress(quiet: bool, total: int) -> "_Lines | _Bar":
+    if quiet or not sys.stdout.isatty():
+        return _Lines(not quiet)
+    return _Bar(total)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

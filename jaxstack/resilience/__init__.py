@@ -1,0 +1,8 @@
+"""Stopping on signals and limits on anomalies."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach(
+    __name__,
+    submod_attrs={"config": ["ResilienceConfig"], "signals": ["Interrupted", "StopRequest"]},
+)

@@ -1,0 +1,201 @@
+"""The one composed configuration tree of a run. Nothing below this file sees it; every part gets its own section."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.config import Component, build_component, load_yaml, merge_overrides, merge_trees
+from jaxstack.data.config import DataConfig
+from jaxstack.errors import ConfigError
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.preset import load_preset
+from jaxstack.observe.config import ObserveConfig
+from jaxstack.optim.optimizers import AdamW, AnyOptimizer
+from jaxstack.optim.schedules import AnySchedule, Cosine
+from jaxstack.parallel.config import ParallelConfig
+from jaxstack.precision.config import PrecisionConfig
+from jaxstack.resilience.config import ResilienceConfig
+
+
+class RunSection(Component):
+    """Where the run is kept, and its seed."""
+
+    name: str = "run"
+    dir: str = "runs"
+    """The run directory is dir/name."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Of initial weights, data order and dropout."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_one_folder(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ValueError(f"must be letters, digits, '.', '_' and '-', as it names a folder; found {name!r}.")
+        return name
+
+
+class TrainConfig(Component):
+    """How long, on how much, and how a step is cut up."""
+
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = Field(8, ge=1)
+    """Sequences a step, over all devices and microbatches."""
+    sequence_length: int = Field(256, ge=1)
+    """Tokens a sequence."""
+    gradient_accumulation: int = Field(1, ge=1)
+    """Microbatches a step; memory falls, the result stays."""
+    z_loss: float = Field(0.0, ge=0)
+    """Weight of log(Z)^2 in the loss."""
+    eval_every_steps: int | None = Field(None, ge=1)
+    """Held-out evaluation during training; left out: only at the end."""
+    eval_batch_size: int | None = Field(None, ge=1)
+    """Left out: global_batch_size / gradient_accumulation."""
+    eval_tokens: int | None = Field(None, ge=1)
+    """Of an evaluation during training; left out: all held-out tokens. The last evaluation always takes all."""
+
+
+class RunConfig(Component):
+    """A whole run; `config.yaml` in its run directory repeats it."""
+
+    run: RunSection = RunSection()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optimizer: AnyOptimizer = AdamW()
+    schedule: AnySchedule = Cosine()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        longest = self.model.max_position_embeddings
+        if longest is not None and self.train.sequence_length > longest:
+            raise ValueError(
+                f"train.sequence_length ({self.train.sequence_length}) must not exceed model.max_position_embeddings "
+                f"({longest}); shorten the one or raise the other."
+            )
+        if self.schedule.warmup_steps > self.train.steps:
+            raise ValueError(
+                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must not exceed train.steps ({self.train.steps})."
+            )
+        batch, pieces = self.train.global_batch_size, self.train.gradient_accumulation
+        if batch % pieces:
+            raise ValueError(
+                f"train.global_batch_size ({batch}) must be divisible by train.gradient_accumulation ({pieces}); "
+                f"nearest batch: {_near_multiples(batch, pieces)}."
+            )
+        if all(degree != -1 for degree in self.parallel.degrees.values()):
+            problems = layout_problems(self)
+            if problems:
+                raise ValueError(" ".join(problems))
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.run.dir) / self.run.name
+
+
+def layout_problems(config: RunConfig) -> list[str]:
+    """The rules between the model, the batch and a fully given layout that are broken, each with the way out."""
+    problems = []
+    parallel, model, train = config.parallel, config.model, config.train
+    tensor, shards = parallel.tensor, parallel.data * parallel.fsdp
+    if model.num_heads % tensor:
+        fits = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
+        problems.append(
+            f"model.num_heads ({model.num_heads}) must be divisible by parallel.tensor ({tensor}); "
+            f"tensor degrees that fit: {', '.join(map(str, fits))}."
+        )
+    elif model.kv_heads % tensor and tensor % model.kv_heads:
+        problems.append(
+            f"model.num_kv_heads ({model.kv_heads}) and parallel.tensor ({tensor}) must divide one another; "
+            f"nearest tensor: {_near_multiples(tensor, model.kv_heads)}."
+        )
+    if model.feed_forward_size % tensor:
+        problems.append(
+            f"model.intermediate_size ({model.feed_forward_size}) must be divisible by parallel.tensor ({tensor}); "
+            f"nearest: {_near_multiples(model.feed_forward_size, tensor)}."
+        )
+    unit = shards * train.gradient_accumulation
+    if train.global_batch_size % unit:
+        problems.append(
+            f"train.global_batch_size ({train.global_batch_size}) must be divisible by data x fsdp x "
+            f"gradient_accumulation ({parallel.data} x {parallel.fsdp} x {train.gradient_accumulation} = {unit}); "
+            f"nearest: {_near_multiples(train.global_batch_size, unit)}."
+        )
+    evaluated = train.eval_batch_size
+    if evaluated is not None and evaluated % shards:
+        problems.append(
+            f"train.eval_batch_size ({evaluated}) must be divisible by data x fsdp ({shards}); "
+            f"nearest: {_near_multiples(evaluated, shards)}."
+        )
+    if parallel.sequence and train.sequence_length % tensor:
+        problems.append(
+            f"train.sequence_length ({train.sequence_length}) must be divisible by parallel.tensor ({tensor}) with "
+            f"parallel.sequence; nearest: {_near_multiples(train.sequence_length, tensor)}."
+        )
+    return problems
+
+
+def resolve_layout(config: RunConfig, devices: int) -> RunConfig:
+    """The configuration with its parallel degrees filled in for `devices` devices.
+
+    Raises:
+      ConfigError: the degrees, the model or the batch do not fit; the message names the nearest that do.
+    """
+    resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
+    problems = layout_problems(resolved)
+    if problems:
+        raise ConfigError(" ".join(problems))
+    return resolved
+
+
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a YAML file, lays `section.key=value` overrides over it, and validates the whole.
+
+    Without `run.name` the run is called after the file.
+
+    Raises:
+      ConfigError: the file or a value is wrong; one message lists every problem.
+    """
+    tree = load_yaml(path) if path is not None else {}
+    named = {"run": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem)}} if path is not None else {}
+    tree = merge_trees(named, merge_overrides(tree, overrides))
+    return config_from_tree(tree, origin=str(path) if path is not None else "the configuration")
+
+
+def config_from_tree(tree: dict[str, Any], origin: str = "the configuration") -> RunConfig:
+    """A validated `RunConfig` from plain data, with the preset and the default component names filled in."""
+    tree = {key: value for key, value in tree.items() if value is not None}
+    model = tree.get("model")
+    if isinstance(model, dict) and model.get("preset") is not None:
+        tree["model"] = merge_trees(load_preset(model["preset"]), model)
+    for section, default in (("optimizer", "adamw"), ("schedule", "cosine")):
+        if isinstance(tree.get(section), dict):
+            tree[section] = {"name": default, **tree[section]}
+    return build_component(RunConfig, tree, origin)
+
+
+def config_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, for editors. `name` may be left out of optimizer and schedule."""
+    schema = RunConfig.model_json_schema(by_alias=True)
+    for union in (AnyOptimizer, AnySchedule):
+        for member in get_args(get_args(union)[0]):
+            required = schema["$defs"][member.__name__].get("required", [])
+            if "name" in required:
+                required.remove("name")
+    return schema
+
+
+def _near_multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)

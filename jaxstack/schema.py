@@ -1,0 +1,28 @@
+"""`python -m jaxstack.schema`: the JSON schema of configuration files, for editors."""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from jaxstack.cli import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the schema."""
+    parser = argparse.ArgumentParser(
+        prog="jaxstack schema",
+        description="Print the JSON schema of configuration files. Editors use it to complete keys and show mistakes.",
+    )
+    parser.parse_args(argv)
+
+    def body() -> None:
+        schema = importlib.import_module("jaxstack.run_config").config_schema()
+        print(json.dumps(schema, indent=1, sort_keys=True))
+
+    return run_command("jaxstack schema", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

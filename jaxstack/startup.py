@@ -1,0 +1,52 @@
+"""What must be set before JAX touches a device: simulated devices, a private compilation cache."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from jaxstack.errors import ConfigError
+
+
+def start_devices(simulate: int | None = None) -> int:
+    """Brings up the devices (simulated CPU devices where asked for) and returns their number.
+
+    Raises:
+      ConfigError: the backend cannot be brought up, or is up already with another number of simulated devices.
+    """
+    if simulate is not None:
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", simulate)
+        except RuntimeError:
+            if jax.device_count() != simulate:
+                raise ConfigError(
+                    f"parallel.simulate_devices ({simulate}) must be set before JAX is used in this process; it already "
+                    f"runs on {jax.device_count()} devices."
+                ) from None
+    try:
+        return jax.device_count()
+    except RuntimeError as error:
+        raise ConfigError(f"JAX finds no usable device: {str(error).splitlines()[0]}") from None
+
+
+def cache_compilations(directory: str | Path | None = None) -> Path | None:
+    """Turns on JAX's persistent compilation cache in a private directory; returns it, or None where it cannot be had.
+
+    The cache holds native code, so the directory must belong to us and be closed to others (mode 0700). A setting of
+    the user's own (`JAX_COMPILATION_CACHE_DIR`) wins.
+    """
+    if jax.config.jax_compilation_cache_dir:
+        return Path(jax.config.jax_compilation_cache_dir)
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    path = Path(directory) if directory else home / "jaxstack" / "compiled"
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if path.stat().st_uid != os.getuid():
+            return None
+        path.chmod(0o700)
+    except OSError:
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    return path

@@ -1,0 +1,69 @@
+"""The train state and its sharded initialisation: no device ever holds more than its part."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxstack.functional import FunctionalModule
+from jaxstack.parallel.rules import AxisRules
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes; what a checkpoint holds besides the data position."""
+
+    step: jax.Array
+    """[] int32: steps taken."""
+    params: Any
+    """Float32 master weights, nested dicts."""
+    rest: Any
+    """The module's other variables: running statistics, random states."""
+    optimizer: Any
+    """The optax state."""
+    key: jax.Array
+    """The run's random key; step s uses fold_in(key, s)."""
+    skipped: jax.Array
+    """[] int32: steps skipped in a row because loss or gradients were not finite."""
+
+
+def init_state(
+    module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array
+) -> TrainState:
+    """A fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
+    init_key, run_key = jax.random.split(key)
+    params, rest = module.init(init_key)
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, rest, optimizer.init(params), run_key, zero)
+
+
+def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes and dtypes of `init_state`'s result; nothing is computed."""
+    return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
+
+
+def state_shardings(
+    module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules
+) -> TrainState:
+    """The NamedSharding of every leaf: optimizer moments lie as their parameter does, all else is whole."""
+    abstract = abstract_state(module, optimizer)
+    specs = module.parameter_specs(rules)
+    whole = PartitionSpec()
+
+    def moment(leaf: Any, param: Any, spec: PartitionSpec) -> PartitionSpec:
+        # Factored moments (Adafactor) have other shapes than their parameter, and are small.
+        return spec if leaf.shape == param.shape else whole
+
+    moments = optax.tree_utils.tree_map_params(
+        optimizer,
+        moment,
+        abstract.optimizer,
+        abstract.params,
+        specs,
+        transform_non_params=lambda _: whole,
+    )
+    everything = TrainState(
+        whole, specs, jax.tree.map(lambda _: whole, abstract.rest), moments, whole, whole
+    )
+    return jax.tree.map(rules.sharding, everything, is_leaf=lambda x: isinstance(x, PartitionSpec))

@@ -1,0 +1,211 @@
+"""Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxstack.data.device import device_batches, local_rows
+from jaxstack.feed import abstract_batch, as_source, batch_sharding, check_batch
+from jaxstack.functional import make_functional
+from jaxstack.loop import Loop, LoopSettings
+from jaxstack.loss import LossSum
+from jaxstack.observe.ran import describe_program
+from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
+from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.run_config import TrainConfig
+from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
+from jaxstack.step import StepFunctions
+from pallas_kernels import Choice, record_choices
+
+
+class Trainer:
+    """Trains a module.
+
+    Args:
+      module: a `flax.nnx.Module`, a function `rngs -> nnx.Module` (created sharded, for large models), or a
+        `flax.linen.Module` (then give `example_inputs`).
+      loss_fn: `loss_fn(module, batch)` or `loss_fn(module, batch, key)`: a scalar mean over the batch, or a
+        `jaxstack.loss.LossSum` where items weigh differently. `key` is None in evaluation.
+      data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
+        object with `batches(...)` such as `jaxstack.data.open_data` returns.
+      optimizer: one of `jaxstack.optim`, or an optax transformation (then `schedule` is not used).
+      mesh: a mesh of `make_mesh`, or `AxisRules` on it; default: all devices on `data`.
+      train: number of steps, batch size, accumulation.
+      eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
+      example_inputs: positional arguments that a Linen module is called with to learn its shapes.
+      seed: of initial weights and of the loss function's keys.
+
+    Raises:
+      TypeError: the module, the loss or the data is of a kind that cannot be used.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        loss_fn: Callable[..., Any],
+        data: Any,
+        *,
+        optimizer: Optimizer | optax.GradientTransformation | None = None,
+        schedule: Schedule | None = None,
+        mesh: Mesh | AxisRules | None = None,
+        train: TrainConfig | None = None,
+        eval_data: Any = None,
+        example_inputs: Sequence[Any] | None = None,
+        seed: int = 0,
+    ):
+        self.train = train or TrainConfig()
+        rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
+        self.rules, self.data = rules, as_source(data)
+        self.eval_data = eval_data if eval_data is not None or not hasattr(data, "held_out_batches") else data
+        example = None if example_inputs is None else {"args": tuple(example_inputs)}
+        self.module = make_functional(module, example)
+        self.learning_rate = None
+        if isinstance(optimizer, optax.GradientTransformation):
+            self.optimizer = optimizer
+        else:
+            optimizer, schedule = optimizer or AdamW(), schedule or Cosine()
+            multiplier, peak = schedule.multiplier(self.train.steps), optimizer.learning_rate
+            self.learning_rate = lambda step: peak * multiplier(step)
+            self.optimizer = build_optimizer(optimizer, self.learning_rate, self.module.abstract_params)
+        self.steps = StepFunctions(
+            self.module, loss_fn, self.optimizer, self.learning_rate, rules, self.train.gradient_accumulation
+        )
+        self.shardings = state_shardings(self.module, self.optimizer, rules)
+        self.seed = seed
+        self._state: TrainState | None = None
+        self._compiled: Any = None
+        self._evaluate = jax.jit(self.steps.eval_step)
+        self.choices: list[Choice] = []
+
+    @property
+    def state(self) -> TrainState:
+        """The train state; created, sharded, at its first use."""
+        if self._state is None:
+            create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
+            self._state = create(jax.random.key(self.seed))
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of the state."""
+        shapes = abstract_state(self.module, self.optimizer)
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
+
+    @property
+    def trained_module(self) -> Any:
+        """The module with the present parameters."""
+        return self.module.merge(self.state.params, self.state.rest)
+
+    def count_parameters(self) -> int:
+        """Parameters of the module."""
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(self.module.abstract_params))
+
+    def host_rows(self, batch_size: int) -> Sequence[int]:
+        """The rows of a global batch that this process's devices need."""
+        return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
+
+    def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
+        """Compiles the train step ahead of its first use; `choices` then tells which kernels it took."""
+        step = jax.jit(
+            self.steps.train_step, donate_argnums=0, out_shardings=(self.shardings, self.rules.sharding(jax.P()))
+        )
+        with record_choices() as choices:
+            lowered = step.lower(self.abstract_state, dict(batch))
+        self.choices = list(choices)
+        self._compiled = lowered.compile()
+        return self._compiled
+
+    def describe(self) -> dict[str, Any]:
+        """What actually runs: see `jaxstack.observe.ran`."""
+        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape))
+
+    def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and layouts of the batches, learnt from the first one."""
+        size = self.train.global_batch_size
+        stream = self.data.batches(global_batch_size=size, rows=self.host_rows(size), start=start)
+        try:
+            first = next(iter(stream), None)
+        finally:
+            getattr(stream, "close", lambda: None)()
+        return abstract_batch(check_batch(first), self.rules, size)
+
+    def batches(self, start: int) -> Any:
+        """Global batches on the devices from batch `start` on, each with the seconds waited for it."""
+        size = self.train.global_batch_size
+        host = self.data.batches(global_batch_size=size, rows=self.host_rows(size), start=start)
+        return device_batches(host, batch_sharding(self.rules, (size,)), global_batch_size=size)
+
+    def train_step(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """One step on a global batch on the devices; returns its metrics, not waited for."""
+        if self._compiled is None:
+            self.compile({k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()})
+        self._state, metrics = self._compiled(self.state, dict(batch))
+        return metrics
+
+    def evaluate(self, max_tokens: int | None = None) -> dict[str, float] | None:
+        """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data."""
+        host, size = self._held_out(max_tokens)
+        if host is None:
+            return None
+        began, sums = time.perf_counter(), LossSum(jnp.zeros(()), jnp.zeros(()))
+        for batch, _ in device_batches(host, batch_sharding(self.rules, (size,)), global_batch_size=size):
+            new = self._evaluate(self.state.params, self.state.rest, batch)
+            sums = jax.tree.map(jnp.add, sums, new)
+        total, weight = (float(x) for x in jax.device_get(sums))
+        if not weight:
+            return None
+        return {
+            "eval_loss": total / weight,
+            "eval_items": weight,
+            "eval_seconds": time.perf_counter() - began,
+        }
+
+    def _held_out(self, max_tokens: int | None) -> tuple[Any, int]:
+        """Host batches of the held-out data (None where there is none) and the rows of a global batch."""
+        size = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
+        size = max(size, self.rules.degree(self.rules.table["batch"]))
+        if hasattr(self.eval_data, "held_out_batches"):
+            rows = self.host_rows(size)
+            return self.eval_data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size
+        if self.eval_data is None:
+            return None, size
+        batches = list(self.eval_data)
+        return iter(batches), len(next(iter(check_batch(batches[0]).values()))) if batches else size
+
+    def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
+        """Trains until `train.steps`, resuming from the newest checkpoint in `run_dir`.
+
+        Args:
+          run_dir: keeps checkpoints, metrics and the report; None: nothing is written.
+          settings: how often to save, log and evaluate, and what to tell.
+
+        Returns:
+          The last logged values, with `eval_loss` where there is held-out data.
+
+        Raises:
+          JaxstackError: the run cannot go on, or was stopped by a signal after saving (`exit_code` 143 or 130).
+        """
+        return Loop(self, run_dir, settings or LoopSettings()).run()
+
+
+def numpy_batches(rows: Mapping[str, np.ndarray], batch_size: int, seed: int = 0) -> Callable[[int], dict[str, Any]]:
+    """A data function for `Trainer` over arrays in memory: batch `step` is drawn by (seed, step), so it resumes exactly."""
+    count = check_batch(rows) and len(next(iter(rows.values())))
+
+    def at(step: int) -> dict[str, Any]:
+        pick = np.random.default_rng((seed, step)).integers(0, count, batch_size)
+        return {name: value[pick] for name, value in rows.items()}
+
+    return at

@@ -1,0 +1,54 @@
+"""Path rules: the one way in which anything depends on a parameter's name.
+
+A rule is (regular expression, value). A parameter's path is its keys joined by `/`, such as
+`decoder/layers/0/attention/q_proj/kernel`. The first rule whose expression is found in the path wins.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jaxstack.errors import ConfigError
+
+V = TypeVar("V")
+Rules = Sequence[tuple[str, V]]
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A jax key path as `a/b/0/c`; the attribute under which NNX variables keep their array is left out."""
+    parts = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
+    if len(parts) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and parts[-1] == "value":
+        parts.pop()
+    return "/".join(parts)
+
+
+def match(path: str, rules: Rules[V]) -> V:
+    """The value of the first rule that matches.
+
+    Raises:
+      KeyError: no rule matches; end the rules with `(".*", default)` to have a default.
+    """
+    for pattern, value in rules:
+        if re.search(pattern, path):
+            return value
+    raise KeyError(f"no rule matches {path!r}; the rules are {[pattern for pattern, _ in rules]}.")
+
+
+def map_by_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`function(path, leaf, *other_leaves)` over a tree, with the path as text."""
+    return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest)
+
+
+def check_patterns(patterns: Sequence[str], tree: Any, what: str) -> None:
+    """Refuses patterns that match no path of `tree`: they are typing errors more often than not.
+
+    Raises:
+      ConfigError: naming the pattern, with some paths that exist.
+    """
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            shown = ", ".join(names[:3] + names[-3:])
+            raise ConfigError(f"{what}: {pattern!r} matches no parameter; paths look like {shown}.")

@@ -1,0 +1,8 @@
+"""Exact softmax attention: `api.flash_attention` chooses among the backends of this folder."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach(
+    __name__,
+    submod_attrs={"api": ["BACKENDS", "flash_attention"], "remat": ["save_attention"]},
+)

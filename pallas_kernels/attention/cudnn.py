@@ -1,0 +1,103 @@
+"""cuDNN's attention through jax's public API, where that API computes exactly what is asked."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.attention.remat import OUT_NAME
+from pallas_kernels.attention.request import Request
+
+_ASSUMED_VERSION = 91900
+
+
+def refuses(request: Request) -> str | None:
+    """The first rule of jax's cuDNN attention that the request breaks."""
+    if request.target.platform != "cuda":
+        return f"runs on NVIDIA GPUs, lowered for {request.target}"
+    if request.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {request.q.dtype}"
+    capability = request.target.compute_capability or (0, 0)
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, lowered for {request.target}"
+    largest = 256 if capability >= (9, 0) else 128
+    if request.head_dim % 8 or request.head_dim > largest:
+        return (
+            f"the head dim must be a multiple of 8 and at most {largest} on {request.target}, "
+            f"got {request.head_dim}"
+        )
+    return _refuses_options(request) or _refuses_installation(request)
+
+
+def _refuses_options(request: Request) -> str | None:
+    mask = request.options.mask
+    if request.segments is not None:
+        return "jax's public API passes no segment ids to cuDNN"
+    if request.options.soft_cap is not None:
+        return "has no soft cap"
+    if request.return_lse:
+        return "jax rounds its log-sum-exp to the input's dtype and drops the cotangent"
+    if mask.window is not None and not mask.causal:
+        return "has a window only together with causal=True"
+    if mask.causal and request.query_length != request.key_length:
+        return (
+            "aligns the first query with the first key, this call the last with the last: "
+            f"T {request.query_length} must equal S {request.key_length}"
+        )
+    return None
+
+
+def _refuses_installation(request: Request) -> str | None:
+    if request.target.declared:
+        return None
+    try:
+        _fused_attention().check_cudnn_version()
+    except RuntimeError as error:
+        return f"cuDNN is not installed where jax looks for it ({error}): pip install 'jax[cuda13]'"
+    return None
+
+
+def attend(request: Request) -> tuple[jax.Array, None]:
+    """out [B, T, N, H]; no log-sum-exp."""
+    mask = request.options.mask
+    with _assume_target(request):
+        out = jax.nn.dot_product_attention(
+            request.q,
+            request.k,
+            request.v,
+            scale=request.options.scale,
+            is_causal=mask.causal,
+            local_window_size=None if mask.window is None else (mask.window - 1, 0),
+            implementation="cudnn",
+        )
+    return checkpoint_name(out, OUT_NAME), None
+
+
+def _fused_attention():
+    """jax's module of cuDNN attention: not public, needed to ask for the version without raising later."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    return fused_attention_stablehlo
+
+
+@contextlib.contextmanager
+def _assume_target(request: Request) -> Iterator[None]:
+    """Lets a machine without the GPU trace cuDNN attention for the declared target.
+
+    jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, also when it
+    only compiles for another one.
+    """
+    if not request.target.declared:
+        yield
+        return
+    module = _fused_attention()
+    before = module.check_cudnn_version, module.check_compute_capability
+    capability = request.target.compute_capability or (0, 0)
+    module.check_cudnn_version = lambda: _ASSUMED_VERSION
+    module.check_compute_capability = lambda least: capability >= tuple(map(int, least.split(".")))
+    try:
+        yield
+    finally:
+        module.check_cudnn_version, module.check_compute_capability = before

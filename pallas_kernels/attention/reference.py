@@ -1,0 +1,45 @@
+"""Softmax attention written out: the contract that every backend is tested against.
+
+It holds the whole [B, N, T, S] score matrix in float32 (float64 for float64 inputs) and is differentiated by
+jax.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.request import Request
+
+
+def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, H] in the dtype of q, lse [B, N, T] in float32 (natural logarithm).
+
+    A query that sees no key gets the output 0 and the log-sum-exp -inf.
+    """
+    dtype = jnp.promote_types(request.q.dtype, jnp.float32)
+    q, k, v = (x.astype(dtype) for x in (request.q, request.k, request.v))
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * request.options.scale
+    if request.options.soft_cap is not None:
+        scores = request.options.soft_cap * jnp.tanh(scores / request.options.soft_cap)
+    visible = _visible(request)
+    # A row without a visible key would be exp(-inf - -inf): its softmax is taken of zeros, then dropped.
+    some = visible.any(axis=-1, keepdims=True)
+    scores = jnp.where(visible, scores, jnp.where(some, -jnp.inf, 0.0))
+    weights = jnp.where(some, jax.nn.softmax(scores, axis=-1), 0.0)
+    lse = jnp.where(some[..., 0], jax.nn.logsumexp(scores, axis=-1), -jnp.inf)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, v, precision="highest")
+    return out.astype(request.q.dtype), lse
+
+
+def _visible(request: Request) -> jax.Array:
+    """Boolean [B or 1, 1, T, S]."""
+    length, key_length = request.query_length, request.key_length
+    positions = jnp.arange(length) + key_length - length
+    visible = request.options.mask.visible(positions, jnp.arange(key_length))
+    visible = jnp.ones((1, 1, length, key_length), bool) if visible is None else visible[None, None]
+    if request.segments is not None:
+        visible = visible & (
+            request.segments.query[:, None, :, None] == request.segments.key[:, None, None, :]
+        )
+    return visible

@@ -1,0 +1,206 @@
+"""What one call of attention asks for, checked: the object that every backend is asked about.
+
+Dimensions: B batch, T query length, S key length, N query heads, K key and value heads, H head dim.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.target import Target, current_target
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees, as far as it is known before running.
+
+    Query t stands at position t + S - T, the keys at 0..S-1: the last query is aligned with the last key.
+
+    Attributes:
+        causal: a query sees no key after its position.
+        window: a query sees no key `window` or more positions before its own; None for no limit.
+    """
+
+    causal: bool = True
+    window: int | None = None
+
+    def visible(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array | None:
+        """Boolean [T, S] for int32 positions [T] and [S]; None where every key is visible."""
+        visible = None
+        distance = query_positions[:, None] - key_positions[None, :]
+        if self.causal:
+            visible = distance >= 0
+        if self.window is not None:
+            near = distance < self.window
+            visible = near if visible is None else visible & near
+        return visible
+
+
+class Segments(NamedTuple):
+    """Document numbers, int32: a query sees only the keys of its own number."""
+
+    query: jax.Array  # [B, T]
+    key: jax.Array  # [B, S]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The static part of a call, hashable: what a compiled kernel depends on besides shapes."""
+
+    mask: Mask
+    scale: float
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of attention, its rules already checked.
+
+    Attributes:
+        q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.
+        segments: None where no documents are packed.
+        options: mask, scale and soft cap.
+        return_lse: whether the log-sum-exp is an output.
+        target: the device that the call is lowered for.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    segments: Segments | None
+    options: Options
+    return_lse: bool
+    target: Target
+
+    @property
+    def query_length(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def key_length(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    def __str__(self) -> str:
+        mask = self.options.mask
+        words = [f"q {list(self.q.shape)} k {list(self.k.shape)} {self.q.dtype.name}"]
+        words.append("causal" if mask.causal else "full")
+        if mask.window is not None:
+            words.append(f"window {mask.window}")
+        if self.segments is not None:
+            words.append("segments")
+        if self.options.soft_cap is not None:
+            words.append(f"soft cap {self.options.soft_cap:g}")
+        if self.return_lse:
+            words.append("with log-sum-exp")
+        return " ".join([*words, "on", str(self.target)])
+
+
+def make_request(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None,
+    scale: float | None,
+    soft_cap: float | None,
+    return_lse: bool,
+) -> Request:
+    """Checks the arguments of `flash_attention` and fills in the default scale.
+
+    Raises:
+        ValueError: a rule is broken; the message names it, the values and the way out.
+    """
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    _check_arrays(q, k, v)
+    _check_window(window)
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
+    if soft_cap is not None and not _static_number("soft_cap", soft_cap) > 0:
+        raise ValueError(f"soft_cap must be greater than 0, got {soft_cap}; give None for no cap")
+    options = Options(
+        Mask(bool(causal), None if window is None else int(window)),
+        _static_number("scale", scale),
+        None if soft_cap is None else float(soft_cap),
+    )
+    segments = _check_segments(segment_ids, q, k)
+    return Request(q, k, v, segments, options, bool(return_lse), current_target())
+
+
+def _check_window(window: int | None) -> None:
+    if window is None:
+        return
+    if isinstance(window, bool) or not hasattr(window, "__index__") or isinstance(window, jax.core.Tracer):
+        raise ValueError(f"window must be a Python integer, known while tracing; got {window!r}")
+    if window < 1:
+        raise ValueError(
+            f"window counts the keys that a query sees, itself included, so it must be at least 1; "
+            f"got {window}; give None for no window"
+        )
+
+
+def _static_number(name: str, value: float) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} must be a number known while tracing, got {value}; multiply q by it instead"
+        )
+    return float(value)
+
+
+def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"q must be [B, T, N, H] and k, v [B, S, K, H]; {shapes}; add the missing dims of size 1"
+        )
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have the same shape; {shapes}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same batch size and head dim; {shapes}")
+    if 0 in q.shape or 0 in k.shape:
+        raise ValueError(f"no dimension may be 0; {shapes}")
+    if q.shape[2] % k.shape[2] != 0:
+        raise ValueError(
+            f"the number of query heads ({q.shape[2]}) must be a multiple of the number of key heads "
+            f"({k.shape[2]}); {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}; cast them first"
+        )
+    if q.dtype.name not in FLOAT_DTYPES:
+        raise ValueError(
+            f"q, k and v must be one of {', '.join(FLOAT_DTYPES)}; got {q.dtype}; cast them first"
+        )
+
+
+def _check_segments(
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None, q: jax.Array, k: jax.Array
+) -> Segments | None:
+    if segment_ids is None:
+        return None
+    pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
+    if len(pair) != 2:
+        raise ValueError(f"segment_ids must be one array or (query ids, key ids); got {len(pair)} arrays")
+    query, key = jnp.asarray(pair[0]), jnp.asarray(pair[1])
+    for name, ids, like in (("query", query, q), ("key", key, k)):
+        expected = like.shape[:2]
+        if ids.shape != expected:
+            way_out = "" if isinstance(segment_ids, (tuple, list)) else "; give a pair where T and S differ"
+            raise ValueError(
+                f"the {name} segment ids must have shape {list(expected)} (batch, {name} length); "
+                f"got {list(ids.shape)}{way_out}"
+            )
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"the {name} segment ids must be integers; got {ids.dtype}")
+    return Segments(query.astype(jnp.int32), key.astype(jnp.int32))

@@ -1,0 +1,124 @@
+"""Pieces that the XLA backends share: grouped heads, masked scores and their gradient, the online softmax.
+
+Heads are grouped: q [B, T, K, G, H] with G = N // K query heads on each key head, scores [B, K, G, T, S], so
+that keys and values are never repeated. Row statistics (maximum, sum, log-sum-exp) are [B, K, G, T].
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.request import Options
+
+
+def group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
+    """[B, T, N, ...] -> [B, T, K, N // K, ...]."""
+    return x.reshape(*x.shape[:2], num_kv_heads, x.shape[2] // num_kv_heads, *x.shape[3:])
+
+
+def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """float32, or float64 for float64 inputs."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def raw_scores(q: jax.Array, k: jax.Array, options: Options) -> jax.Array:
+    """Scaled and soft-capped scores [B, K, G, T, S] in the accumulator dtype, not masked."""
+    dtype = accumulator_dtype(q.dtype)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=dtype) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    return scores
+
+
+def score_gradient(
+    weights: jax.Array, d_weights: jax.Array, delta: jax.Array, scores: jax.Array, options: Options
+) -> jax.Array:
+    """The gradient of the products q.k, from the gradient of the softmax weights.
+
+    Args:
+        weights, d_weights, scores: [B, K, G, T, S]; `scores` is only read where there is a soft cap.
+        delta: [B, K, G, T], the row sums of out * d_out less the gradient of the log-sum-exp.
+    """
+    gradient = weights * (d_weights - delta[..., None]) * options.scale
+    if options.soft_cap is not None:
+        # Masked scores are -inf and their weight is 0: keep inf out of the product.
+        capped = jnp.where(weights == 0.0, 0.0, scores / options.soft_cap)
+        gradient = gradient * (1.0 - jnp.square(capped))
+    return gradient
+
+
+def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Weights [B, K, G, T, S] times v [B, S, K, H] -> [B, T, K, G, H] in the accumulator dtype."""
+    return jnp.einsum(
+        "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=accumulator_dtype(v.dtype)
+    )
+
+
+def gather_to_keys(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """[B, K, G, T, S] with x [B, T, K, G, H] -> [B, S, K, H] in the accumulator dtype: dK and dV."""
+    return jnp.einsum(
+        "bkgts,btkgh->bskh", gradient.astype(x.dtype), x, preferred_element_type=accumulator_dtype(x.dtype)
+    )
+
+
+def rows_last(statistic: jax.Array) -> jax.Array:
+    """[B, T, K, G] -> [B, K, G, T]."""
+    return jnp.moveaxis(statistic, 1, -1)
+
+
+def rows_second(statistic: jax.Array) -> jax.Array:
+    """[B, K, G, T] -> [B, T, K, G, 1], to multiply with [B, T, K, G, H]."""
+    return jnp.moveaxis(statistic, -1, 1)[..., None]
+
+
+def finite_or_zero(row_maximum: jax.Array) -> jax.Array:
+    """The maximum of a row that has no visible key yet is -inf; 0 makes exp(-inf - 0) = 0 instead of nan."""
+    return jnp.where(row_maximum == -jnp.inf, 0.0, row_maximum)
+
+
+class SoftmaxState(NamedTuple):
+    """What the online softmax carries over the keys seen so far (Milakov, Gimelshein, arXiv:1805.02867)."""
+
+    out: jax.Array  # [B, T, K, G, H], weighted by exp(score - maximum), not normalised
+    maximum: jax.Array  # [B, K, G, T]
+    total: jax.Array  # [B, K, G, T], the sum of exp(score - maximum)
+
+
+def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState:
+    """The state after also seeing the keys of masked `scores` [B, K, G, T, S] with values [B, S, K, H]."""
+    maximum = jnp.maximum(state.maximum, scores.max(axis=-1))
+    shift = finite_or_zero(maximum)
+    weights = jnp.exp(scores - shift[..., None])
+    shrink = jnp.exp(state.maximum - shift)
+    out = state.out * rows_second(shrink) + weigh(weights, v)
+    return SoftmaxState(out, maximum, state.total * shrink + weights.sum(axis=-1))
+
+
+def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
+    """Normalised out [B, T, K, G, H] and log-sum-exp [B, K, G, T]; 0 and -inf for rows that saw no key."""
+    total = jnp.where(state.total == 0.0, 1.0, state.total)
+    out = state.out / rows_second(total)
+    lse = jnp.where(state.total == 0.0, -jnp.inf, finite_or_zero(state.maximum) + jnp.log(total))
+    return out, lse
+
+
+def merge(
+    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the union of two disjoint sets of keys, from (out [B, T, N, H], lse [B, N, T]) of each.
+
+    Differentiable in all four arrays. Rows that saw no key in either set give 0 and -inf.
+    """
+    (out_a, lse_a), (out_b, lse_b) = first, second
+    maximum = jax.lax.stop_gradient(finite_or_zero(jnp.maximum(lse_a, lse_b)))
+    weight_a, weight_b = jnp.exp(lse_a - maximum), jnp.exp(lse_b - maximum)
+    total = weight_a + weight_b
+    empty = total == 0.0
+    safe_total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(safe_total))
+
+    def share(weight: jax.Array) -> jax.Array:
+        return jnp.moveaxis(weight / safe_total, 1, 2)[..., None]
+
+    return share(weight_a) * out_a + share(weight_b) * out_b, lse

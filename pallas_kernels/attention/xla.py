@@ -1,0 +1,185 @@
+"""Attention in chunks of keys with the online softmax, in plain XLA: any device, memory linear in the length.
+
+The tiles that the mask leaves are listed while tracing, and one scan visits them; tiles that no mask cuts are
+visited by a scan of their own that computes no mask. The backward recomputes the scores tile by tile from q,
+k, v, out and the log-sum-exp. (FlashAttention's algorithm, Dao et al., arXiv:2205.14135 and
+arXiv:2307.08691.)
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention import scores as pieces
+from pallas_kernels.attention.remat import name_outputs
+from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.scores import SoftmaxState
+from pallas_kernels.attention.tiles import visible_pairs
+
+_LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 128
+_TILE_BYTES = 2**28
+
+
+class _Tiling(NamedTuple):
+    """Lengths and block sizes; blocks divide the padded lengths, masks refer to the real ones."""
+
+    length: int
+    key_length: int
+    query_block: int
+    key_block: int
+
+
+def refuses(request: Request) -> str | None:
+    """Nothing: this backend computes every call."""
+    del request
+    return None
+
+
+def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, H] and lse [B, N, T]."""
+    tiling = _tiling(request)
+    q = _pad(request.q, tiling.query_block)
+    k, v = _pad(request.k, tiling.key_block), _pad(request.v, tiling.key_block)
+    segments = request.segments
+    if segments is not None:
+        segments = Segments(_pad(segments.query, tiling.query_block), _pad(segments.key, tiling.key_block))
+    out, lse = _attend(request.options, tiling, q, k, v, segments)
+    return out[:, : tiling.length], lse[..., : tiling.length]
+
+
+def _tiling(request: Request) -> _Tiling:
+    """The largest block whose float32 score tile of all heads and sequences stays within `_TILE_BYTES`."""
+    rows = request.q.shape[0] * request.q.shape[2]
+    block = _LARGEST_BLOCK
+    while block > _SMALLEST_BLOCK and 4 * rows * block * block > _TILE_BYTES:
+        block //= 2
+    length, key_length = request.query_length, request.key_length
+    return _Tiling(length, key_length, min(block, length), min(block, key_length))
+
+
+def _pad(x: jax.Array, block: int) -> jax.Array:
+    missing = -x.shape[1] % block
+    return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    options: Options, tiling: _Tiling, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple[jax.Array, jax.Array]:
+    dtype = pieces.accumulator_dtype(q.dtype)
+    grouped = pieces.group_heads(q, k.shape[2])
+    rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
+    start = SoftmaxState(
+        jnp.zeros(grouped.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
+    )
+
+    def visit(state: SoftmaxState, pair: jax.Array, masked: bool) -> SoftmaxState:
+        tile = _Tile(options, tiling, pair, masked)
+        row = SoftmaxState(tile.rows(state.out, 1), tile.rows(state.maximum, -1), tile.rows(state.total, -1))
+        row = pieces.absorb(row, tile.scores(grouped, k, segments), tile.keys(v, 1))
+        return SoftmaxState(
+            tile.put_rows(state.out, row.out, 1),
+            tile.put_rows(state.maximum, row.maximum, 3),
+            tile.put_rows(state.total, row.total, 3),
+        )
+
+    out, lse = pieces.finish(_visit_tiles(options, tiling, segments, visit, start))
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _forward_rule(
+    options: Options, tiling: _Tiling, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple:
+    out, lse = name_outputs(*_attend(options, tiling, q, k, v, segments))
+    return (out, lse), (q, k, v, segments, out, lse)
+
+
+def _backward_rule(options: Options, tiling: _Tiling, residuals: tuple, cotangents: tuple) -> tuple:
+    q, k, v, segments, out, lse = residuals
+    d_out, d_lse = cotangents
+    dtype = pieces.accumulator_dtype(q.dtype)
+    grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
+    rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
+    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1)
+    delta = pieces.rows_last(pieces.group_heads(delta, k.shape[2])) - d_lse.reshape(rows)
+    lse = pieces.finite_or_zero(lse).reshape(rows)
+
+    def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
+        d_q, d_k, d_v = gradients
+        tile = _Tile(options, tiling, pair, masked)
+        q_tile, d_out_tile = tile.rows(grouped, 1), tile.rows(d_grouped, 1)
+        k_tile, v_tile = tile.keys(k, 1), tile.keys(v, 1)
+        scores = tile.scores(grouped, k, segments)
+        weights = jnp.exp(scores - tile.rows(lse, -1)[..., None])
+        d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out_tile, v_tile, preferred_element_type=dtype)
+        gradient = pieces.score_gradient(weights, d_weights, tile.rows(delta, -1), scores, options)
+        return (
+            tile.put_rows(d_q, tile.rows(d_q, 1) + pieces.weigh(gradient, k_tile), 1),
+            tile.put_keys(d_k, tile.keys(d_k, 1) + pieces.gather_to_keys(gradient, q_tile), 1),
+            tile.put_keys(d_v, tile.keys(d_v, 1) + pieces.gather_to_keys(weights, d_out_tile), 1),
+        )
+
+    start = (jnp.zeros(grouped.shape, dtype), jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
+    d_q, d_k, d_v = _visit_tiles(options, tiling, segments, visit, start)
+    return d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend.defvjp(_forward_rule, _backward_rule)
+
+
+class _Tile(NamedTuple):
+    """One (query block, key block) pair, its numbers traced."""
+
+    options: Options
+    tiling: _Tiling
+    pair: jax.Array
+    masked: bool
+
+    def rows(self, x: jax.Array, dim: int) -> jax.Array:
+        size = self.tiling.query_block
+        return jax.lax.dynamic_slice_in_dim(x, self.pair[0] * size, size, dim)
+
+    def keys(self, x: jax.Array, dim: int) -> jax.Array:
+        size = self.tiling.key_block
+        return jax.lax.dynamic_slice_in_dim(x, self.pair[1] * size, size, dim)
+
+    def put_rows(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[0] * self.tiling.query_block, dim)
+
+    def put_keys(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[1] * self.tiling.key_block, dim)
+
+    def scores(self, grouped: jax.Array, k: jax.Array, segments: Segments | None) -> jax.Array:
+        """Scores [B, K, G, query block, key block], -inf where a key is not visible."""
+        scores = pieces.raw_scores(self.rows(grouped, 1), self.keys(k, 1), self.options)
+        if not self.masked:
+            return scores
+        tiling = self.tiling
+        queries = jnp.arange(tiling.query_block) + self.pair[0] * tiling.query_block
+        keys = jnp.arange(tiling.key_block) + self.pair[1] * tiling.key_block
+        visible = jnp.broadcast_to(keys[None, :] < tiling.key_length, (queries.size, keys.size))
+        unmasked = self.options.mask.visible(queries + tiling.key_length - tiling.length, keys)
+        if unmasked is not None:
+            visible = visible & unmasked
+        if segments is not None:
+            query_ids, key_ids = self.rows(segments.query, 1), self.keys(segments.key, 1)
+            visible = visible & (query_ids[:, None, None, :, None] == key_ids[:, None, None, None, :])
+        return jnp.where(visible, scores, -jnp.inf)
+
+
+def _visit_tiles(options: Options, tiling: _Tiling, segments: Segments | None, visit, state):
+    """Folds `visit(state, pair, masked)` over the tiles that hold visible keys."""
+    whole, cut = visible_pairs(options.mask, *tiling)
+    if segments is not None:
+        whole, cut = whole[:0], np.concatenate([whole, cut])
+    for pairs, masked in ((whole, False), (cut, True)):
+        if len(pairs):
+            state, _ = jax.lax.scan(
+                lambda state, pair, masked=masked: (visit(state, pair, masked), None),
+                state,
+                jnp.asarray(pairs),
+            )
+    return state

@@ -1,0 +1,158 @@
+"""Attention for short sequences: a few static blocks of query rows, each against all keys that it can see.
+
+One softmax per block instead of the online one, so no rescaling passes; keys that no query of the block can
+see are sliced away while tracing, which for a causal mask saves nearly half of the work. The backward takes
+the softmax weights from the log-sum-exp, or keeps them where memory is cheap next to compute (CPU).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention import scores as pieces
+from pallas_kernels.attention.remat import name_outputs
+from pallas_kernels.attention.request import Options, Request, Segments
+
+LONGEST = 1024
+_SMALLEST_BLOCK, _MOST_BLOCKS = 32, 4
+
+
+class _Block(NamedTuple):
+    """Query rows [start, stop) and the keys [first_key, last_key) that any of them sees."""
+
+    start: int
+    stop: int
+    first_key: int
+    last_key: int
+
+
+def refuses(request: Request) -> str | None:
+    """Nothing: every call is computed, at a memory that grows with T x S."""
+    del request
+    return None
+
+
+def yields(request: Request) -> str | None:
+    """Long sequences belong to the chunked backend, whose memory is linear."""
+    if max(request.query_length, request.key_length) > LONGEST:
+        return (
+            f"holds the score matrix: for lengths up to {LONGEST}, "
+            f"got T {request.query_length}, S {request.key_length}"
+        )
+    return None
+
+
+def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, H] and lse [B, N, T]."""
+    keep_weights = request.target.platform == "cpu"
+    return _attend(request.options, keep_weights, request.q, request.k, request.v, request.segments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    options: Options, keep_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple[jax.Array, jax.Array]:
+    out, lse, _ = _forward(options, q, k, v, segments)
+    return out, lse
+
+
+def _blocks(options: Options, length: int, key_length: int) -> list[_Block]:
+    mask = options.mask
+    size = length
+    if mask.causal or mask.window is not None:
+        size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
+    offset = key_length - length
+    blocks = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        last_key = min(key_length, max(stop + offset, 1)) if mask.causal else key_length
+        first_key = 0
+        if mask.window is not None:
+            first_key = min(max(0, start + offset - mask.window + 1), last_key - 1)
+        blocks.append(_Block(start, stop, first_key, last_key))
+    return blocks
+
+
+def _masked_scores(
+    options: Options, block: _Block, q: jax.Array, k: jax.Array, segments: Segments | None
+) -> jax.Array:
+    """Scores [B, K, G, rows, keys] of one block, -inf where a key is not visible."""
+    offset = k.shape[1] - q.shape[1]
+    rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
+    scores = pieces.raw_scores(q[:, rows], k[:, keys], options)
+    visible = options.mask.visible(
+        jnp.arange(block.start, block.stop) + offset, jnp.arange(block.first_key, block.last_key)
+    )
+    if segments is not None:
+        same = segments.query[:, None, None, rows, None] == segments.key[:, None, None, None, keys]
+        visible = same if visible is None else visible & same
+    # On CPU adding a bias is measured faster than selecting.
+    return scores if visible is None else scores + jnp.where(visible, 0.0, -jnp.inf).astype(scores.dtype)
+
+
+def _forward(
+    options: Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """out [B, T, N, H], lse [B, N, T] and the softmax weights of each block."""
+    grouped = pieces.group_heads(q, k.shape[2])
+    rows_may_be_empty = segments is not None or q.shape[1] > k.shape[1]
+    outs, lses, kept = [], [], []
+    for block in _blocks(options, q.shape[1], k.shape[1]):
+        scores = _masked_scores(options, block, grouped, k, segments)
+        maximum = scores.max(axis=-1)
+        if rows_may_be_empty:
+            maximum = pieces.finite_or_zero(maximum)
+        weights = jnp.exp(scores - maximum[..., None])
+        total = weights.sum(axis=-1)
+        lses.append(maximum + jnp.log(total))
+        weights = weights / (jnp.where(total == 0.0, 1.0, total) if rows_may_be_empty else total)[..., None]
+        outs.append(pieces.weigh(weights, v[:, block.first_key : block.last_key]).astype(q.dtype))
+        kept.append(weights)
+    out = jnp.concatenate(outs, axis=1).reshape(q.shape)
+    lse = jnp.concatenate(lses, axis=-1)
+    return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1]), kept
+
+
+def _forward_rule(
+    options: Options, keep_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple:
+    out, lse, weights = _forward(options, q, k, v, segments)
+    out, lse = name_outputs(out, lse)
+    return (out, lse), (q, k, v, segments, out, lse, weights if keep_weights else None)
+
+
+def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotangents: tuple) -> tuple:
+    del keep_weights
+    q, k, v, segments, out, lse, kept = residuals
+    d_out, d_lse = cotangents
+    dtype = pieces.accumulator_dtype(q.dtype)
+    num_kv_heads = k.shape[2]
+    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1)
+    delta = pieces.rows_last(pieces.group_heads(delta, num_kv_heads)) - d_lse.reshape(_grouped_rows(q, k))
+    lse = pieces.finite_or_zero(lse).reshape(_grouped_rows(q, k))
+    grouped, d_grouped = pieces.group_heads(q, num_kv_heads), pieces.group_heads(d_out, num_kv_heads)
+    d_q, d_k, d_v = [], jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
+    for index, block in enumerate(_blocks(options, q.shape[1], k.shape[1])):
+        rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
+        scores = None
+        if kept is None or options.soft_cap is not None:
+            scores = _masked_scores(options, block, grouped, k, segments)
+        weights = kept[index] if kept is not None else jnp.exp(scores - lse[..., rows, None])
+        d_weights = jnp.einsum(
+            "btkgh,bskh->bkgts", d_grouped[:, rows], v[:, keys], preferred_element_type=dtype
+        )
+        gradient = pieces.score_gradient(weights, d_weights, delta[..., rows], scores, options)
+        d_q.append(pieces.weigh(gradient, k[:, keys]).astype(q.dtype))
+        beside = ((0, 0), (block.first_key, k.shape[1] - block.last_key), (0, 0), (0, 0))
+        d_k += jnp.pad(pieces.gather_to_keys(gradient, grouped[:, rows]), beside)
+        d_v += jnp.pad(pieces.gather_to_keys(weights, d_grouped[:, rows]), beside)
+    return jnp.concatenate(d_q, axis=1).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+def _grouped_rows(q: jax.Array, k: jax.Array) -> tuple[int, int, int, int]:
+    return (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1])
+
+
+_attend.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,7 @@
+"""The loss of a language model's head: `api.linear_cross_entropy` chooses among this folder's backends."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach(
+    __name__, submod_attrs={"api": ["BACKENDS", "linear_cross_entropy"]}
+)

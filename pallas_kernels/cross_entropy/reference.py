@@ -1,0 +1,20 @@
+"""Logits, log-sum-exp and a gather, in float32: the contract that every backend is tested against."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cross_entropy.request import Request
+
+
+def per_token_loss(request: Request) -> jax.Array:
+    """Loss [...] in float32 (float64 for float64 inputs)."""
+    options, labels = request.options, request.labels
+    dtype = jnp.promote_types(request.hidden.dtype, jnp.float32)
+    logits = jnp.matmul(request.hidden.astype(dtype), request.weight.astype(dtype), precision="highest")
+    if options.soft_cap is not None:
+        logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    inside = (labels >= 0) & (labels < logits.shape[-1])
+    chosen = jnp.take_along_axis(logits, jnp.where(inside, labels, 0)[..., None], axis=-1)[..., 0]
+    loss = jnp.where(inside, lse - chosen, jnp.nan) + options.z_loss * jnp.square(lse)
+    return jnp.where(labels == options.ignore_index, 0.0, loss)

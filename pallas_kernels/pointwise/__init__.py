@@ -1,0 +1,7 @@
+"""Normalisation, rotary embedding and gated activation in plain XLA, which fuses them with their neighbours."""
+
+import lazy_loader as lazy
+
+__getattr__, __dir__, __all__ = lazy.attach(
+    __name__, submod_attrs={"norm": ["rms_norm"], "rotary": ["apply_rotary"], "gated": ["swiglu"]}
+)

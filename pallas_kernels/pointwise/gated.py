@@ -1,0 +1,43 @@
+"""SwiGLU (Shazeer, arXiv:2002.05202): the gated activation of Llama's feed-forward."""
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, elementwise, computed in float32 and returned in the dtype of `gate`.
+
+    Only the two inputs are kept for the backward.
+
+    Args:
+        gate, up: [..., F] of one shape and dtype.
+
+    Raises:
+        ValueError: the shapes or dtypes differ.
+    """
+    return _forward_rule(gate, up)[0]
+
+
+def _forward_rule(gate: jax.Array, up: jax.Array) -> tuple:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(
+            f"gate and up must have one shape and dtype; got {gate.dtype} {list(gate.shape)} and "
+            f"{up.dtype} {list(up.shape)}"
+        )
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    wide = gate.astype(dtype)
+    return (wide * jax.nn.sigmoid(wide) * up.astype(dtype)).astype(gate.dtype), (gate, up)
+
+
+def _backward_rule(residuals: tuple, d_out: jax.Array) -> tuple:
+    gate, up = residuals
+    dtype = jnp.promote_types(gate.dtype, jnp.float32)
+    wide, d_out = gate.astype(dtype), d_out.astype(dtype)
+    sigmoid = jax.nn.sigmoid(wide)
+    silu = wide * sigmoid
+    d_gate = d_out * up.astype(dtype) * (sigmoid + silu * (1.0 - sigmoid))
+    return d_gate.astype(gate.dtype), (d_out * silu).astype(up.dtype)
+
+
+swiglu.defvjp(_forward_rule, _backward_rule)

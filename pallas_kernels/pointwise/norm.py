@@ -1,0 +1,75 @@
+"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467), optionally with the residual addition before it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    epsilon: float = 1e-6,
+    weight_offset: float = 0.0,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset) over the last dim, computed in float32.
+
+    Only x and one number a row are kept for the backward.
+
+    Args:
+        x: [..., D].
+        weight: [D]; None for no scale.
+        residual: [..., D]; where given, x + residual is normalised and also returned.
+        epsilon: added to the mean square.
+        weight_offset: 1.0 for Gemma, whose weights are stored less one.
+
+    Returns:
+        The normalised [..., D] in the dtype of x; with `residual` the pair (normalised, x + residual).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"weight must have shape {list(x.shape[-1:])}, the last dim of x; got {list(weight.shape)}"
+        )
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual must have the shape of x, {list(x.shape)}; got {list(residual.shape)}")
+    if residual is None:
+        return _normalise(epsilon, weight_offset, x, weight)
+    total = x + residual
+    return _normalise(epsilon, weight_offset, total, weight), total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normalise(epsilon: float, offset: float, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    return _forward_rule(epsilon, offset, x, weight)[0]
+
+
+def _forward_rule(epsilon: float, offset: float, x: jax.Array, weight: jax.Array | None) -> tuple:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    inverse = jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
+    out = wide * inverse
+    if weight is not None:
+        out = out * (weight.astype(wide.dtype) + offset)
+    return out.astype(x.dtype), (x, weight, inverse)
+
+
+def _backward_rule(epsilon: float, offset: float, residuals: tuple, d_out: jax.Array) -> tuple:
+    del epsilon
+    x, weight, inverse = residuals
+    normalised = x.astype(inverse.dtype) * inverse
+    d_out = d_out.astype(inverse.dtype)
+    d_weight = None
+    d_normalised = d_out
+    if weight is not None:
+        leading = tuple(range(x.ndim - 1))
+        d_weight = (d_out * normalised).sum(axis=leading).astype(weight.dtype)
+        d_normalised = d_out * (weight.astype(inverse.dtype) + offset)
+    along = (d_normalised * normalised).mean(axis=-1, keepdims=True)
+    return (inverse * (d_normalised - normalised * along)).astype(x.dtype), d_weight
+
+
+_normalise.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,152 @@
+"""Real damage on disk: every flipped bit, cut or missing file is noticed, named, and passed over."""
+
+import random
+import shutil
+
+import pytest
+
+from jaxstack.checkpoint import abstract_state
+from jaxstack.errors import JaxstackError
+from tests.checkpoint.states import assert_same, make_state
+
+
+def files_of(step_directory):
+    return sorted(path for path in step_directory.rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def two(open_manager, tmp_path):
+    """The directory of checkpoints 1 and 2, and a copy of 2 to repair it from."""
+    manager = open_manager()
+    for step in (1, 2):
+        manager.save(step, make_state(step), {"seed": step}, wait=True)
+    manager.close()
+    shutil.copytree(manager.directory / "2", tmp_path / "copy")
+    return manager.directory
+
+
+def repair(directory):
+    shutil.rmtree(directory / "2")
+    shutil.copytree(directory.parent / "copy", directory / "2")
+
+
+def test_forty_flipped_bits_are_all_noticed(two, open_manager, warnings):
+    chance = random.Random(0)
+    for _ in range(40):
+        victim = chance.choice([path for path in files_of(two / "2") if path.stat().st_size])
+        content = bytearray(victim.read_bytes())
+        bit = chance.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        victim.write_bytes(content)
+        warnings.clear()
+        manager = open_manager()
+        assert manager.latest_step() == 1, f"bit {bit} of {victim.name}"
+        assert len(warnings) == 1 and str(two / "2") in warnings[0]
+        with pytest.raises(JaxstackError, match="damaged"):
+            manager.restore(2, abstract_state(make_state(2)))
+        repair(two)
+    manager = open_manager()
+    assert manager.latest_step() == 2
+    assert_same(manager.restore(2, abstract_state(make_state(2)))[0], make_state(2))
+
+
+def test_the_flipped_file_is_named(two, open_manager, warnings):
+    victim = max(files_of(two / "2"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 16
+    victim.write_bytes(content)
+    assert open_manager().latest_step() == 1
+    assert victim.relative_to(two / "2").as_posix() in warnings[0]
+
+
+def test_each_file_cut_or_deleted_is_noticed(two, open_manager, warnings):
+    for name in [path.relative_to(two / "2") for path in files_of(two / "2")]:
+        size = (two / "2" / name).stat().st_size
+        for left in {None, 0, size // 2, size - 1} - {size, -1}:
+            victim = two / "2" / name
+            content = victim.read_bytes()
+            victim.unlink()
+            if left is not None:
+                victim.write_bytes(content[:left])
+            warnings.clear()
+            assert open_manager().latest_step() == 1, name
+            assert len(warnings) == 1 and name.as_posix() in warnings[0]
+            repair(two)
+
+
+def test_a_manifest_cut_after_any_line_is_noticed(two, open_manager):
+    manifest = two / "2" / "SHA256SUMS"
+    lines = manifest.read_text().splitlines(keepends=True)
+    for count in range(len(lines)):
+        manifest.write_text("".join(lines[:count]))
+        assert open_manager().latest_step() == 1
+
+
+def test_damage_after_a_check_is_still_noticed(two, open_manager):
+    manager = open_manager()
+    assert manager.latest_step() == 2
+    victim = max(files_of(two / "2"), key=lambda path: path.stat().st_size)
+    victim.write_bytes(victim.read_bytes()[::-1])
+    with pytest.raises(JaxstackError, match="damaged"):
+        manager.restore(2, abstract_state(make_state(2)))
+
+
+def test_a_checkpoint_under_another_number_is_noticed(two, open_manager, warnings):
+    (two / "2").rename(two / "9")
+    assert open_manager().latest_step() == 1
+    assert "belongs to step 2, not 9" in warnings[0]
+
+
+def test_all_damaged_is_an_error_that_says_what_to_do(two, open_manager):
+    for step in ("1", "2"):
+        (two / step / "checkpoint.json").unlink()
+    with pytest.raises(JaxstackError, match="every .* is damaged .*checkpoint.json.* move the"):
+        open_manager().latest_step()
+
+
+def test_strangers_are_named_left_alone_and_never_loaded(two, open_manager, warnings):
+    (two / "3").mkdir()
+    (two / "4").mkdir()
+    (two / "4" / "arrays").mkdir()
+    (two / "5").symlink_to(two / "2")
+    (two / "6").write_text("a file")
+    (two / "007").mkdir()
+    (two / "notes.txt").write_text("mine")
+    (two / ".saving-8-1").mkdir()
+    (two / ".saving-8-1" / "part").write_text("half")
+    manager = open_manager()
+    assert manager.latest_step() == 2
+    for name in ("3", "4", "5", "6", "007", "notes.txt", ".saving-8-1"):
+        assert any(str(two / name) in line for line in warnings), name
+    assert manager.latest_step() == 2 and len(warnings) == 7
+    assert_same(manager.restore(2, abstract_state(make_state(2)))[0], make_state(2))
+    manager.save(4, make_state(4), wait=True)
+    assert manager.latest_step() == 4
+    names = {path.name for path in two.iterdir()}
+    assert {"1", "2", "3", "4", "5", "6", "007", "notes.txt"} <= names
+    assert ".saving-8-1" not in names
+    assert any("4.moved-aside" in name for name in names)
+
+
+def test_a_link_in_the_way_of_a_save_is_moved_aside(two, open_manager):
+    (two / "5").symlink_to(two / "2")
+    manager = open_manager()
+    manager.save(5, make_state(5), wait=True)
+    assert manager.latest_step() == 5 and not (two / "5").is_symlink()
+    assert_same(manager.restore(2, abstract_state(make_state(2)))[0], make_state(2))
+
+
+def test_saving_over_a_damaged_step_repairs_it(two, open_manager):
+    (two / "2" / "SHA256SUMS").write_bytes(b"\0")
+    manager = open_manager()
+    assert manager.latest_step() == 1
+    manager.save(2, make_state(5), wait=True)
+    assert manager.latest_step() == 2
+    assert_same(manager.restore(2, abstract_state(make_state(5)))[0], make_state(5))
+
+
+def test_damaged_ones_do_not_count_as_kept(two, open_manager):
+    (two / "2" / "checkpoint.json").unlink()
+    manager = open_manager(keep=2)
+    manager.save(3, make_state(3), wait=True)
+    assert {1, 3} <= set(manager.all_steps())

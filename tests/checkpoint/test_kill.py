@@ -1,0 +1,80 @@
+"""A process that saves all the time is killed at random times: nothing is torn, nothing committed is lost."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.checkpoint.conftest import REPOSITORY
+
+SAVE_ALL_THE_TIME = """
+import sys
+import jax, jax.numpy as jnp
+from jaxstack.checkpoint import CheckpointConfig, CheckpointManager
+
+manager = CheckpointManager(sys.argv[1], CheckpointConfig(keep=2), report=lambda line: None)
+step = manager.latest_step() or 0
+print("ready", flush=True)
+fill = jax.jit(lambda tree, value: jax.tree.map(lambda x: x * 0 + value, tree), donate_argnums=0)
+state = {f"w{i}": jnp.zeros((64, 512)) for i in range(12)}
+while True:
+    step += 1
+    state = fill(state, float(step))
+    manager.save(step, {"tree": state, "step": step})
+    committed = manager.last_save.step if manager.last_save else 0
+    print(committed, flush=True)
+"""
+
+
+def run_and_kill(directory, after_seconds: float) -> int:
+    """Starts the process, kills it, and returns the last step that it had seen committed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAVE_ALL_THE_TIME, str(directory)],
+        stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True,
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(after_seconds)
+    os.killpg(process.pid, signal.SIGKILL)
+    seen = [int(line) for line in process.stdout.read().split("\n")[:-1]]
+    process.wait()
+    return max(seen, default=0)
+
+
+def check_all_whole(open_manager, seen: int) -> int:
+    """Loads the newest checkpoint: not older than what was seen committed, and of one step throughout."""
+    manager = open_manager()
+    newest = manager.latest_step() or 0
+    assert newest >= seen
+    if newest:
+        wanted = {f"w{i}": jax.ShapeDtypeStruct((64, 512), jnp.float32) for i in range(12)}
+        found, _ = manager.restore(newest, {"tree": wanted, "step": 0})
+        assert found["step"] == newest
+        assert all((leaf == newest).all() for leaf in found["tree"].values())
+    manager.close()
+    return newest
+
+
+def kill_repeatedly(open_manager, warnings, tmp_path, kills: int) -> None:
+    chance = random.Random(0)
+    steps = [0]
+    for _ in range(kills):
+        seen = run_and_kill(tmp_path / "checkpoints", chance.uniform(0.1, 0.8))
+        steps.append(check_all_whole(open_manager, max(seen, steps[-1])))
+    assert steps == sorted(steps) and steps[-1] > 0
+    assert not any("damaged" in line for line in warnings)
+
+
+def test_killed_three_times(open_manager, warnings, tmp_path):
+    kill_repeatedly(open_manager, warnings, tmp_path, kills=3)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(open_manager, warnings, tmp_path):
+    kill_repeatedly(open_manager, warnings, tmp_path, kills=20)

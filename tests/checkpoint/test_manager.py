@@ -1,0 +1,137 @@
+"""Keeping, replacing, locking, and what happens when a save fails."""
+
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state, manifest
+from jaxstack.errors import JaxstackError
+from tests.checkpoint.states import assert_same, make_state
+
+
+def test_keeps_the_newest_and_the_milestones(open_manager):
+    manager = open_manager(keep=2, keep_every_steps=3)
+    for step in range(1, 8):
+        manager.save(step, {"x": jnp.full(4, step)})
+    manager.wait()
+    assert manager.all_steps() == [3, 6, 7]
+    assert sorted(path.name for path in manager.directory.iterdir()) == [".lock", "3", "6", "7"]
+
+
+def test_old_ones_stay_until_a_newer_one_is_committed(open_manager, monkeypatch):
+    manager = open_manager(keep=1)
+    manager.save(1, {"x": jnp.ones(4)}, wait=True)
+    allow = threading.Event()
+    hash_files = manifest.hash_files
+
+    def slow(*arguments, **options):
+        allow.wait(30)
+        return hash_files(*arguments, **options)
+
+    monkeypatch.setattr("jaxstack.checkpoint.manifest.hash_files", slow)
+    manager.save(2, {"x": jnp.ones(4)})
+    assert manager.all_steps() == [1]
+    assert any(path.name.startswith(".saving-2") for path in manager.directory.iterdir())
+    allow.set()
+    manager.wait()
+    assert manager.all_steps() == [2]
+
+
+def test_a_step_is_replaced_by_a_new_save_of_it(open_manager):
+    manager = open_manager()
+    for seed in (1, 2):
+        manager.save(5, make_state(seed), {"seed": seed})
+    state, extra = manager.restore(5, abstract_state(make_state(2)))
+    assert extra == {"seed": 2}
+    assert_same(state, make_state(2))
+    assert sorted(path.name for path in manager.directory.iterdir()) == [".lock", "5"]
+
+
+def test_a_replacement_cut_off_between_its_renames_loses_nothing(open_manager):
+    manager = open_manager()
+    manager.save(5, make_state(1), wait=True)
+    (manager.directory / "5").rename(manager.directory / ".replaced-5")
+    assert manager.latest_step() == 5
+    assert_same(manager.restore(5, abstract_state(make_state(1)))[0], make_state(1))
+    manager.save(5, make_state(2), wait=True)
+    assert sorted(path.name for path in manager.directory.iterdir()) == [".lock", "5"]
+
+
+def test_discard_newer(open_manager):
+    manager = open_manager(keep=9)
+    for step in (1, 2, 3):
+        manager.save(step, {"x": step})
+    manager.discard_newer(1)
+    assert manager.latest_step() == 1
+
+
+def test_synchronous_saves_are_committed_when_save_returns(open_manager):
+    manager = open_manager(asynchronous=False)
+    manager.save(1, {"x": jnp.ones(4)})
+    assert manager.last_save.step == 1
+
+
+def test_only_one_process_saves_into_a_directory(open_manager, tmp_path, run_python):
+    manager = open_manager()
+    manager.save(1, {"x": jnp.ones(4)}, wait=True)
+    result = run_python(
+        "import sys\n"
+        "from jaxstack.checkpoint import CheckpointManager\n"
+        "manager = CheckpointManager(sys.argv[1])\n"
+        "print(manager.latest_step(), flush=True)\n"
+        "manager.save(2, {'x': 1})\n",
+        manager.directory,
+    )
+    assert result.stdout == "1\n"
+    assert "another process saves checkpoints" in result.stderr and result.returncode == 1
+    manager.close()
+    manager.save(2, {"x": jnp.ones(4)}, wait=True)
+
+
+def test_a_failed_save_is_told_once_and_the_next_works(open_manager, warnings, monkeypatch):
+    manager = open_manager()
+    manager.save(1, {"x": jnp.ones(4)}, wait=True)
+
+    def refuse(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxstack.checkpoint.manifest.hash_files", refuse)
+        manager.save(2, {"x": jnp.ones(4)})
+        manager._join()
+    assert len(warnings) == 1 and "step 2 was not saved: no space left" in warnings[0]
+    assert sorted(path.name for path in manager.directory.iterdir()) == [".lock", "1"]
+    manager.save(3, {"x": jnp.ones(4)})
+    manager.close()
+    assert manager.all_steps() == [1, 3] and len(warnings) == 1
+
+
+def test_close_raises_when_the_last_save_failed(tmp_path, monkeypatch):
+    told = []
+    manager = CheckpointManager(tmp_path, CheckpointConfig(), report=told.append)
+
+    def refuse(*arguments):
+        raise OSError("broken disk")
+
+    monkeypatch.setattr("jaxstack.checkpoint.manifest.write_manifest", refuse)
+    manager.save(1, {"x": jnp.ones(4)})
+    with pytest.raises(JaxstackError, match="step 1 was not saved: OSError: broken disk"):
+        manager.close()
+    manager.close()
+    with pytest.raises(JaxstackError, match="step 2"):
+        manager.save(2, {"x": jnp.ones(4)}, wait=True)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", True])
+def test_a_wrong_step_is_refused(open_manager, step):
+    with pytest.raises(JaxstackError, match="step"):
+        open_manager().save(step, {"x": 1})
+
+
+def test_a_step_that_is_not_there_names_those_that_are(open_manager):
+    manager = open_manager()
+    manager.save(4, {"x": 1})
+    with pytest.raises(JaxstackError, match="no checkpoint of step 5 .* there are 4"):
+        manager.restore(5, {"x": 1})

@@ -1,0 +1,62 @@
+"""Compiles ahead of time for NVIDIA H200s, without a GPU: what XLA makes of a program can be tested.
+
+Needs the CUDA plugin of JAX (a plain wheel, no driver); where it is not installed the test is skipped.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+TARGET = Path(__file__).with_name("h200.txtpb")
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+@functools.cache
+def hopper_topology(devices: int = 4) -> Any:
+    """One host with that many H200s; made once per process, as devices of two never compare equal."""
+    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
+        pytest.skip("compiling for H200 needs the CUDA plugin of JAX: pip install 'jaxstack[cuda]'")
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name="", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
+    )
+
+
+def hopper_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
+    """A mesh of absent H200s, axes name -> size in order; by default one device on the axis `data`."""
+    axes = axes or {"data": 1}
+    topology = hopper_topology(math.prod(axes.values()))
+    return topologies.make_mesh(topo=topology, mesh_shape=tuple(axes.values()), axis_names=tuple(axes))
+
+
+def hopper_array(
+    shape: tuple[int, ...], dtype: Any, mesh: Mesh, spec: PartitionSpec | None = None
+) -> jax.ShapeDtypeStruct:
+    """An abstract array on such a mesh, replicated without a `spec`."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec or PartitionSpec()))
+
+
+def compile_for_hopper(
+    function: Any, *arguments: Any, mesh: Mesh | None = None, options: dict[str, Any] | None = None
+) -> Any:
+    """Compiles `function` (jitted or not) for H200s; `.as_text()` of the result is the scheduled module.
+
+    Arguments are trees of abstract arrays; those without a sharding are replicated over `mesh` (default: one
+    device). `options` are XLA's compiler options, e.g. `{"xla_gpu_enable_triton_gemm": False}`.
+    """
+    mesh = mesh or hopper_mesh()
+
+    def place(array: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(array, jax.ShapeDtypeStruct) and array.sharding is not None:
+            return array
+        return hopper_array(array.shape, array.dtype, mesh)
+
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    return jitted.lower(*jax.tree.map(place, arguments)).compile(compiler_options=options)

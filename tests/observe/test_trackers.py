@@ -1,0 +1,195 @@
+"""Trackers: what a resumed run finds, strict JSON, event files that TensorBoard reads, wandb played."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import types
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from jaxstack.errors import ConfigError
+from jaxstack.observe.trackers import TRACKERS, JsonLines, TensorBoard, Trackers, WandB, open_trackers
+
+
+def _records(path):
+    def refuse(name):
+        raise AssertionError(f"{name} is not strict JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_writes_each_line_at_once(tmp_path):
+    tracker = JsonLines(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"loss": 2.5, "mfu": None})
+    assert _records(tracker.path) == [{"step": 1, "loss": 2.5, "mfu": None}]  # before it is closed
+    tracker.log(2, {"eval_loss": np.float32(1.5), "tokens": np.int64(7)})
+    tracker.close()
+    assert _records(tracker.path)[1] == {"step": 2, "eval_loss": 1.5, "tokens": 7}
+
+
+def test_jsonl_stays_strict_json_when_a_loss_blows_up(tmp_path):
+    tracker = JsonLines(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"a": math.nan, "b": math.inf, "c": np.float32(-math.inf)})
+    tracker.close()
+    (record,) = _records(tracker.path)
+    assert record == {"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity"}
+    assert math.isnan(float(record["a"])) and float(record["c"]) == -math.inf
+
+
+def test_jsonl_resume_drops_later_lines_and_a_torn_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kept = '{"step": 10, "loss": 3.0}\n{"step": 20,   "loss": 2.0}\n{"step": 20, "eval_loss": 2.1}\n'
+    path.write_text(kept + '{"step": 30, "loss": 1.0}\n{"step": 40, "los')
+    tracker = JsonLines(path, start_step=20)
+    assert path.read_text() == kept  # as they stood, byte by byte
+    tracker.log(30, {"loss": 1.5})
+    tracker.close()
+    logged = [(record["step"], record.get("loss")) for record in _records(path)]
+    assert logged == [(10, 3.0), (20, 2.0), (20, None), (30, 1.5)]
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_jsonl_torn_line_of_a_kept_step_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n\x00\x00\n[3]\n{"step": 2}')
+    JsonLines(path, start_step=5).close()
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_jsonl_without_checkpoint_starts_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 10}\n')
+    JsonLines(path).close()
+    assert path.read_text() == ""
+
+
+def test_jsonl_survives_a_kill(tmp_path):
+    """A process that is killed without warning leaves every logged line."""
+    path = tmp_path / "metrics.jsonl"
+    code = f"""
+        import os, signal
+        from jaxstack.observe.trackers import JsonLines
+        tracker = JsonLines({str(path)!r})
+        for step in range(1, 51):
+            tracker.log(step, {{"loss": 1 / step}})
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False)
+    assert done.returncode == -9
+    assert [record["step"] for record in _records(path)] == list(range(1, 51))
+
+
+def _scalars(directory, tag):
+    accumulator = EventAccumulator(str(directory), size_guidance={"tensors": 0, "scalars": 0})
+    accumulator.Reload()
+    if tag in accumulator.Tags()["scalars"]:
+        return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+    return [(event.step, event.tensor_proto.float_val[0]) for event in accumulator.Tensors(tag)]
+
+
+def test_tensorboard_reads_the_values_back(tmp_path):
+    tracker = TensorBoard(tmp_path)
+    tracker.log(10, {"loss": 2.5, "mfu": None, "note": "text", "tokens": np.int64(4)})
+    tracker.log(20, {"loss": np.float32(1.25)})
+    tracker.close()
+    assert _scalars(tmp_path, "loss") == [(10, 2.5), (20, 1.25)]
+    assert _scalars(tmp_path, "tokens") == [(10, 4.0)]
+
+
+def test_tensorboard_resume_replaces_later_values(tmp_path):
+    first = TensorBoard(tmp_path)
+    for step in (10, 20, 30):
+        first.log(step, {"loss": float(step)})
+    first.close()
+    resumed = TensorBoard(tmp_path, start_step=20)
+    resumed.log(40, {"loss": 4.0})
+    resumed.close()
+    assert _scalars(tmp_path, "loss") == [(10, 10.0), (20, 20.0), (40, 4.0)]
+
+
+def test_tensorboard_pulls_in_no_framework(tmp_path):
+    code = (
+        "import sys; from jaxstack.observe.trackers import TensorBoard; "
+        f"t = TensorBoard({str(tmp_path)!r}); t.log(1, {{'a': 1.0}}); t.close(); "
+        "print([m for m in ('tensorflow', 'torch', 'jax') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+class _FakeRun:
+    def __init__(self):
+        self.lines, self.metrics, self.finished = [], [], False
+
+    def define_metric(self, name, step_metric=None):
+        self.metrics.append((name, step_metric))
+
+    def log(self, values):
+        self.lines.append(values)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    calls = []
+
+    def init(**arguments):
+        calls.append((arguments, _FakeRun()))
+        return calls[-1][1]
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return calls
+
+
+def test_wandb_resumes_the_same_run(tmp_path, fake_wandb):
+    tracker = WandB(tmp_path, name="a", settings={"train": {"steps": 3}})
+    tracker.log(5, {"loss": 1.0, "mfu": None})
+    tracker.close()
+    WandB(tmp_path, start_step=5).close()
+    (first, run), (second, _) = fake_wandb
+    assert first["id"] == second["id"] and first["resume"] == "allow"
+    assert (first["project"], first["name"], first["config"]) == ("jaxstack", "a", {"train": {"steps": 3}})
+    assert run.lines == [{"step": 5, "loss": 1.0}] and run.finished
+    assert ("*", "step") in run.metrics
+
+
+def test_missing_wandb_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxstack\[wandb\]'"):
+        open_trackers(("jsonl", "wandb"), tmp_path)
+
+
+def test_open_trackers_fans_out_in_the_table_order(tmp_path, fake_wandb):
+    assert list(TRACKERS) == ["jsonl", "tensorboard", "wandb"]
+    trackers = open_trackers(("wandb", "tensorboard", "jsonl"), tmp_path / "run", settings={"a": 1})
+    trackers.log(3, {"loss": 0.5})
+    trackers.close()
+    assert _records(tmp_path / "run" / "metrics.jsonl") == [{"step": 3, "loss": 0.5}]
+    assert _scalars(tmp_path / "run" / "tensorboard", "loss") == [(3, 0.5)]
+    assert fake_wandb[0][1].lines == [{"step": 3, "loss": 0.5}]
+    assert fake_wandb[0][0]["name"] == "run"
+
+
+def test_close_reaches_every_tracker():
+    closed = []
+
+    def tracker(name, fails):
+        def close():
+            closed.append(name)
+            if fails:
+                raise OSError(name)
+
+        return types.SimpleNamespace(log=lambda step, values: None, close=close)
+
+    with pytest.raises(OSError, match="first"):
+        Trackers({"a": tracker("first", True), "b": tracker("second", True), "c": tracker("third",
+        False)}).close()
+    assert closed == ["first", "second", "third"]
