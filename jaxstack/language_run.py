@@ -163,16 +163,3 @@ def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, 
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
     say(f'next: python -m jaxstack.generate --run {config.directory} --prompt "def "')
 
-
-def open_run(directory: str | Path) -> RunConfig:
-    """The configuration of an existing run.
-
-    Raises:
-      ConfigError: the directory holds no run.
-    """
-    path = Path(directory) / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{directory} is not a run directory (it has no config.yaml); runs are at runs/<run.name>.")
-    return load_config(path)
-
-

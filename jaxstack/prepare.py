@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from jaxstack.errors import ConfigError, JaxstackError
 
 STOPPED = "stopped; the same command goes on from here"
 EXAMPLE = """examples:
   python -m jaxstack.prepare --source 'corpus/**/*.txt' --output data/corpus
-  python -m jaxstack.prepare --source news.jsonl.zst --text-key body --tokenizer llama3.json --output data/news
+  python -m jaxstack.prepare --source news.jsonl.zst --text-key body --tokenizer llama.json --output data/news
 
 Train on it with data.sources: [{path: data/corpus}]. A stopped run goes on when started again."""
 
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="PATH",
-        help="a file (text, jsonl, parquet; .gz and .zst too), a directory, a glob, a URL, 'stdlib'; repeatable",
+        help="a file (text, jsonl, parquet; .gz and .zst too), a directory, a glob, a URL, stdlib",
     )
     add(
         "--output",
@@ -140,13 +141,15 @@ def run(arguments: argparse.Namespace) -> None:
     say = (lambda message: None) if arguments.quiet else (lambda message: print(message, flush=True))
     began = time.perf_counter()
     sources = [
-        SourceConfig(path=p, format=arguments.format, text_key=arguments.text_key) for p in arguments.source
+        _configured(SourceConfig, path=p, format=arguments.format, text_key=arguments.text_key)
+        for p in arguments.source
     ]
     plan = make_plan(sources, arguments.held_out_fraction)
     say(f"{sum(s['files'] for s in plan.sources)} files, {plan.size / 1e6:.1f} MB, {len(plan.units)} units")
     wanted = arguments.tokenizer
     named = wanted if wanted in ("byte", "bpe") else "file"
-    config = TokenizerConfig(
+    config = _configured(
+        TokenizerConfig,
         name=named, vocab_size=arguments.vocab_size, path=wanted if named == "file" else None,
         document_start=arguments.document_start,
     )  # fmt: skip
@@ -166,6 +169,15 @@ def run(arguments: argparse.Namespace) -> None:
     if index["skipped_files"]:
         say(f"{index['skipped_files']} files are not text and were left out")
     say(f"written to {output} in {time.perf_counter() - began:.1f} s")
+
+
+def _configured(component: type[Any], **values: object) -> Any:
+    """`component` with these values; what it refuses becomes one message."""
+    try:
+        return component(**values)
+    except ValueError as e:
+        first = getattr(e, "errors", list)()
+        raise ConfigError(f"{first[0]['msg'] if first else e} (in {values})") from None
 
 
 def _cores() -> int:

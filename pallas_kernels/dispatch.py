@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 _PACKAGE_DIRECTORY = str(Path(__file__).parent)
-_JAX_DIRECTORY = str(Path(jax.__file__).parent)
+_JAX_DIRECTORY = str(Path(str(jax.__file__)).parent)
 _recorders: contextvars.ContextVar[tuple[list["Choice"], ...]] = contextvars.ContextVar(
     "recorders", default=()
 )

@@ -61,7 +61,8 @@ def current_target() -> Target:
     declared = _declared_target.value
     if declared is not None:
         return declared
-    platform = _PLATFORMS.get(jax.default_backend(), jax.default_backend())
+    backend = str(jax.default_backend())
+    platform = _PLATFORMS.get(backend, backend)
     if platform != "cuda":
         return Target(platform)
     version = str(getattr(jax.local_devices()[0], "compute_capability", "0.0"))

@@ -104,16 +104,25 @@ def make_optimizer(model: nn.Module, learning_rate: float = 1e-3, weight_decay: 
 
 
 class TorchStep:
-    """One training step. `compiled=True` puts model and loss through `torch.compile`."""
+    """One training step. `compiled` puts model and loss through `torch.compile`; `autocast` is the compute dtype."""
 
-    def __init__(self, shape: GptShape, compiled: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        shape: GptShape,
+        compiled: bool = False,
+        seed: int = 0,
+        device: str = "cpu",
+        autocast: torch.dtype | None = None,
+    ) -> None:
         torch.manual_seed(seed)
-        self.module = TorchGpt(shape)
+        self.module = TorchGpt(shape).to(device)
         self.optimizer = make_optimizer(self.module)
         self.forward = torch.compile(self.module) if compiled else self.module
+        self.autocast = torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None)
 
     def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        loss = self.forward(tokens, labels)
+        with self.autocast:
+            loss = self.forward(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
         self.optimizer.step()

@@ -10,7 +10,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0 all well, 1 damage found or nothing there, 2 wrong use."""
+    """Runs the command. Returns 0 when all is well, 1 on damage or nothing there, 2 on wrong use."""
     options = _parse(arguments)
     try:
         return options.action(_find_directory(options.directory), options)
@@ -23,7 +23,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxstack.checkpoint", description="Looks after checkpoints.")
+    program = "python -m jaxstack.checkpoint"
+    parser = argparse.ArgumentParser(prog=program, description="Looks after checkpoints.")
     commands = parser.add_subparsers(required=True, metavar="list|verify|prune")
     for name, action, text in (
         ("list", _list, "show what lies there; sizes are checked, contents are not read"),
@@ -37,7 +38,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
             command.add_argument("--step", type=int, help="only this one")
         if name == "prune":
             command.add_argument("--keep", type=int, default=3, help="how many of the newest to keep (3)")
-            command.add_argument("--keep-every-steps", type=int, help="also keep multiples of this many steps")
+            command.add_argument("--keep-every-steps", type=int, help="also keep multiples of this")
             command.add_argument("--dry-run", action="store_true", help="say what would be deleted")
     return parser.parse_args(arguments)
 

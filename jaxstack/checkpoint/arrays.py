@@ -72,7 +72,7 @@ def read(path: Path, targets: dict[str, Any], timeout_seconds: int) -> dict[str,
         return {}
     largest = max(math.prod(target.shape) * np.dtype(target.dtype).itemsize for target in targets.values())
     context = _context(timeout_seconds)
-    context.memory.read_concurrent_bytes = max(4 * _GIBIBYTE, 2 * largest + 1)
+    context.memory.read_concurrent_bytes = max(_GIBIBYTE, 2 * largest + 1)
     context.pytree.loading.partial_load = True
     with context:
         return ocp.load(str(path), targets, checkpointable_name=_ITEM)

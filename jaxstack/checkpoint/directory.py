@@ -45,6 +45,8 @@ def scan(directory: Path) -> list[Entry]:
         names = sorted(os.listdir(directory))
     except FileNotFoundError:
         return []
+    except NotADirectoryError as error:
+        raise JaxstackError(f"{directory} is a file: checkpoints need a directory of that name") from error
     entries = [_classify(directory / name) for name in names if name != ".lock"]
     steps = {entry.step for entry in entries if entry.kind == "committed"}
     for position, entry in enumerate(entries):

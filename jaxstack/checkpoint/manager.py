@@ -21,7 +21,7 @@ _ARRAYS = "arrays"
 
 @dataclasses.dataclass(frozen=True)
 class SaveRecord:
-    """What a committed save cost. `blocking_seconds` is how long `save` held up its caller."""
+    """What a committed save cost: bytes of arrays on all processes, and seconds that `save` itself took."""
 
     step: int
     num_bytes: int
@@ -36,6 +36,7 @@ class _Job:
     index: dict[str, Any]
     started: float
     announced: bool
+    num_bytes: int = 0
     blocking_seconds: float = 0.0
 
 
@@ -70,11 +71,13 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        try:
+        if error is None:
             self.close()
-        except JaxstackError:
-            if error is None:
-                raise
+            return
+        # The other processes may not come to an agreement with one that is on its way out: none is sought.
+        if self._thread is not None:
+            self._thread.join()
+        self._release()
 
     def should_save(self, step: int, last_step: int | None = None) -> bool:
         """Whether the policy of the configuration saves after `step` steps."""
@@ -104,7 +107,9 @@ class CheckpointManager:
         job = _Job(step, staging, index, started, announced=not wait)
         if self._prepare(job):
             kept = {name: spec for name, spec in specs.items() if spec.has_array}
-            self._start(job, {name: to_stored(leaves[name], spec) for name, spec in kept.items()})
+            stored = {name: to_stored(leaves[name], spec) for name, spec in kept.items()}
+            job.num_bytes = sum(array.nbytes for array in stored.values())
+            self._start(job, stored)
         if wait:
             self.wait()
 
@@ -123,9 +128,7 @@ class CheckpointManager:
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            self._release()
 
     def latest_step(self) -> int | None:
         """The newest checkpoint whose every file is what was committed; None where there is no checkpoint.
@@ -178,7 +181,11 @@ class CheckpointManager:
         check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, held, subset)
         stored = [name for name in wanted if held[name].has_array]
         targets = {name: load_target(wanted[name], held[name]) for name in stored}
-        loaded = arrays.read(self._path(step) / _ARRAYS, targets, self._timeout_seconds)
+        try:
+            loaded = arrays.read(self._path(step) / _ARRAYS, targets, self._timeout_seconds)
+        except Exception as error:
+            reason = explain(error, source)
+            raise JaxstackError(f"the checkpoint {source} could not be read: {reason}") from error
         leaves = [finish_leaf(name, loaded.get(name), leaf, held[name]) for name, leaf in wanted.items()]
         return structure.unflatten(leaves), index["extra"]
 
@@ -194,6 +201,11 @@ class CheckpointManager:
         for later in self.all_steps():
             if later > step:
                 directory.delete(self._path(later))
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _take_lock(self) -> None:
         if self._lock is None:
@@ -239,7 +251,8 @@ class CheckpointManager:
         final = self.directory / str(job.step)
         try:
             moved = commit(job.staging, final, job.index, self._timeout_seconds, failure)
-            sizes = manifest.check(final, job.step, hashes=False)["files"]
+            if processes.is_first():
+                manifest.check(final, job.step, hashes=False)
         except Exception as error:
             self._fail(job, error)
             return
@@ -247,7 +260,7 @@ class CheckpointManager:
             self._report(f"{final} was not a checkpoint and was moved to {moved}")
         self._error = None
         total_seconds = time.monotonic() - job.started
-        self.last_save = SaveRecord(job.step, sum(sizes.values()), job.blocking_seconds, total_seconds)
+        self.last_save = SaveRecord(job.step, job.num_bytes, job.blocking_seconds, total_seconds)
         if processes.is_first():
             self._delete_old(job.step)
 
@@ -270,7 +283,7 @@ class CheckpointManager:
         if processes.is_first():
             directory.remove_tree(job.staging)
         self._error = JaxstackError(
-            f"the checkpoint of step {job.step} was not saved: {explain(error, self.directory)}; "
+            f"the checkpoint of step {job.step} was not saved: {explain(error, str(self.directory))}; "
             "nothing of it is left on disk, and older checkpoints are untouched"
         )
         self._error.__cause__ = error
@@ -278,9 +291,12 @@ class CheckpointManager:
             self._report(str(self._error))
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if not processes.all_true(self._error is None) and self._error is None:
+            self._error = JaxstackError("the last checkpoint was not saved: another process failed at it")
 
     def _report(self, line: str) -> None:
         if processes.is_first() and line not in self._reported:
@@ -312,10 +328,10 @@ class CheckpointManager:
         """
         path = self._path(step)
         damage = None
+        seen = manifest.signature(path)
+        if processes.all_true(seen is not None and self._intact.get(step) == seen):
+            return None
         try:
-            seen = manifest.signature(path)
-            if processes.all_true(self._intact.get(step) == seen):
-                return None
             manifest.check(path, step, processes.share())
         except manifest.Damaged as error:
             damage = str(error)
@@ -325,7 +341,7 @@ class CheckpointManager:
         return None
 
     def _checked_index(self, step: int) -> dict[str, Any]:
-        if step not in self.all_steps():
+        if not processes.first_says(step in self.all_steps()):
             known = ", ".join(map(str, self.all_steps())) or "none"
             raise JaxstackError(f"no checkpoint of step {step} in {self.directory}: there are {known}")
         damage = self._find_damage(step)

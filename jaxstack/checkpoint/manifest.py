@@ -97,13 +97,16 @@ def read_index(root: Path) -> dict[str, Any]:
     return _read_checked(root)[1]
 
 
-def signature(root: Path) -> tuple[tuple[str, int, int], ...]:
-    """Name, size and time of change of every file: equal as long as nobody wrote to the directory."""
-    found = []
-    for name in list_files(root):
-        stat = (root / name).stat()
-        found.append((name, stat.st_size, stat.st_mtime_ns))
-    return tuple(found)
+def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
+    """Name, size and time of change of every file: equal as long as nobody wrote to the directory.
+
+    None where a file cannot be looked at.
+    """
+    try:
+        stats = [(name, (root / name).stat()) for name in list_files(root)]
+    except OSError:
+        return None
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool = True) -> dict[str, Any]:

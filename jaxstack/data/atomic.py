@@ -2,7 +2,11 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from jaxstack.errors import JaxstackError
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
@@ -23,6 +27,17 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
 def write_json(path: Path, value: object) -> None:
     """`write_file` of `value` as readable JSON."""
     write_file(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Makes `folder`, and turns what the disk refuses (full, read-only, not permitted) into one message."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as e:
+        reason = f"{e.strerror or e}" + (f" ({e.filename})" if e.filename else "")
+        raise JaxstackError(f"cannot write to {folder}: {reason}; start again to go on from here") from None
 
 
 def sync_directory(folder: Path) -> None:

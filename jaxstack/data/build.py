@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.atomic import write_json
+from jaxstack.data.atomic import write_json, writing_to
 from jaxstack.data.config import SourceConfig
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.lock import exclusive
@@ -38,6 +38,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 WORK = ".work"
 PROGRESS = "progress.json"
 TOKENIZER = "tokenizer"
+READ_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,10 @@ def build_key(plan: Plan, tokenizer: Tokenizer, shard_tokens: int) -> str:
 def build(plan: Plan, output: Path, tokenizer: Tokenizer, options: BuildOptions) -> dict:
     """`prepare_tokens` for a plan that is already made."""
     key = build_key(plan, tokenizer, options.shard_tokens)
-    output.mkdir(parents=True, exist_ok=True)
-    with exclusive(output / ".lock"):
+    with writing_to(output), exclusive(output / ".lock"):
         if (output / INDEX).exists():
             return _finished(output, key, options)
-        try:
-            return _Builder(plan, output, tokenizer, options, key).run()
-        except OSError as e:
-            raise JaxstackError(
-                f"cannot write to {output}: {e.strerror or e}; run again to go on from here"
-            ) from None
+        return _Builder(plan, output, tokenizer, options, key).run()
 
 
 def _finished(output: Path, key: str, options: BuildOptions) -> dict:
@@ -134,13 +129,14 @@ class _Builder:
             self._results.append(result)
             begin, end = end, end + result.train.tokens
             if end > finished:
-                ids = self._unit_ids(i, "train")
-                train.append(ids[max(finished - begin, 0) :])
+                self._append_unit(i, max(finished - begin, 0), train)
             committed = sum(s["tokens"] for s in train.shards)
             self._drop_consumed(committed)
             read += self._plan.units[i].size
             self._options.progress(read, self._plan.size)
         shards = {"train": train.finish(), "held_out": self._write_held_out()}
+        if not any(shards.values()):
+            raise ConfigError(f"the sources hold no text: {', '.join(s['path'] for s in self._plan.sources)}")
         index = self._index(shards)
         write_json(self._output / INDEX, index)
         for split in shards.values():
@@ -151,8 +147,13 @@ class _Builder:
     def _base(self, unit: int) -> Path:
         return self._work / f"unit-{unit:06d}"
 
-    def _unit_ids(self, unit: int, split: str) -> np.ndarray:
-        return np.fromfile(token_file(self._base(unit), split), self._tokenizer.dtype)
+    def _append_unit(self, unit: int, start: int, writer: ShardWriter) -> None:
+        """Adds a unit's training ids from `start` on to the stream."""
+        dtype = self._tokenizer.dtype
+        with open(token_file(self._base(unit), "train"), "rb") as f:
+            f.seek(start * dtype.itemsize)
+            while content := f.read(READ_BYTES):
+                writer.append(np.frombuffer(content, dtype))
 
     def _earlier_shards(self) -> list[dict]:
         """The leading training shards that an interrupted run left whole; what it left otherwise is

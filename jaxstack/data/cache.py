@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tokenizers as tokenizers_library
 
+from jaxstack.data.atomic import writing_to
 from jaxstack.data.build import TOKENIZER, BuildOptions, build, build_key
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
@@ -67,9 +68,8 @@ def ensure_tokenizer(
     place = folder / "tokenizers" / hashlib.sha256(repr(recipe).encode()).hexdigest()[:24]
     if (place / CONFIG_FILE).is_file():
         return _load_or_drop(place, report) or ensure_tokenizer(config, plans, folder, report)
-    with exclusive(
-        place.with_suffix(".lock"), lambda: report("waiting for another process that trains the tokenizer")
-    ):
+    waiting = "waiting for another process that trains the tokenizer"
+    with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
         if not (place / CONFIG_FILE).is_file():
             report(f"training a BPE tokenizer of {config.vocab_size} ids")
             train_tokenizer(plans, config.vocab_size).save(place)
@@ -99,7 +99,7 @@ def ensure_tokens(plan: Plan, tokenizer: Tokenizer, folder: Path, shard_tokens: 
     place = folder / "tokens" / build_key(plan, tokenizer, shard_tokens)[:24]
     if not (place / INDEX).is_file():
         waiting = "waiting for another process that prepares the data"
-        with exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
+        with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
             if not (place / INDEX).is_file():
                 report(f"tokenising {plan.size / 1e6:.1f} MB of text into {place}")
                 build(plan, place, tokenizer, BuildOptions(shard_tokens, report=report))

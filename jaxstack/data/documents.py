@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import IO, Literal
 
 from jaxstack.data.files import EXTRA, SourceFile, open_file
+from jaxstack.data.tokenizer import valid_unicode
 from jaxstack.errors import ConfigError, JaxstackError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -77,6 +78,9 @@ def _read_text(piece: Piece) -> Iterator[Document]:
         yield Document("", skipped=True)
         return
     text, replaced = decode_utf8(raw.removeprefix(BYTE_ORDER_MARK) if piece.opens else raw)
+    if replaced > len(text) // 10 and piece.opens and not piece.file.explicit:
+        yield Document("", skipped=True)
+        return
     yield Document(text, piece.opens, replaced)
 
 
@@ -147,7 +151,7 @@ def _parse_line(line: bytes, where: str, text_key: str) -> Document:
         raise ConfigError(
             f"{where}: {text_key!r} is {type(text).__name__}, not a string; set text_key to the text"
         )
-    return Document(text, replaced=replaced)
+    return Document(valid_unicode(text), replaced=replaced)
 
 
 def import_parquet():

@@ -1,8 +1,10 @@
 """`open_data`: from a configuration to endless training batches and an exact held-out pass."""
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
 
 import numpy as np
 
@@ -91,10 +93,9 @@ class Data:
         checkpoint.
         """
         return {
-            "sources": [s.path for s in self._config.sources],
             "weights": [s.weight for s in self._config.sources],
-            "shards": [s.hashes for s in self._train],
-            "held_out_shards": [s.hashes for s in self._held_out],
+            "shards": [_joint_hash(s) for s in self._train],
+            "held_out_shards": [_joint_hash(s) for s in self._held_out],
             "tokenizer": self.tokenizer.hash,
             "seed": self._seed,
             "sequence_length": self.sequence_length,
@@ -121,8 +122,10 @@ class Data:
         if start < 0:
             raise ConfigError(f"start is {start}, a number of a batch is at least 0")
 
+        order = cast(Sequence[tuple[int, int]], self._order)
+
         def batch(k: int) -> Batch:
-            samples = [self._order[k * global_batch_size + row] for row in wanted]
+            samples = [order[k * global_batch_size + row] for row in wanted]
             return self._make([(self._train[s], row, self._train[s].tokens) for s, row in samples])
 
         return _read_ahead(batch, start, None, self._config.read_ahead)
@@ -198,6 +201,11 @@ class Data:
         ids = stream.read(1, int(limit) + 1)
         total = np.cumsum(self.tokenizer.byte_lengths[ids])
         return max(int(np.searchsorted(total, limit, side="right")), 1)
+
+
+def _joint_hash(stream: Stream) -> str:
+    """One hash over the hashes of all shards of a stream."""
+    return hashlib.sha256(" ".join(stream.hashes).encode()).hexdigest()
 
 
 def _checked_rows(rows: Sequence[int] | np.ndarray, batch_size: int) -> list[int]:

@@ -69,7 +69,7 @@ def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> Plan
     described = []
     digest = hashlib.sha256(f"{held_out_fraction!r} {unit_bytes}".encode())
     for source, files in listed:
-        kinds = [_kind(source, f) for f in files]
+        kinds: list[Kind] = [_kind(source, f) for f in files]
         needed = documents_needed(held_out_fraction)
         inside = needed > 0 and not _has_documents(source, files, kinds, needed)
         units.extend(_group(source, files, kinds, (held_out_fraction, inside), unit_bytes))

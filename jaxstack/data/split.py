@@ -30,7 +30,7 @@ def split_document(
     A document goes as a whole to the side that its score says; with `inside` its last `fraction`, from a
     line end on, is held out.
     """
-    score = piece.score if piece.score is not None else split_score(document.text.encode(errors="replace"))
+    score = piece.score if piece.score is not None else split_score(document.text.encode())
     if piece.split is not None:
         return [(piece.split, document.text, score)]
     if not inside or fraction in (0, 1):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.atomic import write_file, write_json
+from jaxstack.data.atomic import write_json
 from jaxstack.data.documents import Split, read_documents
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.plan import Unit
@@ -57,39 +57,64 @@ def split_parts(unit: Unit, counts: UnitResult) -> Iterator[tuple[Split, str, bo
                     yield split, text, document.opens, score
 
 
+class _TokenFile:
+    """A file that ids are appended to, hashed on the way. Whole only once a result names its hash."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish`
+        self._dtype = dtype
+        self._digest = hashlib.sha256()
+
+    def append(self, ids: np.ndarray) -> None:
+        content = ids.astype(self._dtype).tobytes()
+        self._digest.update(content)
+        self._file.write(content)
+
+    def finish(self) -> str:
+        """Flushes to the disk; returns the SHA-256."""
+        with self._file as f:
+            f.flush()
+            os.fsync(f.fileno())
+        return self._digest.hexdigest()
+
+
 def tokenize_unit(unit: Unit, tokenizer: Tokenizer, key: str, base: Path) -> UnitResult:
     """Writes `base`.train.bin, `base`.held_out.bin and, last, `base`.json, which says that both are whole."""
     result = UnitResult(key)
-    collected: dict[str, list[np.ndarray]] = {"train": [], "held_out": []}
-    waiting: list[tuple[Split, str, bool, float]] = []
-    size = 0
-
-    def encode_waiting() -> None:
-        encoded = tokenizer.encode_documents([text for _, text, _, _ in waiting])
-        for (split, text, opens, score), ids in zip(waiting, encoded, strict=True):
-            start = [tokenizer.document_start] if opens else []
-            collected[split].append(np.concatenate([np.array(start, np.int32), ids]).astype(tokenizer.dtype))
-            counts = result.train if split == "train" else result.held_out
-            counts.documents += opens
-            counts.bytes += len(text.encode(errors="replace"))
+    counts = {"train": result.train, "held_out": result.held_out}
+    files = {split: _TokenFile(token_file(base, split), tokenizer.dtype) for split in counts}
+    for parts in _batched(split_parts(unit, result)):
+        encoded = tokenizer.encode_documents([text for _, text, _, _ in parts])
+        for (split, text, opens, score), ids in zip(parts, encoded, strict=True):
+            if opens:
+                ids = np.concatenate([np.array([tokenizer.document_start], np.int32), ids])
+            files[split].append(ids)
+            counts[split].tokens += ids.size
+            counts[split].documents += opens
+            counts[split].bytes += len(text.encode())
             if split == "held_out":
-                result.held_out_parts.append((score, len(start) + len(ids)))
-        waiting.clear()
-
-    for part in split_parts(unit, result):
-        waiting.append(part)
-        size += len(part[1])
-        if size >= BATCH_CHARACTERS:
-            encode_waiting()
-            size = 0
-    encode_waiting()
-    for split, counts in (("train", result.train), ("held_out", result.held_out)):
-        content = b"".join(a.tobytes() for a in collected[split])
-        counts.tokens = len(content) // tokenizer.dtype.itemsize
-        counts.sha256 = hashlib.sha256(content).hexdigest()
-        write_file(token_file(base, split), content)
+                result.held_out_parts.append((score, ids.size))
+    for split, file in files.items():
+        counts[split].sha256 = file.finish()
     write_json(base.with_suffix(".json"), asdict(result))
     return result
+
+
+Part = tuple[Split, str, bool, float]
+
+
+def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    """Parts in lists of a few MB, which bound the memory and keep all of a tokenizer's threads busy."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += len(part[1])
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def token_file(base: Path, split: str) -> Path:

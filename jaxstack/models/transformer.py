@@ -86,8 +86,10 @@ class Transformer(nnx.Module):
         x, _ = self._run(tokens, context, None, dropout_key)
         return x
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Logits float32 [B, T, V] of T further tokens, and the cache that holds them.
+    def decode(
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache, *, last_only: bool = False
+    ) -> tuple[jax.Array, Cache]:
+        """Logits float32 [B, T, V] of T further tokens ([B, 1, V], of the last, with `last_only`), and the cache.
 
         Args:
           tokens, positions: int32 [B, T]; position -1 marks padding, which nothing attends to.
@@ -96,6 +98,7 @@ class Transformer(nnx.Module):
         stored = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1)
         context = Context(positions, self._angles(positions), None, CacheSlots(stored, cache.length))
         x, layers = self._run(tokens, context, list(cache.layers), None)
+        x = x[:, -1:] if last_only else x
         return self.logits(x), Cache(layers or [], stored, cache.length + tokens.shape[1])
 
     def make_cache(self, batch: int, length: int) -> Cache:

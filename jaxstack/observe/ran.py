@@ -7,7 +7,8 @@ import jax
 
 from jaxstack.errors import ConfigError
 from jaxstack.observe.collectives import collectives, fp8_matmuls, matmuls, summarise
-from pallas_kernels import Choice
+from jaxstack.observe.hlo import parse_module
+from pallas_kernels.dispatch import Choice
 
 
 def describe_program(
@@ -20,7 +21,6 @@ def describe_program(
       choices: what `pallas_kernels.record_choices` collected while it was traced.
       mesh_axes: axis name -> size.
     """
-    text = compiled.as_text() or ""
     sections: dict[str, Any] = {"mesh": {axis: size for axis, size in mesh_axes.items() if size > 1}}
     sections["kernels"] = [
         {
@@ -33,9 +33,10 @@ def describe_program(
         for choice in choices
     ]
     try:
-        sections["collectives"] = summarise(collectives(text, mesh_axes))
-        sections["matmuls"] = {"all": matmuls(text), "fp8": fp8_matmuls(text)}
-    except ValueError as error:  # a form of HLO text that we cannot read must not stop a run
+        module = parse_module(compiled.as_text() or "")
+        sections["collectives"] = summarise(collectives(module, mesh_axes))
+        sections["matmuls"] = {"all": matmuls(module), "fp8": fp8_matmuls(module)}
+    except (ValueError, AssertionError) as error:  # a form of HLO text that we cannot read must not stop a run
         sections["collectives"] = f"not readable from this compiler's output: {error}"
     sections["memory"] = predicted_memory(compiled)
     return sections

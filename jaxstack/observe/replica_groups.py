@@ -96,6 +96,9 @@ def _mesh_ids(text: str, count: int) -> np.ndarray:
     found = re.search(r"device_ids=\((.*)\)", text)
     if not found:
         return np.arange(count)
+    # `[2,4]T(1,0)`: count up to 8, reshape to [2,4], transpose
+    if compact := re.fullmatch(r"\[([\d,]+)\](T\([\d,]+\))?", found[1]):
+        return _iota(f"[{count}]<=[{compact[1]}]{compact[2] or ''}").reshape(-1)
     if "<=" in found[1]:
         return _iota(found[1] if found[1].startswith("[") else f"[{count}]{found[1]}").reshape(-1)
     return np.array([int(i) for i in re.findall(r"\d+", found[1])])

@@ -140,7 +140,7 @@ def make_request(
 def _check_window(window: int | None) -> None:
     if window is None:
         return
-    if isinstance(window, bool) or not hasattr(window, "__index__") or isinstance(window, jax.core.Tracer):
+    if isinstance(window, (bool, jax.Array)) or not hasattr(window, "__index__"):
         raise ValueError(f"window must be a Python integer, known while tracing; got {window!r}")
     if window < 1:
         raise ValueError(
@@ -150,10 +150,8 @@ def _check_window(window: int | None) -> None:
 
 
 def _static_number(name: str, value: float) -> float:
-    if isinstance(value, jax.core.Tracer):
-        raise ValueError(
-            f"{name} must be a number known while tracing, got {value}; multiply q by it instead"
-        )
+    if isinstance(value, jax.Array):
+        raise ValueError(f"{name} must be a Python number, known while tracing; got {value}")
     return float(value)
 
 

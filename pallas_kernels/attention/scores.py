@@ -32,16 +32,16 @@ def raw_scores(q: jax.Array, k: jax.Array, options: Options) -> jax.Array:
 
 
 def score_gradient(
-    weights: jax.Array, d_weights: jax.Array, delta: jax.Array, scores: jax.Array, options: Options
+    weights: jax.Array, d_weights: jax.Array, delta: jax.Array, scores: jax.Array | None, options: Options
 ) -> jax.Array:
     """The gradient of the products q.k, from the gradient of the softmax weights.
 
     Args:
-        weights, d_weights, scores: [B, K, G, T, S]; `scores` is only read where there is a soft cap.
+        weights, d_weights, scores: [B, K, G, T, S]; `scores` (masked) is only read where there is a soft cap.
         delta: [B, K, G, T], the row sums of out * d_out less the gradient of the log-sum-exp.
     """
     gradient = weights * (d_weights - delta[..., None]) * options.scale
-    if options.soft_cap is not None:
+    if options.soft_cap is not None and scores is not None:
         # Masked scores are -inf and their weight is 0: keep inf out of the product.
         capped = jnp.where(weights == 0.0, 0.0, scores / options.soft_cap)
         gradient = gradient * (1.0 - jnp.square(capped))

@@ -6,7 +6,6 @@ k, v, out and the log-sum-exp. (FlashAttention's algorithm, Dao et al., arXiv:22
 arXiv:2307.08691.)
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -46,7 +45,7 @@ def attend(request: Request) -> tuple[jax.Array, jax.Array]:
     segments = request.segments
     if segments is not None:
         segments = Segments(_pad(segments.query, tiling.query_block), _pad(segments.key, tiling.key_block))
-    out, lse = _attend(request.options, tiling, q, k, v, segments)
+    out, lse = _differentiable(request.options, tiling, q, k, v, segments)
     return out[:, : tiling.length], lse[..., : tiling.length]
 
 
@@ -65,7 +64,6 @@ def _pad(x: jax.Array, block: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     options: Options, tiling: _Tiling, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +125,8 @@ def _backward_rule(options: Options, tiling: _Tiling, residuals: tuple, cotangen
     return d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
-_attend.defvjp(_forward_rule, _backward_rule)
+_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
+_differentiable.defvjp(_forward_rule, _backward_rule)
 
 
 class _Tile(NamedTuple):

@@ -5,7 +5,6 @@ see are sliced away while tracing, which for a causal mask saves nearly half of 
 the softmax weights from the log-sum-exp, or keeps them where memory is cheap next to compute (CPU).
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -47,10 +46,9 @@ def yields(request: Request) -> str | None:
 def attend(request: Request) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T]."""
     keep_weights = request.target.platform == "cpu"
-    return _attend(request.options, keep_weights, request.q, request.k, request.v, request.segments)
+    return _differentiable(request.options, keep_weights, request.q, request.k, request.v, request.segments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     options: Options, keep_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -136,10 +134,11 @@ def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotan
     d_q, d_k, d_v = [], jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
     for index, block in enumerate(_blocks(options, q.shape[1], k.shape[1])):
         rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
-        scores = None
         if kept is None or options.soft_cap is not None:
             scores = _masked_scores(options, block, grouped, k, segments)
-        weights = kept[index] if kept is not None else jnp.exp(scores - lse[..., rows, None])
+            weights = jnp.exp(scores - lse[..., rows, None])
+        else:
+            scores, weights = None, kept[index]
         d_weights = jnp.einsum(
             "btkgh,bskh->bkgts", d_grouped[:, rows], v[:, keys], preferred_element_type=dtype
         )
@@ -155,4 +154,5 @@ def _grouped_rows(q: jax.Array, k: jax.Array) -> tuple[int, int, int, int]:
     return (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1])
 
 
-_attend.defvjp(_forward_rule, _backward_rule)
+_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
+_differentiable.defvjp(_forward_rule, _backward_rule)

@@ -81,8 +81,8 @@ def make_request(
                 f"{name} must be bfloat16, float16, float32 or float64, got {dtype}; cast it first"
             )
     for name, value in (("z_loss", z_loss), ("soft_cap", soft_cap)):
-        if isinstance(value, jax.core.Tracer):
-            raise ValueError(f"{name} must be a number known while tracing, got {value}")
+        if isinstance(value, jax.Array):
+            raise ValueError(f"{name} must be a Python number, known while tracing; got {value}")
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap must be greater than 0, got {soft_cap}; give None for no cap")
     options = Options(int(ignore_index), float(z_loss), None if soft_cap is None else float(soft_cap))

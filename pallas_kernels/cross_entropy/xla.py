@@ -5,7 +5,6 @@ sequence dimension that is sharded over devices stays where it is: each device w
 chunk. The backward recomputes the logits and accumulates the weight's gradient in float32.
 """
 
-import functools
 import math
 
 import jax
@@ -35,7 +34,7 @@ def per_token_loss(request: Request) -> jax.Array:
     if missing:
         hidden = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
         labels = jnp.pad(labels, ((0, 0), (0, missing)), constant_values=request.options.ignore_index)
-    loss = _loss(request.options, chunks, hidden, request.weight, labels)
+    loss = _differentiable(request.options, chunks, hidden, request.weight, labels)
     return loss[:, :length].reshape(shape)
 
 
@@ -45,7 +44,7 @@ def _count_chunks(request: Request, length: int) -> int:
     Under jax.set_mesh the tokens and the vocabulary are taken to be spread over all devices of the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    sizes = [mesh.shape[name] for name in mesh.axis_names if name not in mesh.manual_axes]
+    sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
     chunks = -(-request.logit_bytes // (_CHUNK_BYTES * math.prod(sizes)))
     return max(1, min(chunks, length))
 
@@ -62,7 +61,6 @@ def _unchunk(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _loss(
     options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array
 ) -> jax.Array:
@@ -103,4 +101,5 @@ def _backward_rule(options: Options, chunks: int, residuals: tuple, d_loss: jax.
     return _unchunk(d_hidden), d_weight.astype(weight.dtype), None
 
 
-_loss.defvjp(_forward_rule, _backward_rule)
+_differentiable = jax.custom_vjp(_loss, nondiff_argnums=(0, 1))
+_differentiable.defvjp(_forward_rule, _backward_rule)

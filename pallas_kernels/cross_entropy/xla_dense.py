@@ -1,7 +1,5 @@
 """The head and loss with all logits held at once: the fastest where they are small, no recomputation."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -28,10 +26,9 @@ def yields(request: Request) -> str | None:
 
 def per_token_loss(request: Request) -> jax.Array:
     """Loss [...] in float32."""
-    return _loss(request.options, request.hidden, request.weight, request.labels)
+    return _differentiable(request.options, request.hidden, request.weight, request.labels)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(options: Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     return loss_of_logits(capped_logits(hidden, weight.astype(hidden.dtype), options), labels, options)[0]
 
@@ -50,4 +47,5 @@ def _backward_rule(options: Options, residuals: tuple, d_loss: jax.Array) -> tup
     return d_hidden, d_weight.astype(weight.dtype), None
 
 
-_loss.defvjp(_forward_rule, _backward_rule)
+_differentiable = jax.custom_vjp(_loss, nondiff_argnums=(0,))
+_differentiable.defvjp(_forward_rule, _backward_rule)

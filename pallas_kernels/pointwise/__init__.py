@@ -1,4 +1,4 @@
-"""Normalisation, rotary embedding and gated activation in plain XLA, which fuses them with their neighbours."""
+"""Normalisation, rotary embedding and gated activation in plain XLA, which fuses them with what is near."""
 
 import lazy_loader as lazy
 

@@ -130,6 +130,12 @@ def test_a_wrong_step_is_refused(open_manager, step):
         open_manager().save(step, {"x": 1})
 
 
+def test_a_file_in_place_of_the_directory_is_named(tmp_path):
+    (tmp_path / "checkpoints").write_text("mine")
+    with pytest.raises(JaxstackError, match="checkpoints is a file"):
+        CheckpointManager(tmp_path / "checkpoints").latest_step()
+
+
 def test_a_step_that_is_not_there_names_those_that_are(open_manager):
     manager = open_manager()
     manager.save(4, {"x": 1})

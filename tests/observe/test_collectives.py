@@ -267,7 +267,7 @@ frontend_attributes={_xla_send_recv_source_target_pairs="{{0,4},{1,5}}"}
 
 
 def test_forms_of_the_gpu_scheduler():
-    """Wrapped, fused, combined and conditional collectives each count once, though start and done name them."""
+    """Wrapped, fused, combined and conditional collectives each count once."""
     axes = {"data": 2, "tensor": 4}
     rows = {row.name: row for row in collectives(HAND_WRITTEN, axes)}
     assert set(rows) == {"gather", "short", "scatter", "reduce", "moved", "sent"}

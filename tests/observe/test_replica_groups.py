@@ -23,6 +23,10 @@ from jaxstack.observe.replica_groups import mesh_axes_of, permute_pairs, replica
         ("replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
         ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}", ((0, 2, 4, 6), (1, 3, 5, 7))),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", ((3, 1), (2, 0))),
+        (
+            "replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}, x",
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ),
         ("source_target_pairs={{0,1},{1,0},{2,3},{3,2}}, x", ((0, 1), (2, 3))),
         ("source_target_pairs={{1,2},{0,1},{3,3}}, x", ((0, 1, 2),)),
     ],

@@ -175,7 +175,10 @@ def test_gap_breaks_the_line(tmp_path):
 def test_long_run_stays_small_and_keeps_its_peaks(tmp_path):
     rng = np.random.default_rng(0)
     noise = rng.normal(size=100_000)
-    lines = [_line(s, loss=3 + 0.1 * noise[s], grad_norm=99.5 if s == 54321 else 1.0) for s in range(100_000)]
+    lines = [
+        {"step": s, "loss": 3 + 0.1 * noise[s], "grad_norm": 99.5 if s == 54321 else 1.0, "mfu": 0.4}
+        for s in range(100_000)
+    ]
     page = _write(tmp_path / "run", lines, environment={"schedule": [[s, s * 1e-8] for s in range(100_000)]})
     assert len(page.source) < 2_000_000
     norms = page.chart("norm")["curves"][0]

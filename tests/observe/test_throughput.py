@@ -10,7 +10,8 @@ from jaxstack.observe.throughput import Meter, dense_bf16_peak, throughput
     [
         ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H100 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500), ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148),
+        ("NVIDIA L40S", 362), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
+        ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148),
         ("cpu", None), ("NVIDIA GeForce RTX 9999", None), ("NVIDIA L400", None),
     ],
 )

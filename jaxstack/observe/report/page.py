@@ -20,7 +20,7 @@ _MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays
 _MAX_OTHER_CHARTS = 12
 # Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
 _NOT_PLAIN = {
-    "loss", "eval_loss", "eval_bits_per_byte", "eval_seconds", "eval_tokens", "grad_norm", "learning_rate",
+    "loss", "eval_loss", "eval_bits_per_byte", "eval_seconds", "eval_items", "grad_norm", "learning_rate",
     "tokens", "tokens_per_second", "tokens_per_second_per_device", "step_time_seconds",
     "model_tflops_per_device", "mfu", "peak_memory_bytes", "data_wait_fraction",
 }
@@ -133,7 +133,7 @@ Tile = tuple[str, str, str] | None
 def _result_tiles(metrics: Mapping[str, Series], config: Mapping[str, Any]) -> list[Tile]:
     tiles: list[Tile] = []
     if metrics:
-        done = max(float(series.steps[-1]) for series in metrics.values() if series.steps.size)
+        done = max(float(series.steps[-1]) for series in metrics.values())
         total = _section(config, "train").get("steps")
         tiles.append(("Steps", f"{done:.0f}", f"of {total}" if isinstance(total, int) else ""))
     if (loss := _last(metrics, "loss")) is not None:

@@ -59,7 +59,8 @@ def read_metrics(path: str | Path) -> dict[str, Series]:
             for key, value in record.items():
                 if key != "step":
                     points.setdefault(key, []).append((step, value))
-    return {key: make_series(pairs) for key, pairs in points.items()}
+    series = {key: make_series(pairs) for key, pairs in points.items()}
+    return {key: found for key, found in series.items() if found.steps.size}
 
 
 def _number(value: Any) -> float:

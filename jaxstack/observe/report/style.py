@@ -82,6 +82,12 @@ pre { margin: 0; padding: 12px 14px; background: var(--code); border-radius: 8px
 @media (max-width: 560px) { main { padding: 18px 12px 32px; } .tiles { grid-template-columns: 1fr 1fr; }
   .chart { padding: 12px 14px 8px 8px; } .wide .frame { grid-template-rows: 220px 20px; } h1 { font-size:
   22px; } }
+@media (max-width: 560px) { .rows thead { display: none; }
+  .rows > tbody > tr { display: block; padding: 6px 0;
+  border-bottom: 1px solid var(--rule); } .rows > tbody > tr:last-child { border-bottom: 0; }
+  .rows > tbody > tr > td { display: flex; gap: 12px; padding: 2px 0; border: 0; text-align: left;
+  overflow-wrap: anywhere; } .rows > tbody > tr > td::before { content: attr(data-label); color: var(--soft);
+  flex: 0 0 104px; } }
 @media print { .chart, .card { break-inside: avoid; } }
 """
 

@@ -34,17 +34,20 @@ def key_value_table(values: Mapping[str, Any]) -> str:
 
 
 def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table with one column a key; the first rows where there are very many."""
+    """A table with one column a key (on a phone one block a row); only the first rows of very many."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     sides = {key: _side(rows, key) for key in keys}
     head = "".join(f"<th{sides[key]}>{_label(key)}</th>" for key in keys)
     body = ""
     for row in rows[:_MAX_ROWS]:
-        cells = (f"<td{sides[key]}>{render_value(row.get(key), str(key))}</td>" for key in keys)
-        body += f"<tr>{''.join(cells)}</tr>"
+        body += f"<tr>{''.join(_cell(key, row.get(key), sides[key]) for key in keys)}</tr>"
     more = f"<p>and {len(rows) - _MAX_ROWS} more</p>" if len(rows) > _MAX_ROWS else ""
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table class='rows'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="scroll">{table}</div>{more}'
+
+
+def _cell(key: Any, value: Any, side: str) -> str:
+    return f'<td{side} data-label="{_label(key)}"><div>{render_value(value, str(key))}</div></td>'
 
 
 def _side(rows: Sequence[Mapping[str, Any]], key: Any) -> str:

@@ -1,0 +1,7 @@
+"""`python -m jaxstack.generate`."""
+
+import sys
+
+from jaxstack.generate.command import main
+
+sys.exit(main())

@@ -1,0 +1,132 @@
+"""A finished or running run, opened for generation and evaluation: its configuration, tokenizer and parameters."""
+
+import argparse
+import codecs
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data import load_tokenizer
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.functional import FunctionalModule
+from jaxstack.generate import Decoder, Sampling
+from jaxstack.models import Transformer
+from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.run_config import RunConfig, load_config
+from jaxstack.startup import cache_compilations, start_devices
+
+
+def open_run(directory: str | Path) -> RunConfig:
+    """The configuration of an existing run.
+
+    Raises:
+      ConfigError: the directory holds no run.
+    """
+    path = Path(directory) / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{directory} is not a run directory (it has no config.yaml); runs are at runs/<run.name>.")
+    return load_config(path)
+
+
+def choose_step(manager: CheckpointManager, step: int | None) -> int:
+    """`step` if there is such a checkpoint, the newest intact one for None.
+
+    Raises:
+      JaxstackError: there is none.
+    """
+    if step is None:
+        latest = manager.latest_step()
+        if latest is None:
+            raise JaxstackError(f"{manager.directory} holds no checkpoint yet; train the run first.")
+        return latest
+    steps = manager.all_steps()
+    if step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(f"there is no checkpoint of step {step} in {manager.directory}; there are: {known}.")
+    return step
+
+
+def restore_parameters(
+    directory: str | Path, module: FunctionalModule, rules: AxisRules, step: int | None
+) -> tuple[Any, Any, int]:
+    """(params, rest, step) of a checkpoint, laid out on the mesh of `rules`; the optimizer's state is not read."""
+    manager = CheckpointManager(Path(directory) / "checkpoints", report=lambda text: print(text, file=sys.stderr))
+    chosen = choose_step(manager, step)
+    specs = module.parameter_specs(rules)
+
+    def wanted(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec))
+
+    params = jax.tree.map(wanted, module.abstract_params, specs)
+    rest = jax.tree.map(lambda x: wanted(x, jax.P()), module.abstract_rest)
+    tree, _ = manager.restore(chosen, {"params": params, "rest": rest}, subset=True)
+    return tree["params"], tree["rest"], chosen
+
+
+def tensor_degree(config: RunConfig, devices: int, wanted: int | None) -> int:
+    """Devices to shard the weights over: as asked for, or the most that divide the model's heads.
+
+    Raises:
+      ConfigError: the degree asked for does not divide the key/value heads, or there are too few devices.
+    """
+    heads = config.model.kv_heads
+    fits = [d for d in range(1, devices + 1) if heads % d == 0]
+    if wanted is not None and wanted not in fits:
+        raise ConfigError(
+            f"--tensor {wanted} must divide the model's {heads} key/value heads and not exceed {devices} devices; "
+            f"fitting: {', '.join(map(str, fits))}."
+        )
+    return wanted or fits[-1]
+
+
+def open_decoder(directory: str | Path, *, step: int | None = None, tensor: int | None = None) -> tuple[Decoder, int]:
+    """(a decoder with the run's parameters, their step), weights sharded over `tensor` devices."""
+    config = open_run(directory)
+    devices = start_devices(config.parallel.simulate_devices)
+    cache_compilations()
+    degree = tensor_degree(config, devices, tensor)
+    mesh = make_mesh(ParallelConfig(tensor=degree), jax.devices()[:degree])
+    rules = make_rules(mesh)
+    dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    module = FunctionalModule(lambda rngs: Transformer(config.model, rngs, dtype=dtype))
+    params, rest, chosen = restore_parameters(directory, module, rules, step)
+    return Decoder(module, params, rest, rules), chosen
+
+
+def stream_samples(args: argparse.Namespace) -> None:
+    """What `python -m jaxstack.generate` does."""
+    try:
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    open_run(args.run)
+    tokenizer = load_tokenizer(Path(args.run) / "tokenizer")
+    decoder, step = open_decoder(args.run, step=args.step, tensor=args.tensor)
+    print(f"[{args.run}, step {step}]", file=sys.stderr)
+    prompt = [tokenizer.document_start, *(int(i) for i in tokenizer.encode(args.prompt))]
+    stream = decoder.generate([prompt] * args.samples, args.max_tokens, sampling, seed=args.seed)
+    if args.samples == 1:
+        print(args.prompt, end="", flush=True)
+        for piece in decode_stream((int(ids[0]) for ids in stream), tokenizer):
+            print(piece, end="", flush=True)
+        print()
+        return
+    columns = list(zip(*(ids.tolist() for ids in stream), strict=True))
+    for number, ids in enumerate(columns, 1):
+        print(f"--- sample {number}\n{args.prompt}{''.join(decode_stream(iter(ids), tokenizer))}")
+
+
+def decode_stream(ids: Iterator[int], tokenizer: Any) -> Iterator[str]:
+    """Text of token ids as they come, until the end of the document; characters cut between tokens wait for the rest."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in ids:
+        if token == tokenizer.document_start:
+            break
+        if token < tokenizer.vocab_size:
+            yield decoder.decode(tokenizer.decode_bytes([token]))
+    yield decoder.decode(b"", final=True)

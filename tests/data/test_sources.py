@@ -1,0 +1,214 @@
+"""Sources of every format, and the errors that name what to do."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from jaxstack.data.build import BuildOptions, prepare_tokens
+from jaxstack.data.config import SourceConfig
+from jaxstack.data.plan import make_plan, source_files
+from jaxstack.data.shards import open_split
+from jaxstack.data.tokenizer import ByteTokenizer
+from jaxstack.errors import ConfigError, JaxstackError
+
+TEXTS = ["first text\n", "second, with \u00fcmlaut", "third\nof three lines\n"]
+
+
+def documents(path, tmp_path, fraction=0.0, split="train", **options):
+    """The texts that a source gives, read back from its shards."""
+    source = SourceConfig(path=str(path), **options)
+    folder = tmp_path / "out"
+    index = prepare_tokens([source], folder, ByteTokenizer(), fraction, BuildOptions(shard_tokens=1024))
+    stream = open_split(folder, index, split)
+    ids = stream.read(0, stream.tokens)
+    assert not ids.size or ids[0] == 256
+    return [ByteTokenizer().decode(d) for d in np.split(ids, np.flatnonzero(ids == 256))[1:]], index
+
+
+def jsonl(key="text"):
+    return "".join(json.dumps({key: t, "id": i}) + "\n" for i, t in enumerate(TEXTS)).encode()
+
+
+def write_format(folder, name):
+    path = folder / name
+    if name.endswith(".parquet"):
+        pq.write_table(pa.table({"text": TEXTS, "n": [1, 2, 3]}), path, row_group_size=2)
+    else:
+        pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(name.rsplit(".", 1)[-1], lambda b: b)
+        path.write_bytes(pack(jsonl()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.ndjson"])
+def test_formats_give_the_same_documents(name, tmp_path):
+    assert documents(write_format(tmp_path, name), tmp_path)[0] == TEXTS
+
+
+def test_directories_and_globs_read_text_in_sorted_order(tmp_path):
+    root = tmp_path / "in"
+    for name in (
+        "b/two.md",
+        "a/one.txt",
+        "c.py",
+        "a/deep/zero.txt",
+        ".hidden/no.txt",
+        "b/__pycache__/no.txt",
+    ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "picture.png").write_bytes(b"\x89PNG\0\0")
+    found, index = documents(root, tmp_path)
+    assert found == ["a/deep/zero.txt", "a/one.txt", "b/two.md", "c.py"] and index["skipped_files"] == 1
+    assert [f.name.split("/in/")[1] for f in source_files(SourceConfig(path=f"{root}/a/**/*.txt"))] == [
+        "a/deep/zero.txt",
+        "a/one.txt",
+    ]
+
+
+def test_urls_are_read_through_fsspec(tmp_path):
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.pipe("/corpus/a.jsonl", jsonl())
+    system.pipe("/corpus/b.txt", b"plain")
+    assert documents("memory://corpus/a.jsonl", tmp_path)[0] == TEXTS
+    assert documents("memory://corpus/*.txt", tmp_path / "2")[0] == ["plain"]
+    assert documents("memory://corpus", tmp_path / "3")[0] == [*TEXTS, "plain"]
+    with pytest.raises(ConfigError, match="matches no file"):
+        source_files(SourceConfig(path="memory://corpus/none.txt"))
+    with pytest.raises(ConfigError, match="cannot list the data source 'nosuch://x'"):
+        source_files(SourceConfig(path="nosuch://x"))
+
+
+def test_invalid_utf8_is_replaced_and_counted(tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 and na\xefve \xef\xbf\xbd")
+    found, index = documents(path, tmp_path)
+    assert found == ["caf\ufffd and na\ufffdve \ufffd"] and index["replaced_characters"] == 2
+
+
+def test_byte_order_marks_are_left_out(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl())
+    assert documents(tmp_path / "a.txt", tmp_path)[0] == ["text"]
+    assert documents(tmp_path / "b.jsonl", tmp_path / "2")[0] == TEXTS
+
+
+def test_empty_and_null_texts_are_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\n\n{"text": null}\n{"text": "x"}\n')
+    found, index = documents(path, tmp_path)
+    assert found == ["x"] and index["splits"]["train"]["documents"] == 1
+
+
+def test_text_keys(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl("body"))
+    assert documents(path, tmp_path, text_key="body")[0] == TEXTS
+    with pytest.raises(ConfigError, match=r"line 1 has no key 'text'; its keys: 'body', 'id'"):
+        documents(path, tmp_path / "2")
+    with pytest.raises(ConfigError, match="'id' is int, not a string"):
+        documents(path, tmp_path / "3", text_key="id")
+    table = write_format(tmp_path, "a.parquet")
+    with pytest.raises(ConfigError, match=r"no column 'body'; its columns: 'text', 'n'"):
+        documents(table, tmp_path / "4", text_key="body")
+    with pytest.raises(ConfigError, match=r"column 'n' holds int64"):
+        documents(table, tmp_path / "5", text_key="n")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("damage", ["cut off", "not of this format"])
+def test_broken_files_are_named(name, damage, tmp_path):
+    path = write_format(tmp_path, name)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) - 9] if damage == "cut off" else b"this is not it" * 20)
+    with pytest.raises(JaxstackError, match=f"{name}.*(broken|whole|cannot read)"):
+        documents(path, tmp_path)
+
+
+def test_broken_json_names_the_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(jsonl() + b"{broken\n")
+    with pytest.raises(JaxstackError, match=r"a\.jsonl, line 4 is not JSON"):
+        documents(path, tmp_path)
+    path.write_bytes(b"[1]\n")
+    with pytest.raises(JaxstackError, match="JSON list, not an object"):
+        documents(path, tmp_path / "2")
+
+
+def test_a_missing_path_names_the_nearest(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "text.txt").write_text("x")
+    for path in (f"{tmp_path}/corpsu/text.txt", f"{tmp_path}/corpsu/*.txt"):
+        with pytest.raises(
+            ConfigError, match=f"nearest existing path is {tmp_path}; did you mean '{tmp_path}/corpus'"
+        ):
+            make_plan([SourceConfig(path=path)], 0.0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no files"):
+        make_plan([SourceConfig(path=str(tmp_path / "empty"))], 0.0)
+
+
+def test_a_binary_file_named_as_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\0\1\2")
+    with pytest.raises(ConfigError, match="is not text"):
+        documents(tmp_path / "a.txt", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["long.txt", "long.jsonl"])
+@pytest.mark.parametrize("fraction", [0.0, 0.1])
+def test_long_files_are_cut_without_loss(name, fraction, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 2000)
+    lines = [f"line {i} \u00e9\u00e9\u00e9 " + "x" * (i % 50) for i in range(1000)]
+    path = tmp_path / name
+    text = "\n".join(lines)
+    path.write_text(text if name == "long.txt" else "".join(json.dumps({"text": t}) + "\n" for t in lines))
+    assert len(make_plan([SourceConfig(path=str(path))], fraction).units) > 10
+    train, _ = documents(path, tmp_path, fraction)
+    held_out, _ = documents(path, tmp_path, fraction, "held_out")
+    if name == "long.txt":
+        assert "".join(train + held_out) == text and len(train) == 1 and len(held_out) == (fraction > 0)
+        assert 0.89 < len(train[0]) / len(text) <= 1 and (fraction or train == [text])
+    else:
+        assert sorted(train + held_out) == sorted(lines)
+        assert (len(held_out) > 50) == (fraction > 0)
+
+
+def test_a_single_document_is_split_inside(tmp_path):
+    path = tmp_path / "one.txt"
+    path.write_text("".join(f"line {i}\n" for i in range(500)))
+    train, index = documents(path, tmp_path, 0.1)
+    held_out, _ = documents(path, tmp_path, 0.1, "held_out")
+    assert train[0] + held_out[0] == path.read_text() and held_out[0].startswith("line ")
+    assert index["sources"][0]["split"] == "inside documents"
+
+
+def test_equal_texts_never_stand_on_both_sides(corpus, tmp_path):
+    folder = tmp_path / "twice"
+    for i, p in enumerate(sorted(corpus.iterdir())):
+        (folder / str(i)).mkdir(parents=True)
+        for name in ("a.txt", "b.txt"):
+            (folder / str(i) / name).write_bytes(p.read_bytes())
+    train, _ = documents(folder, tmp_path, 0.2)
+    held_out, _ = documents(folder, tmp_path, 0.2, "held_out")
+    assert held_out and not set(train) & set(held_out) and len(train) + len(held_out) == 480
+
+
+def test_the_standard_library_is_its_sources_and_documentation():
+    names = [f.name for f in source_files(SourceConfig())]
+    assert names[-1] == "pydoc_data/topics" and names[:-1] == sorted(names[:-1])
+    assert "argparse.py" in names and "json/decoder.py" in names
+    assert not [n for n in names if n.startswith("test/") or "site-packages" in n or "__pycache__" in n]
+
+
+def test_prepared_directories_and_synthetic_are_no_text(corpus, tmp_path):
+    documents(corpus, tmp_path)
+    with pytest.raises(ConfigError, match="holds prepared token shards"):
+        make_plan([SourceConfig(path=str(tmp_path / "out"))], 0.0)
+    with pytest.raises(ConfigError, match="needs no preparation"):
+        make_plan([SourceConfig(path="synthetic")], 0.0)

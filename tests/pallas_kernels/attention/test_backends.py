@@ -1,0 +1,82 @@
+"""Every backend that runs here against the contract: forward, log-sum-exp and all gradients."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.attention import xla
+from tests.pallas_kernels.attention.contract import Case, check
+
+BACKENDS = ("xla_dense", "xla")
+
+CASES = {
+    "causal": Case(),
+    "full": Case(causal=False),
+    "multi_head_float16": Case(kv_heads=4, dtype="float16"),
+    "multi_query_float32": Case(kv_heads=1, dtype="float32"),
+    "window": Case(window=7),
+    "window_longer_than_keys": Case(window=100),
+    "window_without_causal": Case(window=5, causal=False),
+    "segments": Case(segments=4),
+    "segments_window_cap": Case(segments=3, window=9, soft_cap=2.0),
+    "soft_cap_and_scale": Case(soft_cap=1.5, scale=0.7, dtype="float32"),
+    "fewer_queries": Case(length=17, key_length=45, window=20),
+    "more_queries": Case(length=45, key_length=17, dtype="float32"),
+    "unlike_segments": Case(length=33, key_length=21, segments=5, causal=False),
+    "one_query": Case(length=1, key_length=37),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several tiles, whole, cut and skipped, at shapes that are small enough for a test."""
+    monkeypatch.setattr(xla, "_LARGEST_BLOCK", 16)
+    monkeypatch.setattr(xla, "_SMALLEST_BLOCK", 8)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_error_at_most_twice_the_plain_version(name, backend):
+    check(CASES[name], backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_the_log_sum_exp(backend):
+    check(Case(segments=2), backend, with_lse=False)
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_random_shapes(data):
+    kv_heads = data.draw(st.sampled_from([1, 2, 3]), "kv_heads")
+    case = Case(
+        batch=data.draw(st.integers(1, 2), "batch"),
+        length=data.draw(st.integers(1, 50), "length"),
+        key_length=data.draw(st.integers(1, 50), "key_length"),
+        heads=kv_heads * data.draw(st.integers(1, 3), "group"),
+        kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from([1, 8, 20]), "head_dim"),
+        causal=data.draw(st.booleans(), "causal"),
+        window=data.draw(st.none() | st.integers(1, 60), "window"),
+        segments=data.draw(st.none() | st.integers(1, 4), "segments"),
+        soft_cap=data.draw(st.none() | st.just(3.0), "soft_cap"),
+        dtype=data.draw(st.sampled_from(["float32", "bfloat16"]), "dtype"),
+    )
+    check(case, data.draw(st.sampled_from(BACKENDS), "backend"))
+
+
+def test_dense_weights_recomputed_where_memory_is_dear():
+    """Off the CPU the dense backend keeps no weights: its gradients must be the same."""
+    from pallas_kernels import flash_attention, lowering_platform
+
+    q = jax.random.normal(jax.random.key(0), (1, 24, 2, 8))
+
+    def gradient(q):
+        return jax.grad(lambda q: (flash_attention(q, q, q, implementation="xla_dense") ** 2).sum())(q)
+
+    kept = gradient(q)
+    with lowering_platform("cuda"):
+        recomputed = gradient(q)
+    assert jnp.abs(kept - recomputed).max() < 1e-5

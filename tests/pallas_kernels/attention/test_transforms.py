@@ -1,0 +1,129 @@
+"""Attention under jit, vmap, scan, jax.checkpoint and shard_map, and the pieces that other operations build on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import flash_attention, save_attention
+from pallas_kernels.attention.request import Mask
+from pallas_kernels.attention.scores import merge
+from pallas_kernels.attention.tiles import visible_pairs
+
+BACKENDS = ("xla_dense", "xla")
+
+
+def arrays(*leading):
+    keys = jax.random.split(jax.random.key(1), 3)
+    return [jax.random.normal(key, (*leading, 24, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=True)]
+
+
+def loss(q, k, v, implementation, **options):
+    return (flash_attention(q, k, v, implementation=implementation, **options) ** 2).sum()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap(backend):
+    q, k, v = arrays(3, 2)
+    gradient = jax.grad(lambda *x: loss(*x, backend, window=9), argnums=(0, 1, 2))
+    together = jax.jit(jax.vmap(gradient))(q, k, v)
+    for index in range(3):
+        alone = gradient(q[index], k[index], v[index])
+        for a, b in zip(together, alone, strict=True):
+            np.testing.assert_allclose(a[index], b, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scan_over_layers(backend):
+    q, k, v = arrays(1)
+
+    def layers(q):
+        def layer(x, _):
+            return x + flash_attention(x, k, v, implementation=backend), None
+
+        return (jax.lax.scan(jax.checkpoint(layer, policy=save_attention), q, None, length=3)[0] ** 2).sum()
+
+    def unrolled(q):
+        for _ in range(3):
+            q = q + flash_attention(q, k, v, implementation="reference")
+        return (q**2).sum()
+
+    np.testing.assert_allclose(jax.jit(jax.grad(layers))(q), jax.grad(unrolled)(q), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_checkpoint_can_keep_output_and_log_sum_exp(backend):
+    """With both named arrays kept the backward computes no forward again."""
+    q, k, v = arrays(1)
+
+    def count_dots(policy):
+        function = jax.checkpoint(lambda q, k, v: loss(q, k, v, backend), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(function, argnums=(0, 1, 2)))(q, k, v)).count("dot_general")
+
+    nothing = count_dots(jax.checkpoint_policies.nothing_saveable)
+    kept = count_dots(save_attention)
+    by_name = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
+    assert kept < nothing
+    assert count_dots(by_name) == kept
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shard_map_over_batch_and_heads(backend):
+    q, k, v = arrays(4)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"))
+    spec = P("data", None, "tensor", None)
+    function = jax.shard_map(
+        lambda *x: flash_attention(*x, implementation=backend),
+        mesh=mesh,
+        in_specs=(spec,) * 3,
+        out_specs=spec,
+        check_vma=False,
+    )
+    sharded = jax.jit(jax.grad(lambda q: (function(q, k, v) ** 2).sum()))(q)
+    np.testing.assert_allclose(sharded, jax.grad(lambda q: loss(q, k, v, "reference"))(q), atol=1e-4)
+
+
+def test_temporary_memory_is_linear_in_the_length():
+    def temporary(length):
+        x = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)
+        gradient = jax.grad(lambda q, k, v: loss(q, k, v, "xla", window=100), argnums=(0, 1, 2))
+        return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+
+    first, second = temporary(8192), temporary(16384)
+    assert second < 2.1 * first
+    assert second < 16384 * 16384
+
+
+def test_tiles_are_exactly_those_with_a_visible_pair():
+    for mask in (Mask(), Mask(window=5), Mask(causal=False), Mask(causal=False, window=3), Mask(window=1)):
+        for length, key_length in ((12, 12), (7, 13), (13, 7)):
+            whole, cut = visible_pairs(mask, length, key_length, 4, 3)
+            positions = jnp.arange(length) + key_length - length
+            visible = mask.visible(positions, jnp.arange(key_length))
+            visible = np.ones((length, key_length), bool) if visible is None else np.asarray(visible)
+            some, every = set(), set()
+            for i in range(-(-length // 4)):
+                for j in range(-(-key_length // 3)):
+                    tile = visible[i * 4 : i * 4 + 4, j * 3 : j * 3 + 3]
+                    if tile.any():
+                        some.add((i, j))
+                    if tile.all() and (j + 1) * 3 <= key_length:
+                        every.add((i, j))
+            assert {tuple(pair) for pair in whole} == every
+            assert {tuple(pair) for pair in whole} | {tuple(pair) for pair in cut} == some
+
+
+def test_merge_of_two_sets_of_keys_is_attention_over_both():
+    q, k, v = arrays(1)
+
+    def merged(q, k, v):
+        parts = [
+            flash_attention(q, k[:, part], v[:, part], causal=False, return_lse=True, implementation="xla_dense")
+            for part in (slice(0, 10), slice(10, 24))
+        ]
+        return (merge(*parts)[0] ** 2).sum()
+
+    expected = jax.grad(lambda *x: loss(*x, "reference", causal=False), argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(jax.grad(merged, argnums=(0, 1, 2))(q, k, v), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
