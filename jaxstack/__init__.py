@@ -4,9 +4,5 @@ import lazy_loader as lazy
 
 __version__ = "0.1.0"
 
-
-
-__getattr__, __dir__, _exported = lazy.attach(
-    __name__, submod_attrs={"trainer": ["Trainer"], "run_config": ["load_config"]}
-)
-__all__ = ["Trainer", "load_config", "__version__"]
+__getattr__, __dir__, _exported = lazy.attach_stub(__name__, __file__)
+__all__ = [*_exported, "__version__"]

@@ -1,7 +1,62 @@
-"""What an evaluation says beside its loss."""
+"""Held-out evaluation: the exact mean loss over all items, and bits per byte."""
 
 import math
+import time
 from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.data.device import device_batches, local_rows
+from jaxstack.feed import batch_sharding, check_batch
+from jaxstack.loss import LossSum
+from jaxstack.step import StepFunctions
+
+
+class Evaluator:
+    """Evaluates parameters on held-out data.
+
+    Args:
+      steps: holds the loss and the layout.
+      data: has `held_out_batches(batch_size=, rows=, max_tokens=)` as `jaxstack.data.Data`, or is an iterable of
+        batches (dicts of arrays); None: there is nothing to evaluate on.
+      batch_size: rows of a global batch, where the data can choose it.
+    """
+
+    def __init__(self, steps: StepFunctions, data: Any, batch_size: int):
+        self._steps, self._data = steps, data
+        self._batch_size = max(batch_size, steps.rules.degree(steps.rules.table["batch"]))
+        self._step = jax.jit(steps.eval_step)
+
+    def run(self, params: Any, rest: Any, max_tokens: int | None = None) -> dict[str, float] | None:
+        """`eval_loss` (nats an item), `eval_items`, `eval_seconds`; None where there is no held-out data.
+
+        Args:
+          max_tokens: stop after so many tokens, where the data can; None: all of it.
+        """
+        rules = self._steps.rules
+        host, size = self._host_batches(max_tokens)
+        began, sums = time.perf_counter(), LossSum(jnp.zeros(()), jnp.zeros(()))
+        for batch, _ in device_batches(host, batch_sharding(rules, (size,)), global_batch_size=size):
+            sums = jax.tree.map(jnp.add, sums, self._step(params, rest, batch))
+        total, weight = (float(x) for x in jax.device_get(sums))
+        if not weight:
+            return None
+        return {
+            "eval_loss": total / weight,
+            "eval_items": weight,
+            "eval_seconds": time.perf_counter() - began,
+        }
+
+    def _host_batches(self, max_tokens: int | None) -> tuple[Any, int]:
+        """This process's rows of the held-out batches, and the rows of a global batch."""
+        size = self._batch_size
+        if hasattr(self._data, "held_out_batches"):
+            rows = local_rows(batch_sharding(self._steps.rules, (size,)), (size,))
+            return self._data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size
+        batches = list(self._data or ())
+        return iter(batches), len(next(iter(check_batch(batches[0]).values()))) if batches else size
 
 
 def bits_per_byte(values: Mapping[str, float], num_bytes: int) -> dict[str, float]:

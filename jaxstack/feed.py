@@ -18,7 +18,7 @@ HostBatch = Mapping[str, np.ndarray]
 class BatchSource(Protocol):
     """A source that can start anywhere; `jaxstack.data.Data` is one."""
 
-    def batches(self, *, global_batch_size: int, rows: Sequence[int], start: int) -> Iterator[HostBatch]:
+    def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
         """Rows `rows` of the global batches start, start + 1, ..."""
         ...
 
@@ -31,7 +31,7 @@ class UserBatches:
     def __init__(self, source: Iterable[HostBatch] | Callable[[int], HostBatch]):
         self._source = source
 
-    def batches(self, *, global_batch_size: int, rows: Sequence[int], start: int) -> Iterator[HostBatch]:
+    def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
         if callable(self._source):
             found: Iterator[HostBatch] = (self._source(step) for step in itertools.count(start))
         else:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxstack.models.transformer import Transformer
+from jaxstack.models.transformer import HEAD_AXES, Transformer
+from jaxstack.parallel import with_local_batch
 from pallas_kernels import linear_cross_entropy
 
 IGNORE = -100
@@ -38,15 +39,14 @@ def language_model_loss(
         segment_ids=batch.get("segment_ids"),
         dropout_key=key,
     )
+
+    def token_losses(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+        cap = model.config.final_logit_softcapping
+        return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, z_loss=z_loss, soft_cap=cap)
+
     with jax.named_scope("loss"):
-        losses = linear_cross_entropy(
-            hidden,
-            model.output_weight(),
-            batch["labels"],
-            ignore_index=IGNORE,
-            z_loss=z_loss,
-            soft_cap=model.config.final_logit_softcapping,
-        )
+        stored = model.stored_output_weight()
+        losses = with_local_batch(token_losses, stored, HEAD_AXES, model.dtype, hidden, batch["labels"])
     return LossSum(jnp.sum(losses), jnp.sum(batch["labels"] != IGNORE, dtype=jnp.float32))
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxstack.errors import ConfigError, JaxstackError
@@ -159,6 +159,11 @@ def run(arguments: argparse.Namespace) -> None:
         workers = arguments.workers or _cores()
         options = BuildOptions(arguments.shard_tokens, workers, progress.say, progress.update)
         index = build(plan, output, tokenizer, options)
+    _summarize(index, say)
+    say(f"written to {output} in {time.perf_counter() - began:.1f} s")
+
+
+def _summarize(index: dict, say: Callable[[str], None]) -> None:
     for name, split in index["splits"].items():
         say(
             f"{name}: {split['documents']} documents, {split['bytes'] / 1e6:.1f} MB, "
@@ -168,7 +173,6 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"{index['replaced_characters']} invalid UTF-8 sequences became U+FFFD")
     if index["skipped_files"]:
         say(f"{index['skipped_files']} files are not text and were left out")
-    say(f"written to {output} in {time.perf_counter() - began:.1f} s")
 
 
 def _configured(component: type[Any], **values: object) -> Any:

@@ -27,7 +27,7 @@ class RunSection(Component):
     name: str = "run"
     dir: str = "runs"
     """The run directory is dir/name."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of initial weights, data order and dropout."""
 
     @field_validator("name")
@@ -41,21 +41,21 @@ class RunSection(Component):
 class TrainConfig(Component):
     """How long, on how much, and how a step is cut up."""
 
-    steps: int = Field(1000, ge=1)
+    steps: int = Field(default=1000, ge=1)
     """Optimizer steps of the whole run."""
-    global_batch_size: int = Field(8, ge=1)
+    global_batch_size: int = Field(default=8, ge=1)
     """Sequences a step, over all devices and microbatches."""
-    sequence_length: int = Field(256, ge=1)
+    sequence_length: int = Field(default=256, ge=1)
     """Tokens a sequence."""
-    gradient_accumulation: int = Field(1, ge=1)
+    gradient_accumulation: int = Field(default=1, ge=1)
     """Microbatches a step; memory falls, the result stays."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: float = Field(default=0.0, ge=0)
     """Weight of log(Z)^2 in the loss."""
-    eval_every_steps: int | None = Field(None, ge=1)
+    eval_every_steps: int | None = Field(default=None, ge=1)
     """Held-out evaluation during training; left out: only at the end."""
-    eval_batch_size: int | None = Field(None, ge=1)
+    eval_batch_size: int | None = Field(default=None, ge=1)
     """Left out: global_batch_size / gradient_accumulation."""
-    eval_tokens: int | None = Field(None, ge=1)
+    eval_tokens: int | None = Field(default=None, ge=1)
     """Of an evaluation during training; left out: all held-out tokens. The last evaluation always takes all."""
 
 
@@ -84,7 +84,8 @@ class RunConfig(Component):
             )
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
-                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must not exceed train.steps ({self.train.steps})."
+                f"schedule.warmup_steps ({self.schedule.warmup_steps}) must not exceed train.steps "
+                f"({self.train.steps})."
             )
         batch, pieces = self.train.global_batch_size, self.train.gradient_accumulation
         if batch % pieces:

@@ -63,7 +63,7 @@ def state_shardings(
         specs,
         transform_non_params=lambda _: whole,
     )
-    everything = TrainState(
-        whole, specs, jax.tree.map(lambda _: whole, abstract.rest), moments, whole, whole
-    )
-    return jax.tree.map(rules.sharding, everything, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    rest = jax.tree.map(lambda _: whole, abstract.rest)
+    layout: Any = {"step": whole, "params": specs, "rest": rest, "optimizer": moments, "key": whole, "skipped": whole}
+    layout = jax.tree.map(rules.sharding, layout, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return TrainState(**layout)

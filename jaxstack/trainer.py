@@ -1,22 +1,20 @@
 """Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from jaxstack.data.device import device_batches, local_rows
+from jaxstack.evaluation import Evaluator
 from jaxstack.feed import abstract_batch, as_source, batch_sharding, check_batch
 from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
-from jaxstack.loss import LossSum
 from jaxstack.observe.ran import describe_program
 from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
@@ -64,7 +62,6 @@ class Trainer:
         self.train = train or TrainConfig()
         rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.rules, self.data = rules, as_source(data)
-        self.eval_data = eval_data if eval_data is not None or not hasattr(data, "held_out_batches") else data
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
         self.module = make_functional(module, example)
         self.learning_rate = None
@@ -82,16 +79,20 @@ class Trainer:
         self.seed = seed
         self._state: TrainState | None = None
         self._compiled: Any = None
-        self._evaluate = jax.jit(self.steps.eval_step)
+        if eval_data is None and hasattr(data, "held_out_batches"):
+            eval_data = data
+        eval_size = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
+        self.evaluator = Evaluator(self.steps, eval_data, eval_size)
         self.choices: list[Choice] = []
 
     @property
     def state(self) -> TrainState:
         """The train state; created, sharded, at its first use."""
-        if self._state is None:
+        state = self._state
+        if state is None:
             create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
-            self._state = create(jax.random.key(self.seed))
-        return self._state
+            state = self._state = create(jax.random.key(self.seed))
+        return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
@@ -112,7 +113,7 @@ class Trainer:
         """Parameters of the module."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.module.abstract_params))
 
-    def host_rows(self, batch_size: int) -> Sequence[int]:
+    def host_rows(self, batch_size: int) -> np.ndarray:
         """The rows of a global batch that this process's devices need."""
         return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
 
@@ -149,40 +150,16 @@ class Trainer:
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on a global batch on the devices; returns its metrics, not waited for."""
-        if self._compiled is None:
-            self.compile({k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()})
-        self._state, metrics = self._compiled(self.state, dict(batch))
+        step = self._compiled
+        if step is None:
+            shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()}
+            step = self.compile(shapes)
+        self._state, metrics = step(self.state, dict(batch))
         return metrics
 
     def evaluate(self, max_tokens: int | None = None) -> dict[str, float] | None:
         """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data."""
-        host, size = self._held_out(max_tokens)
-        if host is None:
-            return None
-        began, sums = time.perf_counter(), LossSum(jnp.zeros(()), jnp.zeros(()))
-        for batch, _ in device_batches(host, batch_sharding(self.rules, (size,)), global_batch_size=size):
-            new = self._evaluate(self.state.params, self.state.rest, batch)
-            sums = jax.tree.map(jnp.add, sums, new)
-        total, weight = (float(x) for x in jax.device_get(sums))
-        if not weight:
-            return None
-        return {
-            "eval_loss": total / weight,
-            "eval_items": weight,
-            "eval_seconds": time.perf_counter() - began,
-        }
-
-    def _held_out(self, max_tokens: int | None) -> tuple[Any, int]:
-        """Host batches of the held-out data (None where there is none) and the rows of a global batch."""
-        size = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
-        size = max(size, self.rules.degree(self.rules.table["batch"]))
-        if hasattr(self.eval_data, "held_out_batches"):
-            rows = self.host_rows(size)
-            return self.eval_data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size
-        if self.eval_data is None:
-            return None, size
-        batches = list(self.eval_data)
-        return iter(batches), len(next(iter(check_batch(batches[0]).values()))) if batches else size
+        return self.evaluator.run(self.state.params, self.state.rest, max_tokens)
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
         """Trains until `train.steps`, resuming from the newest checkpoint in `run_dir`.
@@ -201,8 +178,8 @@ class Trainer:
 
 
 def numpy_batches(rows: Mapping[str, np.ndarray], batch_size: int, seed: int = 0) -> Callable[[int], dict[str, Any]]:
-    """A data function for `Trainer` over arrays in memory: batch `step` is drawn by (seed, step), so it resumes exactly."""
-    count = check_batch(rows) and len(next(iter(rows.values())))
+    """A data function for `Trainer` over arrays in memory; batch `step` depends on (seed, step), so it resumes exactly."""
+    count = len(next(iter(check_batch(rows).values())))
 
     def at(step: int) -> dict[str, Any]:
         pick = np.random.default_rng((seed, step)).integers(0, count, batch_size)

@@ -25,9 +25,7 @@ import jax
 
 _PACKAGE_DIRECTORY = str(Path(__file__).parent)
 _JAX_DIRECTORY = str(Path(str(jax.__file__)).parent)
-_recorders: contextvars.ContextVar[tuple[list["Choice"], ...]] = contextvars.ContextVar(
-    "recorders", default=()
-)
+_recorders: contextvars.ContextVar[tuple[list["Choice"], ...]] = contextvars.ContextVar("recorders", default=())
 
 
 class NotSupported(ValueError):
@@ -108,9 +106,7 @@ def select(operation: str, backends: Sequence[Backend], implementation: str | No
         chosen, refused = _first_that_accepts(operation, backends, request)
     recorders = _recorders.get()
     if recorders:
-        choice = Choice(
-            operation, _call_site(), str(request), chosen.name, refused, implementation is not None
-        )
+        choice = Choice(operation, _call_site(), str(request), chosen.name, refused, implementation is not None)
         for recorder in recorders:
             if choice not in recorder:
                 recorder.append(choice)

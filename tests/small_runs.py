@@ -27,9 +27,9 @@ SMALL = (
 
 
 def batch_at(step: int, rows: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> dict[str, np.ndarray]:
-    """Batch `step`: packed documents, and rows that differ in how many of their labels count."""
+    """Batch `step`: packed documents, small ids more often than large, rows that differ in how many labels count."""
     random = np.random.default_rng(step)
-    tokens = random.integers(0, vocabulary, (rows, length + 1)).astype(np.int32)
+    tokens = (vocabulary * random.random((rows, length + 1)) ** 3).astype(np.int32)
     ends = random.random((rows, length)) < 0.1
     segments = np.cumsum(ends, 1).astype(np.int32) + 1
     labels = tokens[:, 1:].copy()
@@ -51,7 +51,7 @@ def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | N
     return Trainer(
         lambda rngs: Transformer(config.model, rngs),
         language_model_loss,
-        data or (lambda step: batch_at(step, rows)),
+        data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
         schedule=config.schedule,
         mesh=make_rules(mesh, sequence=config.parallel.sequence),

@@ -1,9 +1,11 @@
 """Saves and restores pytrees: asynchronous, hashed, committed in one rename, restored onto any mesh."""
 
+import atexit
 import dataclasses
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from jaxstack.checkpoint.policy import should_save, steps_to_delete
 from jaxstack.errors import JaxstackError
 
 _ARRAYS = "arrays"
+_open_managers: "weakref.WeakSet[CheckpointManager]" = weakref.WeakSet()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,14 @@ class _Job:
     announced: bool
     num_bytes: int = 0
     blocking_seconds: float = 0.0
+
+
+@atexit.register
+def _warn_of_lost_saves() -> None:
+    # An interpreter on its way out starts no threads, which Orbax needs: the save cannot be finished here.
+    for manager in list(_open_managers):
+        if manager._thread is not None and manager._thread.is_alive():
+            manager._report("the process ended without CheckpointManager.close(): its last save is lost")
 
 
 class CheckpointManager:
@@ -66,6 +77,7 @@ class CheckpointManager:
         self._lock: Any = None
         self._attempts = 0
         self._timeout_seconds = 60 * self.config.timeout_minutes
+        _open_managers.add(self)
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -75,8 +87,7 @@ class CheckpointManager:
             self.close()
             return
         # The other processes may not come to an agreement with one that is on its way out: none is sought.
-        if self._thread is not None:
-            self._thread.join()
+        self._finish_thread()
         self._release()
 
     def should_save(self, step: int, last_step: int | None = None) -> bool:
@@ -239,7 +250,7 @@ class CheckpointManager:
             directory.remove_tree(job.staging)
             raise
         job.blocking_seconds = time.monotonic() - job.started
-        self._thread = threading.Thread(target=self._finish, args=(job, finish_write), name="checkpoint")
+        self._thread = threading.Thread(target=self._finish, args=(job, finish_write), daemon=True)
         self._thread.start()
 
     def _finish(self, job: _Job, finish_write: Callable[[], None]) -> None:
@@ -290,11 +301,15 @@ class CheckpointManager:
         if job.announced:
             self._report(str(self._error))
 
+    def _finish_thread(self) -> bool:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        return thread is not None
+
     def _join(self) -> None:
-        if self._thread is None:
+        if not self._finish_thread():
             return
-        self._thread.join()
-        self._thread = None
         if not processes.all_true(self._error is None) and self._error is None:
             self._error = JaxstackError("the last checkpoint was not saved: another process failed at it")
 

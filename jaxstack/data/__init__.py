@@ -4,16 +4,4 @@ decides.
 
 import lazy_loader as lazy
 
-__getattr__, __dir__, __all__ = lazy.attach(
-    __name__,
-    submod_attrs={
-        "config": ["DataConfig", "SourceConfig", "TokenizerConfig"],
-        "compression": ["compression_baselines"],
-        "device": ["device_batches", "local_rows"],
-        "loader": ["Data", "open_data"],
-        "load_tokenizer": ["load_tokenizer"],
-        "tokenizer": ["Tokenizer"],
-        "shards": ["TokenStream", "open_split"],
-        "build": ["prepare_tokens"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

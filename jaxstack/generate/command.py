@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("max_tokens", "samples"):
             if getattr(args, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(args, name)}.")
-        sampled = importlib.import_module("jaxstack.sampled_run")
-        sampled.stream_samples(args)
+        opened = importlib.import_module("jaxstack.opened_run")
+        opened.stream_samples(args)
 
     return run_command("jaxstack generate", body)
 

@@ -33,40 +33,40 @@ class ModelConfig(Component):
 
     preset: str | None = None
     """Name of a shipped shape whose values the other keys override; see `jaxstack/models/presets/`."""
-    vocab_size: int | None = Field(None, ge=2)
+    vocab_size: int | None = Field(default=None, ge=2)
     """Rows of the embedding; left out: the tokenizer's vocabulary, padded to a multiple of 64."""
-    hidden_size: int = Field(256, ge=1)
-    num_layers: int = Field(4, ge=1)
-    num_heads: int = Field(4, ge=1)
-    num_kv_heads: int | None = Field(None, ge=1)
+    hidden_size: int = Field(default=256, ge=1)
+    num_layers: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1)
     """Key/value heads (grouped-query attention); left out: num_heads."""
-    head_dim: int | None = Field(None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
     """Left out: hidden_size / num_heads."""
-    intermediate_size: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(default=None, ge=1)
     """Left out: 4 x hidden_size for a plain MLP, 8/3 of it rounded up to a multiple of 64 for a gated one."""
-    max_position_embeddings: int | None = Field(None, ge=1)
+    max_position_embeddings: int | None = Field(default=None, ge=1)
     """Longest sequence; needed for learned positions, otherwise only a bound that is checked."""
 
     norm: Literal["rms_norm", "rms_norm_unit_offset", "layer_norm"] = "rms_norm"
-    norm_eps: float = Field(1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
     post_norms: bool = False
     """Also normalise what each sublayer returns, before it joins the residual (Gemma 2)."""
     qk_norm: bool = False
     """RMS-normalise every query and key head (Qwen 3)."""
 
     positions: Literal["rope", "learned", "none"] = "rope"
-    rope_theta: float = Field(10000.0, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
 
     layer_types: tuple[LayerType, ...] = ("full_attention",)
     """Attention kind of each layer, repeated over the depth."""
-    sliding_window: int | None = Field(None, ge=1)
+    sliding_window: int | None = Field(default=None, ge=1)
     """Keys that a query of a sliding_attention layer sees, itself included."""
     qkv_bias: bool = False
     output_bias: bool = False
     """Bias of the attention's output projection."""
-    attn_logit_softcapping: float | None = Field(None, gt=0)
-    query_pre_attn_scalar: float | None = Field(None, gt=0)
+    attn_logit_softcapping: float | None = Field(default=None, gt=0)
+    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
     """Attention scores are divided by its square root; left out: head_dim."""
 
     mlp: Literal["gated", "plain"] = "gated"
@@ -76,13 +76,13 @@ class ModelConfig(Component):
     tie_word_embeddings: bool = False
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
-    final_logit_softcapping: float | None = Field(None, gt=0)
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
 
     initialization: Literal["normal", "depth_scaled", "fan_in"] = "depth_scaled"
     """`normal`: std initializer_range everywhere; `depth_scaled`: the same, residual projections by 1/sqrt(2 layers)
     (GPT-2); `fan_in`: std 1/sqrt(inputs), residual projections depth-scaled too."""
-    initializer_range: float = Field(0.02, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    initializer_range: float = Field(default=0.02, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     """On embeddings and on what each sublayer adds to the residual."""
 
     attention_implementation: str | None = None

@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jaxstack.models.initialization import Initializer
-from jaxstack.parallel import current_rules, gather_weight
+from jaxstack.parallel import gather_weight, with_local_batch
 
 
 class Embedding(nnx.Module):
@@ -23,26 +22,20 @@ class Embedding(nnx.Module):
         return gather_weight(self.table[...], self.axes, dtype)
 
 
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """table [V, D], tokens int32 [...] -> [..., D].
+    def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
+        """Rows of int32 ids [B, ...] -> [B, ..., D] in the compute dtype.
 
-    With the vocabulary on the tensor axis each device looks up the rows that it holds and one sum joins them
-    (Megatron-LM, Shoeybi et al. 2019): left to itself XLA moves the table or the activations by all-to-alls.
-    """
-    rules = current_rules()
-    axis = "tensor"
-    if rules is None or rules.mesh.shape[axis] == 1 or table.shape[0] % rules.mesh.shape[axis]:
-        return table[tokens]
+        With the rows on the tensor axis each device looks up those that it holds, and one sum joins them (Megatron-LM,
+        Shoeybi et al. 2019).
+        """
+        rows = self.table.shape[0]
 
-    def local(part: jax.Array, tokens: jax.Array) -> jax.Array:
-        rows = part.shape[0]
-        index = tokens - jax.lax.axis_index(axis) * rows
-        held = (index >= 0) & (index < rows)
-        found = jnp.where(held[..., None], part[jnp.clip(index, 0, rows - 1)], 0)
-        return jax.lax.psum(found, axis)
+        def local(part: jax.Array, ids: jax.Array) -> jax.Array:
+            if part.shape[0] == rows:
+                return part[ids]
+            index = ids - jax.lax.axis_index("tensor") * part.shape[0]
+            held = (index >= 0) & (index < part.shape[0])
+            found = jnp.where(held[..., None], part[jnp.clip(index, 0, part.shape[0] - 1)], 0)
+            return jax.lax.psum(found, "tensor")
 
-    mesh = None if rules.manual else rules.mesh
-    spec = PartitionSpec
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(spec(axis), spec()), out_specs=spec(), axis_names={axis}, check_vma=True
-    )(table, tokens)
+        return with_local_batch(local, self.table[...], self.axes, dtype, ids, tensor=True)

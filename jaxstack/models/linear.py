@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.models.initialization import Initializer
+from jaxstack.parallel.rules import is_sharded
 
 
 class Linear(nnx.Module):
@@ -37,8 +38,14 @@ class Linear(nnx.Module):
         self.dot_general = dot_general
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        first = x.ndim - self.contracted
-        dims = (tuple(range(first, x.ndim)), tuple(range(self.contracted)))
         kernel = self.kernel[...].astype(x.dtype)
-        y = self.dot_general(x, kernel, (dims, ((), ())))
+        rows, outputs = x.shape[: x.ndim - self.contracted], kernel.shape[self.contracted :]
+        contracted = self.contracted
+        if not is_sharded():
+            # One plain matmul: of a batched one XLA's CPU backend transposes the activations for the weight gradient.
+            # Sharded dims must stay apart.
+            width = math.prod(kernel.shape[:contracted])
+            x, kernel, contracted = x.reshape(-1, width), kernel.reshape(width, -1), 1
+        dims = (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted)))
+        y = self.dot_general(x, kernel, (dims, ((), ()))).reshape(*rows, *outputs)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)

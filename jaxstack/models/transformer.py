@@ -9,12 +9,14 @@ from flax import nnx
 from jaxstack.models.attention import CacheSlots, Context, LayerCache
 from jaxstack.models.block import drop
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.embedding import Embedding, lookup
+from jaxstack.models.embedding import Embedding
 from jaxstack.models.initialization import embedding_initializer, make_initializer
 from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, Stack
 from jaxstack.parallel import gather_weight, shard
+
+HEAD_AXES = ("embed", "vocab")
 
 
 class Cache(nnx.Pytree):
@@ -49,7 +51,7 @@ class Transformer(nnx.Module):
         self.decoder = Stack(config, rngs)
         self.final_norm = NORMS[config.norm](d, config.norm_eps)
         head = None if config.tie_word_embeddings else make_initializer(config)(rngs.params(), (d, vocab), d)
-        self.head = None if head is None else nnx.Param(head, logical_axes=("embed", "vocab"))
+        self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
         self.config, self.dtype = config, dtype
 
     def __call__(
@@ -123,10 +125,12 @@ class Transformer(nnx.Module):
         return jnp.tanh(logits / cap) * cap if cap else logits
 
     def output_weight(self) -> jax.Array:
-        """The head's matrix [D, V] in the compute dtype (the embedding's transpose where tied)."""
-        if self.head is None:
-            return self.embedding.weight(self.dtype).T
-        return gather_weight(self.head[...], ("embed", "vocab"), self.dtype)
+        """The head's matrix [D, V] in the compute dtype, whole over `fsdp`."""
+        return gather_weight(self.stored_output_weight(), HEAD_AXES, self.dtype)
+
+    def stored_output_weight(self) -> jax.Array:
+        """The head's float32 matrix [D, V] as it is stored (the embedding's transpose where tied)."""
+        return self.embedding.table[...].T if self.head is None else self.head[...]
 
     def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         config = self.config
@@ -140,11 +144,11 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, Caches]:
         config = self.config
         with jax.named_scope("embedding"):
-            x = lookup(self.embedding.weight(self.dtype), tokens)
+            x = self.embedding(tokens, self.dtype)
             if config.scale_embeddings:
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
             if self.position_embedding is not None:
-                x = x + self.position_embedding.weight(self.dtype)[jnp.maximum(context.positions, 0)]
+                x = x + self.position_embedding(jnp.maximum(context.positions, 0), self.dtype)
             keys = jax.random.split(key) if key is not None else (None, None)
             x = shard(drop(x, config.dropout, keys[0]), "batch", "residual_length", "act_embed")
         with jax.named_scope("layers"):

@@ -13,9 +13,9 @@ class GroupRule(Component):
     """Parameters whose path the regular expression is found in; the first rule that matches a parameter holds."""
 
     path: str
-    learning_rate_scale: float = Field(1.0, ge=0)
+    learning_rate_scale: float = Field(default=1.0, ge=0)
     """Times the scheduled learning rate."""
-    weight_decay: float | None = Field(None, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
     """Instead of the optimizer's; left out: that one, which spares vectors."""
     frozen: bool = False
     """Never updated, and without optimizer state."""
@@ -36,11 +36,11 @@ class Optimizer(Component):
     The chain around the core is the same for all: clip by global norm, core, decoupled weight decay, learning rate.
     """
 
-    learning_rate: float = Field(3e-4, gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0)
     """Peak of the schedule."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled (Loshchilov & Hutter 2019); on matrices only, unless a group says otherwise."""
-    clip_norm: float | None = Field(1.0, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
     """Gradients with a larger global norm are scaled down to it; null: never."""
     groups: tuple[GroupRule, ...] = ()
 

@@ -57,7 +57,7 @@ def is_matrix(path: str, leaf: Any) -> bool:
 def _per_parameter(apply: Callable[[Any, Any, float], Any], constants: Any) -> optax.GradientTransformation:
     """`apply(update, parameter, constant)`, where each parameter has a constant of its own."""
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
 
         def one(u: Any, p: Any, c: float) -> Any:

@@ -20,7 +20,7 @@ Multiplier = Callable[[jax.typing.ArrayLike], jax.Array]
 class Schedule(Component):
     """A schedule over a run of a known number of steps."""
 
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
 
     @abstractmethod
     def decay(self, steps: int) -> optax.Schedule:
@@ -52,7 +52,7 @@ class Linear(Schedule):
     """A straight line from the peak to final_fraction of it."""
 
     name: Literal["linear"] = "linear"
-    final_fraction: float = Field(0.0, ge=0)
+    final_fraction: float = Field(default=0.0, ge=0)
 
     def decay(self, steps: int) -> optax.Schedule:
         return optax.linear_schedule(1.0, self.final_fraction, steps)
@@ -62,7 +62,7 @@ class Cosine(Schedule):
     """Half a cosine from the peak to final_fraction of it (Loshchilov & Hutter 2017)."""
 
     name: Literal["cosine"] = "cosine"
-    final_fraction: float = Field(0.1, ge=0)
+    final_fraction: float = Field(default=0.1, ge=0)
 
     def decay(self, steps: int) -> optax.Schedule:
         return optax.cosine_decay_schedule(1.0, steps, alpha=self.final_fraction)
@@ -72,8 +72,8 @@ class WarmupStableDecay(Schedule):
     """WSD (Hu et al. 2024): the peak, then a fall over the last decay_fraction of the run."""
 
     name: Literal["wsd"] = "wsd"
-    decay_fraction: float = Field(0.2, gt=0, le=1)
-    final_fraction: float = Field(0.0, ge=0)
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    final_fraction: float = Field(default=0.0, ge=0)
     shape: Literal["linear", "sqrt"] = "linear"
     """`sqrt`: 1 - sqrt(progress), which Haegele et al. 2024 found better."""
 
@@ -92,9 +92,9 @@ class OneCycle(Schedule):
     """One cycle (Smith & Topin 2018): a cosine up over rise_fraction of the run, a cosine down to almost nothing."""
 
     name: Literal["one_cycle"] = "one_cycle"
-    rise_fraction: float = Field(0.3, gt=0, lt=1)
-    initial_divisor: float = Field(25.0, ge=1)
-    final_divisor: float = Field(1e4, ge=1)
+    rise_fraction: float = Field(default=0.3, gt=0, lt=1)
+    initial_divisor: float = Field(default=25.0, ge=1)
+    final_divisor: float = Field(default=1e4, ge=1)
     """The last learning rate is the first one divided by this."""
 
     def decay(self, steps: int) -> optax.Schedule:
@@ -107,7 +107,7 @@ class InverseSqrt(Schedule):
     """Peak x sqrt(timescale / (timescale + step)) (Vaswani et al. 2017)."""
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
-    timescale: int | None = Field(None, ge=1)
+    timescale: int | None = Field(default=None, ge=1)
     """Left out: warmup_steps, or 1 without a warm-up."""
 
     def decay(self, steps: int) -> optax.Schedule:

@@ -1,6 +1,7 @@
 """How many ways each axis of the mesh splits the work, and the checks that need no device."""
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -31,7 +32,7 @@ class ParallelConfig(Component):
     zero: Literal[0, 1, 2] = 0
     microbatches: int | None = None
     pipeline_schedule: str | None = None
-    simulate_devices: int | None = Field(None, ge=1, le=1024)
+    simulate_devices: int | None = Field(default=None, ge=1, le=1024)
     """Run on this many simulated CPU devices."""
 
     @model_validator(mode="after")
@@ -92,7 +93,7 @@ class ParallelConfig(Component):
         )
 
 
-def _show(values: dict[str, object]) -> str:
+def _show(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items())
 
 

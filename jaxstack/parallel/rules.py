@@ -6,6 +6,7 @@ names them in `shard(x, "batch", "length", "act_mlp")`. Both mean nothing until 
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -131,6 +132,12 @@ def current_rules() -> AxisRules | None:
     return _current.get()
 
 
+def is_sharded() -> bool:
+    """Whether the current rules spread arrays over more than one device."""
+    rules = _current.get()
+    return rules is not None and math.prod(rules.mesh.shape.values()) > 1
+
+
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains an activation to the layout of its logical axes; does nothing outside of `logical_axis_rules`.
 
@@ -140,18 +147,18 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
     rules = _current.get()
     if len(names) != x.ndim:
         raise ValueError(f"shard() got {len(names)} axis names {names} for an array of rank {x.ndim}.")
-    if rules is None or math.prod(rules.mesh.shape.values()) == 1:
+    if rules is None or not is_sharded():
         return x
     return jax.lax.with_sharding_constraint(x, _placed(rules, rules.spec(names, x.shape)))
 
 
-def _placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
+def _placed(rules: AxisRules, spec: PartitionSpec) -> "Placement":
     # Inside a shard_map the ambient abstract mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
     return spec if rules.manual else NamedSharding(rules.mesh, spec)
 
 
 def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """A stored parameter as the computation wants it: cast, and whole over `fsdp`.
+    """A stored parameter as the computation wants it: cast, and whole over `fsdp`; its gradient lies as it is stored.
 
     The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or moves
     activations instead of weights when the use is inside a layer scan.
@@ -165,8 +172,27 @@ def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike
     whole = PartitionSpec(*(_without(part, "fsdp") for part in stored))
     if stored == whole:
         return x
-    x = jax.lax.with_sharding_constraint(x, _placed(rules, stored))
-    return jax.lax.with_sharding_constraint(x, _placed(rules, whole))
+    return _gather(x, _placed(rules, stored), _placed(rules, whole))
+
+
+Placement = NamedSharding | PartitionSpec
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, stored: Placement, whole: Placement) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
+
+
+def _gather_forward(x: jax.Array, stored: Placement, whole: Placement) -> tuple[jax.Array, None]:
+    return _gather(x, stored, whole), None
+
+
+def _gather_backward(stored: Placement, whole: Placement, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    # The transposed constraint would ask for the whole gradient first: an all-reduce where a reduce-scatter does.
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _without(part: str | tuple[str, ...] | None, axis: str) -> str | tuple[str, ...] | None:

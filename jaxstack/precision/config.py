@@ -10,7 +10,7 @@ from jaxstack.config import Component
 class PrecisionConfig(Component):
     """Compute dtype and low-precision recipe."""
 
-    compute: Literal["bfloat16", "float32"] | None = Field(None)
+    compute: Literal["bfloat16", "float32"] | None = Field(default=None)
     """Dtype of activations and of the weights' working copies; left out: bfloat16 on a GPU, float32 on a CPU."""
     fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
 

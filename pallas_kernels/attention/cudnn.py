@@ -24,10 +24,7 @@ def refuses(request: Request) -> str | None:
         return f"needs compute capability 8.0, lowered for {request.target}"
     largest = 256 if capability >= (9, 0) else 128
     if request.head_dim % 8 or request.head_dim > largest:
-        return (
-            f"the head dim must be a multiple of 8 and at most {largest} on {request.target}, "
-            f"got {request.head_dim}"
-        )
+        return f"the head dim must be a multiple of 8 and at most {largest} on {request.target}, got {request.head_dim}"
     return _refuses_options(request) or _refuses_installation(request)
 
 

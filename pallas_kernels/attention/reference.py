@@ -39,7 +39,5 @@ def _visible(request: Request) -> jax.Array:
     visible = request.options.mask.visible(positions, jnp.arange(key_length))
     visible = jnp.ones((1, 1, length, key_length), bool) if visible is None else visible[None, None]
     if request.segments is not None:
-        visible = visible & (
-            request.segments.query[:, None, :, None] == request.segments.key[:, None, None, :]
-        )
+        visible = visible & (request.segments.query[:, None, :, None] == request.segments.key[:, None, None, :])
     return visible

@@ -158,9 +158,7 @@ def _static_number(name: str, value: float) -> float:
 def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(
-            f"q must be [B, T, N, H] and k, v [B, S, K, H]; {shapes}; add the missing dims of size 1"
-        )
+        raise ValueError(f"q must be [B, T, N, H] and k, v [B, S, K, H]; {shapes}; add the missing dims of size 1")
     if k.shape != v.shape:
         raise ValueError(f"k and v must have the same shape; {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
@@ -173,13 +171,9 @@ def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             f"({k.shape[2]}); {shapes}"
         )
     if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}; cast them first"
-        )
+        raise ValueError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype}, {v.dtype}; cast them first")
     if q.dtype.name not in FLOAT_DTYPES:
-        raise ValueError(
-            f"q, k and v must be one of {', '.join(FLOAT_DTYPES)}; got {q.dtype}; cast them first"
-        )
+        raise ValueError(f"q, k and v must be one of {', '.join(FLOAT_DTYPES)}; got {q.dtype}; cast them first")
 
 
 def _check_segments(

@@ -103,9 +103,7 @@ def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
     return out, lse
 
 
-def merge(
-    first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Attention over the union of two disjoint sets of keys, from (out [B, T, N, H], lse [B, N, T]) of each.
 
     Differentiable in all four arrays. Rows that saw no key in either set give 0 and -inf.

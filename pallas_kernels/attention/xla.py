@@ -70,9 +70,7 @@ def _attend(
     dtype = pieces.accumulator_dtype(q.dtype)
     grouped = pieces.group_heads(q, k.shape[2])
     rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
-    start = SoftmaxState(
-        jnp.zeros(grouped.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype)
-    )
+    start = SoftmaxState(jnp.zeros(grouped.shape, dtype), jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype))
 
     def visit(state: SoftmaxState, pair: jax.Array, masked: bool) -> SoftmaxState:
         tile = _Tile(options, tiling, pair, masked)

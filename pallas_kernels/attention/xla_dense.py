@@ -37,8 +37,7 @@ def yields(request: Request) -> str | None:
     """Long sequences belong to the chunked backend, whose memory is linear."""
     if max(request.query_length, request.key_length) > LONGEST:
         return (
-            f"holds the score matrix: for lengths up to {LONGEST}, "
-            f"got T {request.query_length}, S {request.key_length}"
+            f"holds the score matrix: for lengths up to {LONGEST}, got T {request.query_length}, S {request.key_length}"
         )
     return None
 
@@ -73,9 +72,7 @@ def _blocks(options: Options, length: int, key_length: int) -> list[_Block]:
     return blocks
 
 
-def _masked_scores(
-    options: Options, block: _Block, q: jax.Array, k: jax.Array, segments: Segments | None
-) -> jax.Array:
+def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, segments: Segments | None) -> jax.Array:
     """Scores [B, K, G, rows, keys] of one block, -inf where a key is not visible."""
     offset = k.shape[1] - q.shape[1]
     rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
@@ -139,9 +136,7 @@ def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotan
             weights = jnp.exp(scores - lse[..., rows, None])
         else:
             scores, weights = None, kept[index]
-        d_weights = jnp.einsum(
-            "btkgh,bskh->bkgts", d_grouped[:, rows], v[:, keys], preferred_element_type=dtype
-        )
+        d_weights = jnp.einsum("btkgh,bskh->bkgts", d_grouped[:, rows], v[:, keys], preferred_element_type=dtype)
         gradient = pieces.score_gradient(weights, d_weights, delta[..., rows], scores, options)
         d_q.append(pieces.weigh(gradient, k[:, keys]).astype(q.dtype))
         beside = ((0, 0), (block.first_key, k.shape[1] - block.last_key), (0, 0), (0, 0))

@@ -77,9 +77,7 @@ def make_request(
         raise ValueError(f"labels must be integers, got {labels.dtype}")
     for name, dtype in (("hidden", hidden.dtype), ("weight", weight.dtype)):
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
-            raise ValueError(
-                f"{name} must be bfloat16, float16, float32 or float64, got {dtype}; cast it first"
-            )
+            raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {dtype}; cast it first")
     for name, value in (("z_loss", z_loss), ("soft_cap", soft_cap)):
         if isinstance(value, jax.Array):
             raise ValueError(f"{name} must be a Python number, known while tracing; got {value}")

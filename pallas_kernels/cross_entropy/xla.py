@@ -61,20 +61,17 @@ def _unchunk(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-def _loss(
-    options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array
-) -> jax.Array:
+def _loss(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     return _forward_rule(options, chunks, hidden, weight, labels)[0]
 
 
-def _forward_rule(
-    options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array
-) -> tuple:
+def _forward_rule(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
     matrix = weight.astype(hidden.dtype)
 
     def visit(carry: None, index: jax.Array) -> tuple:
         logits = capped_logits(_chunk(hidden, chunks, index), matrix, options)
-        return carry, loss_of_logits(logits, _chunk(labels, chunks, index), options)
+        loss, lse, *_ = loss_of_logits(logits, _chunk(labels, chunks, index), options)
+        return carry, (loss, lse)
 
     _, (loss, lse) = jax.lax.scan(visit, None, jnp.arange(chunks))
     return _unchunk(loss), (hidden, weight, labels, lse)
@@ -88,13 +85,12 @@ def _backward_rule(options: Options, chunks: int, residuals: tuple, d_loss: jax.
         index, lse = step
         rows = _chunk(hidden, chunks, index)
         logits = capped_logits(rows, matrix, options)
+        exponentials, total = jnp.exp(logits - lse[..., None]), jnp.ones_like(lse)
         gradient = logits_gradient(
-            logits, lse, _chunk(labels, chunks, index), _chunk(d_loss, chunks, index), options
+            exponentials, total, logits, lse, _chunk(labels, chunks, index), _chunk(d_loss, chunks, index), options
         ).astype(hidden.dtype)
         d_rows = jnp.einsum("btv,dv->btd", gradient, matrix).astype(hidden.dtype)
-        return d_weight + jnp.einsum(
-            "btd,btv->dv", rows, gradient, preferred_element_type=d_weight.dtype
-        ), d_rows
+        return d_weight + jnp.einsum("btd,btv->dv", rows, gradient, preferred_element_type=d_weight.dtype), d_rows
 
     start = jnp.zeros(weight.shape, lse.dtype)
     d_weight, d_hidden = jax.lax.scan(visit, start, (jnp.arange(chunks), lse))

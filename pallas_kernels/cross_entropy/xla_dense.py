@@ -1,4 +1,4 @@
-"""The head and loss with all logits held at once: the fastest where they are small, no recomputation."""
+"""The head and loss with the whole softmax held: the fastest where it is small, no recomputation."""
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ def refuses(request: Request) -> str | None:
 def yields(request: Request) -> str | None:
     """Large logits belong to the chunked backend."""
     if request.logit_bytes > LARGEST_LOGITS:
-        return (
-            f"holds the logits: up to {LARGEST_LOGITS >> 20} MiB, here {request.logit_bytes / 2**20:.0f} MiB"
-        )
+        return f"holds the logits: up to {LARGEST_LOGITS >> 20} MiB, here {request.logit_bytes / 2**20:.0f} MiB"
     return None
 
 
@@ -35,15 +33,17 @@ def _loss(options: Options, hidden: jax.Array, weight: jax.Array, labels: jax.Ar
 
 def _forward_rule(options: Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
     logits = capped_logits(hidden, weight.astype(hidden.dtype), options)
-    loss, lse = loss_of_logits(logits, labels, options)
-    return loss, (hidden, weight, labels, logits, lse)
+    loss, lse, exponentials, total = loss_of_logits(logits, labels, options)
+    # Keeping the exponentials rather than the logits spares the backward an exponential of every logit.
+    kept_logits = None if options.soft_cap is None else logits
+    return loss, (hidden, weight, labels, exponentials, total, kept_logits, lse)
 
 
 def _backward_rule(options: Options, residuals: tuple, d_loss: jax.Array) -> tuple:
-    hidden, weight, labels, logits, lse = residuals
-    gradient = logits_gradient(logits, lse, labels, d_loss, options).astype(hidden.dtype)
+    hidden, weight, labels, exponentials, total, logits, lse = residuals
+    gradient = logits_gradient(exponentials, total, logits, lse, labels, d_loss, options).astype(hidden.dtype)
     d_hidden = jnp.einsum("...v,dv->...d", gradient, weight.astype(hidden.dtype)).astype(hidden.dtype)
-    d_weight = jnp.einsum("...d,...v->dv", hidden, gradient, preferred_element_type=logits.dtype)
+    d_weight = jnp.einsum("...d,...v->dv", hidden, gradient, preferred_element_type=lse.dtype)
     return d_hidden, d_weight.astype(weight.dtype), None
 
 

@@ -32,9 +32,7 @@ def rms_norm(
         ValueError: the shapes do not fit.
     """
     if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"weight must have shape {list(x.shape[-1:])}, the last dim of x; got {list(weight.shape)}"
-        )
+        raise ValueError(f"weight must have shape {list(x.shape[-1:])}, the last dim of x; got {list(weight.shape)}")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {list(x.shape)}; got {list(residual.shape)}")
     if residual is None:

@@ -23,11 +23,7 @@ def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             f"got x {list(x.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}"
         )
     half = cos.shape[-1]
-    if (
-        2 * half > x.shape[-1]
-        or cos.shape[-2] != x.shape[1]
-        or (cos.ndim == 3 and cos.shape[0] not in (1, len(x)))
-    ):
+    if 2 * half > x.shape[-1] or cos.shape[-2] != x.shape[1] or (cos.ndim == 3 and cos.shape[0] not in (1, len(x))):
         raise ValueError(
             f"cos and sin must have the length T of x and at most H / 2 angles; got x {list(x.shape)}, "
             f"cos {list(cos.shape)}"

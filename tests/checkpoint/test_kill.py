@@ -34,15 +34,17 @@ while True:
 """
 
 
-def run_and_kill(directory, after_seconds: float) -> int:
-    """Starts the process, kills it, and returns the last step that it had seen committed."""
+def run_and_kill(directory, chance: random.Random, after_a_commit: bool) -> int:
+    """Starts the process, kills it at a random time, and returns the last step that it had seen committed."""
     process = subprocess.Popen(
         [sys.executable, "-c", SAVE_ALL_THE_TIME, str(directory)],
         stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True,
         env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    time.sleep(after_seconds)
+    while after_a_commit and process.stdout.readline() == "0\n":
+        pass
+    time.sleep(chance.uniform(0, 0.5))
     os.killpg(process.pid, signal.SIGKILL)
     seen = [int(line) for line in process.stdout.read().split("\n")[:-1]]
     process.wait()
@@ -66,8 +68,8 @@ def check_all_whole(open_manager, seen: int) -> int:
 def test_killed_at_random_times(open_manager, warnings, tmp_path):
     chance = random.Random()
     steps = [0]
-    for _ in range(int(os.environ.get("JAXSTACK_TEST_KILLS", "3"))):
-        seen = run_and_kill(tmp_path / "checkpoints", chance.uniform(0.1, 0.8))
+    for kill in range(int(os.environ.get("JAXSTACK_TEST_KILLS", "3"))):
+        seen = run_and_kill(tmp_path / "checkpoints", chance, after_a_commit=kill % 2 == 0)
         steps.append(check_all_whole(open_manager, max(seen, steps[-1])))
     assert steps == sorted(steps) and steps[-1] > 0
     assert not any("damaged" in line for line in warnings)

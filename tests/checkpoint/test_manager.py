@@ -124,6 +124,21 @@ def test_close_raises_when_the_last_save_failed(tmp_path, monkeypatch):
     assert len(told) == 1
 
 
+def test_a_process_that_ends_without_close_says_what_it_lost(open_manager, tmp_path, run_python):
+    result = run_python(
+        "import sys, jax.numpy as jnp\n"
+        "from jaxstack.checkpoint import CheckpointManager\n"
+        "manager = CheckpointManager(sys.argv[1])\n"
+        "manager.save(1, {'x': 1}, wait=True)\n"
+        "manager.save(2, {'x': [jnp.ones((2000, 2000))] * 9})\n"
+        "raise SystemExit(3)\n",
+        tmp_path / "checkpoints",
+    )
+    assert result.returncode == 3 and "Traceback" not in result.stderr
+    assert "without CheckpointManager.close()" in result.stderr
+    assert open_manager().latest_step() == 1
+
+
 @pytest.mark.parametrize("step", [-1, 1.0, "1", True])
 def test_a_wrong_step_is_refused(open_manager, step):
     with pytest.raises(JaxstackError, match="step"):

@@ -12,14 +12,14 @@ class Adafactor(Optimizer):
     """Second moments factored into rows and columns (Shazeer & Stern 2018). State: O(rows + columns) a matrix."""
 
     name: Literal["adafactor"] = "adafactor"
-    learning_rate: float = Field(1e-2, gt=0)
-    decay_rate: float = Field(0.8, gt=0, lt=1)
+    learning_rate: float = Field(default=1e-2, gt=0)
+    decay_rate: float = Field(default=0.8, gt=0, lt=1)
     """Exponent of the second moment's decay, 1 - step^-decay_rate."""
-    clipping_threshold: float | None = Field(1.0, gt=0)
+    clipping_threshold: float | None = Field(default=1.0, gt=0)
     """Bound of an update's root mean square, a parameter."""
     multiply_by_parameter_scale: bool = True
     """Make learning rates relative to the parameter's root mean square."""
-    min_dim_size_to_factor: int = Field(128, ge=1)
+    min_dim_size_to_factor: int = Field(default=128, ge=1)
 
     def core(self) -> optax.GradientTransformation:
         steps = [

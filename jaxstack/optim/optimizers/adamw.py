@@ -12,10 +12,10 @@ class AdamW(Optimizer):
     """Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019). State: two float32 a parameter."""
 
     name: Literal["adamw"] = "adamw"
-    weight_decay: float = Field(0.1, ge=0)
-    b1: float = Field(0.9, ge=0, lt=1)
-    b2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    b2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
 
     def core(self) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.b1, self.b2, self.eps)

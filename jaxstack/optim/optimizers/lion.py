@@ -12,10 +12,10 @@ class Lion(Optimizer):
     """Sign of an interpolated momentum (Chen et al. 2023). State: one float32 a parameter."""
 
     name: Literal["lion"] = "lion"
-    learning_rate: float = Field(1e-4, gt=0)
-    weight_decay: float = Field(1.0, ge=0)
-    b1: float = Field(0.9, ge=0, lt=1)
-    b2: float = Field(0.99, ge=0, lt=1)
+    learning_rate: float = Field(default=1e-4, gt=0)
+    weight_decay: float = Field(default=1.0, ge=0)
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    b2: float = Field(default=0.99, ge=0, lt=1)
 
     def core(self) -> optax.GradientTransformation:
         return optax.scale_by_lion(self.b1, self.b2)

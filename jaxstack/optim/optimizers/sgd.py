@@ -12,8 +12,8 @@ class SGD(Optimizer):
     """SGD with momentum, optionally Nesterov's. State: one float32 a parameter, none without momentum."""
 
     name: Literal["sgd"] = "sgd"
-    learning_rate: float = Field(0.1, gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
+    learning_rate: float = Field(default=0.1, gt=0)
+    momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = False
 
     def core(self) -> optax.GradientTransformation:

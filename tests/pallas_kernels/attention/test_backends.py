@@ -13,13 +13,10 @@ BACKENDS = ("xla_dense", "xla")
 
 CASES = {
     "causal": Case(),
-    "full": Case(causal=False),
-    "multi_head_float16": Case(kv_heads=4, dtype="float16"),
+    "full_multi_head_float16": Case(causal=False, kv_heads=4, dtype="float16"),
     "multi_query_float32": Case(kv_heads=1, dtype="float32"),
     "window": Case(window=7),
-    "window_longer_than_keys": Case(window=100),
     "window_without_causal": Case(window=5, causal=False),
-    "segments": Case(segments=4),
     "segments_window_cap": Case(segments=3, window=9, soft_cap=2.0),
     "soft_cap_and_scale": Case(soft_cap=1.5, scale=0.7, dtype="float32"),
     "fewer_queries": Case(length=17, key_length=45, window=20),
@@ -33,7 +30,7 @@ CASES = {
 def small_blocks(monkeypatch):
     """Several tiles, whole, cut and skipped, at shapes that are small enough for a test."""
     monkeypatch.setattr(xla, "_LARGEST_BLOCK", 16)
-    monkeypatch.setattr(xla, "_SMALLEST_BLOCK", 8)
+    monkeypatch.setattr(xla, "_SMALLEST_BLOCK", 16)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -47,7 +44,7 @@ def test_without_the_log_sum_exp(backend):
     check(Case(segments=2), backend, with_lse=False)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_random_shapes(data):
     kv_heads = data.draw(st.sampled_from([1, 2, 3]), "kv_heads")
@@ -76,7 +73,7 @@ def test_dense_weights_recomputed_where_memory_is_dear():
     def gradient(q):
         return jax.grad(lambda q: (flash_attention(q, q, q, implementation="xla_dense") ** 2).sum())(q)
 
-    kept = gradient(q)
+    kept = jax.jit(gradient)(q)
     with lowering_platform("cuda"):
-        recomputed = gradient(q)
+        recomputed = jax.jit(gradient)(q)
     assert jnp.abs(kept - recomputed).max() < 1e-5

@@ -31,5 +31,5 @@ def test_chunked_memory_is_linear_in_the_length():
     def layer(q, k, v):
         return flash_attention(q, k, v, implementation="xla").astype(jnp.float32).sum()
 
-    sizes = [compiled(layer, *shapes(n)).memory_analysis().temp_size_in_bytes for n in (8192, 16384)]
+    sizes = [compiled(layer, *shapes(n)).memory_analysis().temp_size_in_bytes for n in (4096, 8192)]
     assert sizes[1] < 2.1 * sizes[0]

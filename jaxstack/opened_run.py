@@ -2,6 +2,8 @@
 
 import argparse
 import codecs
+import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.data import load_tokenizer
+from jaxstack.data import Data, SourceConfig, TokenizerConfig, load_tokenizer, open_data
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.evaluation import bits_per_byte
 from jaxstack.functional import FunctionalModule
 from jaxstack.generate import Decoder, Sampling
+from jaxstack.language_run import make_trainer
 from jaxstack.models import Transformer
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import RunConfig, load_config
@@ -119,6 +123,49 @@ def stream_samples(args: argparse.Namespace) -> None:
     columns = list(zip(*(ids.tolist() for ids in stream), strict=True))
     for number, ids in enumerate(columns, 1):
         print(f"--- sample {number}\n{args.prompt}{''.join(decode_stream(iter(ids), tokenizer))}")
+
+
+def evaluate_run(args: argparse.Namespace) -> None:
+    """What `python -m jaxstack.evaluate` does."""
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be at least 1; found {args.max_tokens}.")
+    config = open_run(args.run)
+    devices = start_devices(config.parallel.simulate_devices)
+    cache_compilations()
+    trained_on = math.prod(degree for degree in config.parallel.degrees.values())
+    if trained_on != devices:  # another machine than the one it was trained on: any layout gives the same loss
+        config = config.model_copy(update={"parallel": ParallelConfig(simulate_devices=config.parallel.simulate_devices)})
+    data = _evaluation_data(config, args)
+    trainer = make_trainer(config, data, jax.devices()[: math.prod(config.parallel.degrees.values())])
+    params, rest, step = restore_parameters(args.run, trainer.module, trainer.rules, args.step)
+    values = trainer.evaluator.run(params, rest, args.max_tokens)
+    if values is None:
+        raise JaxstackError("there is no held-out text to evaluate on; give some with --data.")
+    raw = data.held_out_bytes(args.max_tokens)
+    values = {"step": step, **values, **bits_per_byte(values, len(raw)), "bytes": len(raw)}
+    if args.json:
+        print(json.dumps(values))
+        return
+    print(f"{args.run}, step {step}: {int(values['eval_items']):,} tokens, {len(raw):,} bytes")
+    for name, unit in (("eval_loss", "nats a token"), ("eval_perplexity", ""), ("eval_bits_per_byte", "")):
+        if name in values:
+            print(f"  {name.removeprefix('eval_').replace('_', ' '):<16}{values[name]:.4f} {unit}".rstrip())
+
+
+def _evaluation_data(config: RunConfig, args: argparse.Namespace) -> Data:
+    """The run's own data, or the given paths as held-out text under the run's tokenizer."""
+    section = config.data
+    if args.data:
+        tokenizer_dir = Path(args.run) / "tokenizer"
+        sources = tuple(SourceConfig(path=path, text_key=args.text_key) for path in args.data)
+        tokenizer = TokenizerConfig(name="file", path=str(tokenizer_dir))
+        section = section.model_copy(update={"held_out": sources, "sources": sources, "tokenizer": tokenizer})
+    return open_data(
+        section,
+        sequence_length=config.train.sequence_length,
+        seed=config.run.seed,
+        report=lambda text: print(text, file=sys.stderr),
+    )
 
 
 def decode_stream(ids: Iterator[int], tokenizer: Any) -> Iterator[str]:

@@ -1,0 +1,181 @@
+"""The fused head and loss against the contract, its memory, and what it communicates when it is sharded."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import linear_cross_entropy, record_choices
+from pallas_kernels.cross_entropy import xla
+from tests.pallas_kernels.compiling import run_jitted
+
+BACKENDS = ("xla_dense", "xla")
+
+
+@pytest.fixture(autouse=True)
+def several_chunks(monkeypatch):
+    monkeypatch.setattr(xla, "_CHUNK_BYTES", 700)
+
+
+def make_inputs(leading, width=8, vocabulary=33, seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, vocabulary, leading)
+    labels = np.where(rng.random(leading) < 0.2, -100, labels)
+    hidden = np.asarray(jnp.asarray(rng.normal(size=(*leading, width)), jnp.bfloat16), np.float64)
+    weight = np.asarray(jnp.asarray(rng.normal(size=(width, vocabulary)), jnp.bfloat16), np.float64)
+    return hidden, weight, labels, rng.normal(size=leading)
+
+
+def loss_and_gradients(inputs, dtype, implementation, **options):
+    hidden, weight, labels, d_loss = inputs
+
+    def total(hidden, weight):
+        loss = linear_cross_entropy(hidden, weight, labels, implementation=implementation, **options)
+        return (loss * d_loss).sum(), loss
+
+    arrays = jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype)
+    (_, loss), gradients = run_jitted(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), *arrays)
+    return [np.asarray(x, np.float64) for x in (loss, *gradients)]
+
+
+def plain(inputs, dtype, z_loss=0.0, soft_cap=None):
+    """As one writes it in the inputs' precision: logits in that precision, log-softmax in float32."""
+    hidden, weight, labels, d_loss = inputs
+
+    def total(hidden, weight):
+        logits = (hidden @ weight).astype(jnp.float32)
+        if soft_cap is not None:
+            logits = soft_cap * jnp.tanh(logits / soft_cap)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        loss = jnp.where(labels == -100, 0.0, lse - chosen + z_loss * lse**2)
+        return (loss * d_loss).sum(), loss
+
+    arrays = jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype)
+    (_, loss), gradients = run_jitted(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), *arrays)
+    return [np.asarray(x, np.float64) for x in (loss, *gradients)]
+
+
+def check(leading, dtype, implementation, **options):
+    inputs = make_inputs(leading)
+    with jax.enable_x64(True):
+        truth = loss_and_gradients(inputs, jnp.float64, "reference", **options)
+    actual, simple = (
+        loss_and_gradients(inputs, dtype, implementation, **options),
+        plain(inputs, dtype, **options),
+    )
+    for name, exact, ours, theirs in zip(("loss", "d_hidden", "d_weight"), truth, actual, simple, strict=True):
+        size = np.linalg.norm(exact) + 1e-30
+        error, allowed = np.linalg.norm(ours - exact) / size, 2 * np.linalg.norm(theirs - exact) / size
+        assert error <= max(allowed, 2 * float(jnp.finfo(dtype).eps)), (name, error, allowed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01, "soft_cap": 3.0}], ids=["plain", "z_loss_and_cap"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_error_at_most_twice_the_plain_version(options, dtype, backend):
+    check((2, 10), dtype, backend, **options)
+
+
+@settings(max_examples=3, deadline=None)
+@given(leading=st.lists(st.integers(1, 7), max_size=3).map(tuple), backend=st.sampled_from(BACKENDS))
+def test_random_leading_dims(leading, backend):
+    check(leading, "float32", backend)
+
+
+def test_chunks_do_not_hold_the_logits():
+    hidden = jax.ShapeDtypeStruct((2, 4096, 16), jnp.float32)
+    weight = jax.ShapeDtypeStruct((16, 1024), jnp.float32)
+    labels = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+
+    def temporary(backend):
+        gradient = jax.grad(lambda h, w, y: linear_cross_entropy(h, w, y, implementation=backend).sum(), argnums=(0, 1))
+        return jax.jit(gradient).lower(hidden, weight, labels).compile().memory_analysis().temp_size_in_bytes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "_CHUNK_BYTES", 2**20)
+        assert temporary("xla") < 2**22
+    assert temporary("xla_dense") > 2 * 4096 * 1024 * 4
+
+
+def test_large_logits_take_the_chunked_backend():
+    hidden = jax.ShapeDtypeStruct((8, 1024, 64), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((8, 1024), jnp.int32)
+    with record_choices() as choices:
+        for vocabulary in (256, 50304):
+            weight = jax.ShapeDtypeStruct((64, vocabulary), jnp.bfloat16)
+            jax.eval_shape(linear_cross_entropy, hidden, weight, labels)
+    assert [choice.backend for choice in choices] == ["xla_dense", "xla"]
+    assert "1572 MiB" in dict(choices[1].refused)["xla_dense"]
+
+
+def test_float32_weight_beside_bfloat16_hidden():
+    """The weight's gradient keeps the weight's precision."""
+    hidden, weight, labels, _ = make_inputs((2, 6))
+    hidden, weight = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(weight, jnp.float32)
+    for backend in BACKENDS:
+        gradient = jax.grad(lambda w, b=backend: linear_cross_entropy(hidden, w, labels, implementation=b).sum())
+        d_weight = run_jitted(gradient, weight)
+        assert d_weight.dtype == jnp.float32
+        assert (d_weight.astype(jnp.bfloat16).astype(jnp.float32) != d_weight).any()
+
+
+def test_labels_out_of_range_are_not_silent():
+    hidden, weight, labels = jnp.ones((3, 4)), jnp.ones((4, 5)), jnp.asarray([4, 5, -1])
+    for backend in (*BACKENDS, "reference"):
+        loss = linear_cross_entropy(hidden, weight, labels, implementation=backend)
+        assert np.isnan(loss).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 8), (5, 8), (2,)), "same D.*transpose the weight"),
+        (((2, 8), (8, 5), (3,)), "labels must have the shape of hidden"),
+        (((2, 8), (8,), (2,)), r"weight \[D, V\]"),
+    ],
+)
+def test_wrong_arguments_name_the_rule(shapes, message):
+    hidden, weight, labels = shapes
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(jnp.zeros(hidden), jnp.zeros(weight), jnp.zeros(labels, jnp.int32))
+    with pytest.raises(ValueError, match="labels must be integers"):
+        linear_cross_entropy(jnp.zeros((2, 8)), jnp.zeros((8, 5)), jnp.zeros(2))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sequence_axis", [None, "context"])
+def test_sharded_over_batch_and_vocabulary_moves_no_logits_and_no_batch(backend, sequence_axis, monkeypatch):
+    """Batch over data, sequence over context, vocabulary over tensor: only numbers a token and gradients move."""
+    batch, length, width, vocabulary = 8, 64, 32, 1024
+    monkeypatch.setattr(xla, "_CHUNK_BYTES", 4 * batch * length * vocabulary // 4 // 8)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    def place(spec, shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    hidden = place(P("data", sequence_axis), (batch, length, width))
+    weight = place(P(None, "tensor"), (width, vocabulary))
+    labels = place(P("data", sequence_axis), (batch, length), jnp.int32)
+    gradient = jax.value_and_grad(
+        lambda h, w, y: linear_cross_entropy(h, w, y, implementation=backend).sum(), argnums=(0, 1)
+    )
+    with jax.set_mesh(mesh):
+        text = jax.jit(gradient).lower(hidden, weight, labels).compile().as_text()
+    assert backend == "xla_dense" or "while" in text
+    # A device's own part of the hidden states' gradient is summed over the vocabulary's shards, and the weight's
+    # gradient over the batch's; everything else is a number a token.
+    per_device = batch // 2 * length // (2 if sequence_axis else 1) * width
+    largest = max(per_device, width * vocabulary // 2)
+    assert "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text
+    reduced = re.findall(r"= \(?((?:f32|s32)\[[^)]*?) all-reduce", text)
+    assert reduced
+    for result in reduced:
+        for dims in re.findall(r"\[([\d,]*)\]", result):
+            assert np.prod([int(d) for d in dims.split(",") if d]) <= largest, result

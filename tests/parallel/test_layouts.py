@@ -1,0 +1,130 @@
+"""Every layout trains as one device does: the same losses, the same parameters."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack.state import TrainState
+from tests.small_runs import make_trainer, run_steps, small_config
+
+STEPS = 10
+ROWS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Compilation is nearly all of the time here, and XLA's optimisations are not what is tested."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def initial_state(*overrides: str) -> TrainState:
+    """Of one device, as host arrays; the key has to be copied, as a step takes its buffer."""
+    return jax.device_get(make_trainer(small_config(*overrides)).state)
+
+
+def train(*overrides: str, shape: tuple[str, ...] = ()) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Ten losses and the parameters after them, from the same initial state in every layout."""
+    shape = (f"train.global_batch_size={ROWS}", *shape)
+    trainer = make_trainer(small_config(*shape, *overrides))
+    start = initial_state(*shape)
+    trainer.state = jax.device_put(start._replace(key=jax.random.clone(start.key)), trainer.shardings)
+    losses = run_steps(trainer, STEPS)
+    return losses, jax.device_get(trainer.state.params)
+
+
+@functools.cache
+def reference(*shape: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    return train(shape=shape)
+
+
+def assert_trains_as_one_device(*overrides: str, shape: tuple[str, ...] = ()) -> None:
+    losses, params = train(*overrides, shape=shape)
+    wanted, wanted_params = reference(*shape)
+    assert wanted[-1] < wanted[0] - 0.02, "the reference learns"
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    # Adam divides by sqrt(v): where a gradient is close to 0 its rounding shows in the update, of at most 0.01 a step.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-4, rtol=1e-3), params, wanted_params)
+
+
+def triples(devices: int) -> list[tuple[int, int, int]]:
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    return [(a, b, devices // a // b) for a in divisors for b in divisors if devices % (a * b) == 0]
+
+
+def layout(data: int, fsdp: int, tensor: int, sequence: bool = False) -> tuple[str, ...]:
+    found = (f"parallel.data={data}", f"parallel.fsdp={fsdp}", f"parallel.tensor={tensor}")
+    return (*found, "parallel.sequence=true") if sequence else found
+
+
+def every_layout_of_eight() -> list[tuple[str, ...]]:
+    """All degrees, with sequence parallelism where there is a tensor axis, and all accumulations that fit taken in turn."""
+    found = []
+    for data, fsdp, tensor in triples(8):
+        for sequence in (False, True) if tensor > 1 else (False,):
+            pieces = [p for p in (1, 2, 4) if ROWS % (data * fsdp * p) == 0]
+            accumulation = pieces[len(found) % len(pieces)]
+            found.append((*layout(data, fsdp, tensor, sequence), f"train.gradient_accumulation={accumulation}"))
+    return found
+
+
+@pytest.mark.parametrize("overrides", every_layout_of_eight(), ids=" ".join)
+def test_eight_devices_give_the_loss_curve_of_one(overrides):
+    assert_trains_as_one_device(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*layout(2, 2, 2, True), "train.gradient_accumulation=2"),
+        (*layout(4, 2, 1), "train.gradient_accumulation=2"),
+        layout(1, 2, 4),
+    ],
+    ids=" ".join,
+)
+def test_unrolled_layers_too(overrides):
+    assert_trains_as_one_device(*overrides, shape=("model.scan_layers=false",))
+
+
+ODD_SHAPE = (
+    "train.global_batch_size=12",
+    "model.num_heads=6",
+    "model.num_kv_heads=2",
+    "model.head_dim=6",
+    "model.num_layers=3",
+    "model.layer_types=[sliding_attention,full_attention]",
+    "model.sliding_window=5",
+    "model.vocab_size=61",
+    "model.tie_word_embeddings=true",
+    "model.qkv_bias=true",
+    "model.post_norms=true",
+    "model.positions=learned",
+    "model.max_position_embeddings=16",
+    "model.remat=full",
+    "train.z_loss=0.001",
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        layout(2, 1, 1),
+        (*layout(1, 3, 1), "train.gradient_accumulation=2"),
+        layout(1, 1, 3),
+        layout(1, 2, 2, True),
+        (*layout(3, 1, 2, True), "train.gradient_accumulation=2"),
+        layout(1, 3, 2),
+    ],
+    ids=" ".join,
+)
+def test_degrees_that_divide_neither_vocabulary_nor_heads(overrides):
+    """Two, three, four and six devices; 61 ids and 2 key heads that 3 does not divide; layers of two kinds and one over."""
+    assert_trains_as_one_device(*overrides, shape=ODD_SHAPE)
+
+
+def test_accumulation_on_one_device():
+    assert_trains_as_one_device("train.gradient_accumulation=4")
