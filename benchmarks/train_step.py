@@ -26,7 +26,8 @@ WORKS = {
 }  # fmt: skip
 VARIANTS = {
     "unrolled": ["model.scan_layers=false"],
-    "scanned": ["model.scan_layers=true", "model.remat=save_attention"],
+    "scanned": ["model.scan_layers=true"],
+    "scanned, save_attention": ["model.scan_layers=true", "model.remat=save_attention"],
 }
 """Ways to run the same work; the fastest that fits is the one reported."""
 
@@ -149,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", help=f"of: {', '.join(WORKS)}")
     parser.add_argument("--rounds", type=int, default=1, help="how often each implementation takes its turn")
-    parser.add_argument("--variants", default="unrolled,scanned", help=f"of: {', '.join(VARIANTS)}")
+    parser.add_argument("--variants", nargs="+", default=["unrolled", "scanned"], choices=VARIANTS, help="ways to run")
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for every run of ours")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
     parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
@@ -163,7 +164,7 @@ def main() -> None:
     rows = []
     for work in args.works or list(WORKS):
         for _ in range(args.rounds):
-            for variant in args.variants.split(","):
+            for variant in args.variants:
                 row = run_worker("jaxstack", work, [*VARIANTS[variant], *args.set], args.timeout)
                 rows += [{**row, "variant": variant}] if row else []
             if importlib.util.find_spec("torch") and work.startswith("gpt2"):

@@ -13,7 +13,7 @@ COMMANDS = {
     "generate": ("jaxstack.generate.command", "sample text from a trained run"),
     "evaluate": ("jaxstack.evaluate", "loss, perplexity and bits per byte of a trained run on held-out data"),
     "prepare": ("jaxstack.prepare", "tokenize text into shards"),
-    "checkpoint": ("jaxstack.checkpoint.command", "verify, list or prune the checkpoints of a run"),
+    "checkpoint": ("jaxstack.checkpoint.__main__", "verify, list or prune the checkpoints of a run"),
     "schema": ("jaxstack.schema", "print the JSON schema of configuration files, for editors"),
 }
 """Subcommand -> (module with `main(argv) -> int`, what it does)."""

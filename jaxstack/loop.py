@@ -1,7 +1,7 @@
 """The training loop, top to bottom: steps, evaluations, saves, logs.
 
-The device never waits for the host: a step's metrics are read two steps later, and its batch was put on the device
-while an earlier step ran.
+The device never waits for the host: while the metrics of a step are awaited the next one is queued already, and its
+batch was put on the device while an earlier step ran.
 """
 
 import collections
@@ -33,8 +33,8 @@ from jaxstack.resilience import Interrupted, ResilienceConfig, StopRequest
 if TYPE_CHECKING:
     from jaxstack.trainer import Trainer
 
-_READ_BEHIND = 2
-"""Steps between a step's start and the reading of its metrics."""
+_IN_FLIGHT = 2
+"""Steps that may be on the devices at once: one runs while the next waits behind it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +152,12 @@ class Loop:
             self.meter.restart()
             for step in range(start + 1, train.steps + 1):
                 batch, waited = next(batches)
+                if len(pending) == _IN_FLIGHT:
+                    self._read(*pending.popleft())
                 with profiler.step(step):
                     metrics = self.trainer.train_step(batch)
                 profiler.finish_step(step, metrics)
                 pending.append((step, metrics, waited))
-                if len(pending) > _READ_BEHIND:
-                    self._read(*pending.popleft())
                 saving = manager is not None and manager.should_save(step, train.steps)
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
                 if saving or evaluating or stop.signum is not None or step == train.steps:

@@ -2,12 +2,4 @@
 
 import lazy_loader as lazy
 
-__getattr__, __dir__, __all__ = lazy.attach(
-    __name__,
-    submod_attrs={
-        "config": ["CheckpointConfig"],
-        "layout": ["abstract_state"],
-        "manager": ["CheckpointManager", "SaveRecord"],
-        "policy": ["should_save", "steps_to_delete"],
-    },
-)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -35,6 +35,8 @@ def _quiet_orbax() -> None:
 def _context(timeout_seconds: int) -> ocp.Context:
     context = ocp.Context()
     context.asynchronous.timeout_secs = timeout_seconds
+    # Folders made in the background leave threads that wait for them until the timeout when making one fails.
+    context.asynchronous.create_directories_asynchronously = False
     saving = context.array.saving
     # One database of a few files for any number of leaves: as fast as a folder a leaf for few of them, twice
     # as fast for hundreds. No zstd: it takes two to four times as long to save 8 % on random-looking weights.

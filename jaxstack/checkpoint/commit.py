@@ -88,6 +88,8 @@ def explain(error: BaseException, folder: str) -> str:
         return f"no space left on the disk of {folder}: free some, or lower checkpoint.keep"
     if "quota exceeded" in text.lower():
         return f"the disk quota of {folder} is used up: free some, or lower checkpoint.keep"
+    if "interpreter shutdown" in text or "after shutdown" in text:
+        return "the process ended without CheckpointManager.close()"
     if isinstance(error, TimeoutError):
         return "it took longer than checkpoint.timeout_minutes"
     return chain[0].splitlines()[0]

@@ -48,7 +48,7 @@ def _warn_of_lost_saves() -> None:
     # An interpreter on its way out starts no threads, which Orbax needs: the save cannot be finished here.
     for manager in list(_open_managers):
         if manager._thread is not None and manager._thread.is_alive():
-            manager._report("the process ended without CheckpointManager.close(): its last save is lost")
+            manager._report("the last save is lost: the process ended without CheckpointManager.close()")
 
 
 class CheckpointManager:

@@ -36,6 +36,23 @@ class Embedding(nnx.Module):
             index = ids - jax.lax.axis_index("tensor") * part.shape[0]
             held = (index >= 0) & (index < part.shape[0])
             found = jnp.where(held[..., None], part[jnp.clip(index, 0, part.shape[0] - 1)], 0)
-            return jax.lax.psum(found, "tensor")
+            return _sum_over_tensor(found)
 
         return with_local_batch(local, self.table[...], self.axes, dtype, ids, tensor=True)
+
+
+@jax.custom_vjp
+def _sum_over_tensor(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, "tensor")
+
+
+def _sum_forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return _sum_over_tensor(x), None
+
+
+def _sum_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    # The gradients that arrive are equal on all devices: their sum needs no second all-reduce.
+    return (gradient * jax.lax.axis_size("tensor"),)
+
+
+_sum_over_tensor.defvjp(_sum_forward, _sum_backward)

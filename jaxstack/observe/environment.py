@@ -87,7 +87,7 @@ def _versions() -> dict[str, str]:
 
 def git_commit(directory: str | Path = ".") -> str | None:
     """Commit of the working directory, with `-dirty` where tracked files differ; None without git."""
-    commit = _git(directory, "rev-parse", "HEAD")
+    commit = _git(directory, "rev-parse", "HEAD") or os.environ.get("GIT_COMMIT")
     if not commit:
         return None
     return commit + ("-dirty" if _git(directory, "status", "--porcelain", "--untracked-files=no") else "")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import threading
 
 import jax.numpy as jnp
 import pytest
@@ -39,6 +40,7 @@ def test_said_once_space_reclaimed_and_the_next_save_works(small_disk, capfd):
     assert len(told) == 1 and "step 2 was not saved: no space left" in told[0]
     assert os.statvfs(small_disk).f_bavail == before
     assert manager.latest_step() == 1
+    assert all(thread.daemon or thread.name.startswith("asyncio") for thread in threading.enumerate()[1:])
     captured = capfd.readouterr()
     assert "Traceback" not in captured.out + captured.err
 

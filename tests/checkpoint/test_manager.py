@@ -134,8 +134,8 @@ def test_a_process_that_ends_without_close_says_what_it_lost(open_manager, tmp_p
         "raise SystemExit(3)\n",
         tmp_path / "checkpoints",
     )
-    assert result.returncode == 3 and "Traceback" not in result.stderr
-    assert "without CheckpointManager.close()" in result.stderr
+    assert result.returncode == 3
+    assert "the process ended without CheckpointManager.close()" in result.stderr
     assert open_manager().latest_step() == 1
 
 

@@ -1,0 +1,162 @@
+"""What the Hopper kernels share: their configuration, scores in base 2, masks, and accumulators.
+
+The kernels work in powers of two: exp(x) is exp2(x * log2(e)), and the factor is folded into the scale.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.request import Options
+
+LOG2E = math.log2(math.e)
+ROWS = 64  # of one wgmma: each warpgroup owns this many rows of a score tile
+_MASKED = -1e30
+_LOWEST = -3e38
+
+
+@dataclass(frozen=True)
+class Config:
+    """Static description of one kernel.
+
+    Attributes:
+        options: mask, scale and soft cap.
+        length, key_length: T and S before padding.
+        key_block: keys of a tile.
+        query_block: queries of a tile.
+        stages: tiles that are in flight from global memory.
+        warpgroups: that compute; one more loads.
+        interpret: whether the kernel is interpreted on a CPU.
+    """
+
+    options: Options
+    length: int
+    key_length: int
+    query_block: int
+    key_block: int
+    stages: int = 2
+    warpgroups: int = 2
+    interpret: bool = False
+
+    @property
+    def factor(self) -> float:
+        """What the raw product (or the capped score) is multiplied with to be a power of two."""
+        cap = self.options.soft_cap
+        return (self.options.scale if cap is None else cap) * LOG2E
+
+    def kernel(self, body: Callable, **parameters: Any) -> Callable:
+        """`plgpu.kernel` with what is the same for all of our kernels."""
+        return plgpu.kernel(
+            body,
+            num_threads=self.warpgroups + 1,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
+            **parameters,
+        )
+
+
+def tiled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory of shape [..., rows, columns] in the tiled and swizzled form that wgmma and TMA take."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    """Float32 zeros in the layout of a wgmma accumulator."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def row_values(value: float, rows: int) -> jax.Array:
+    """One float32 for each row of a wgmma accumulator."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def along_rows(values: jax.Array, like: jax.Array) -> jax.Array:
+    """[rows] -> [rows, columns]."""
+    return lax.broadcast_in_dim(values, like.shape, [0])
+
+
+def along_columns(values: jax.Array, like: jax.Array) -> jax.Array:
+    """[columns] -> [rows, columns]."""
+    return lax.broadcast_in_dim(values, like.shape, [1])
+
+
+def multiply(shape: tuple[int, int], issue: Callable[[Any], None]) -> jax.Array:
+    """The value of a fresh accumulator after the products that `issue(accumulator)` starts."""
+
+    def scoped(accumulator: Any) -> jax.Array:
+        issue(accumulator)
+        return accumulator[...]
+
+    return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
+
+
+def add_product(config: Config, accumulator: jax.Array, left: jax.Array, right: Any) -> jax.Array:
+    """accumulator + left @ right, with `left` in registers and `right` in shared memory."""
+    if config.interpret:
+        # Interpret mode knows no left operand in registers and no accumulator with an initial value.
+        return accumulator + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(accumulator))
+
+
+def cap(config: Config, products: jax.Array) -> jax.Array:
+    """Products q.k to what `Config.factor` makes powers of two of: soft-capped to -1..1, or unchanged."""
+    if config.options.soft_cap is None:
+        return products
+    return jnp.tanh(products * (config.options.scale / config.options.soft_cap))
+
+
+def fill(config: Config) -> float:
+    """The value for masked entries that `Config.factor` takes to about -1e30, or as near as float32 allows."""
+    value = _MASKED / config.factor if config.factor else _LOWEST
+    return max(min(value, -_LOWEST), _LOWEST)
+
+
+def empty_below(config: Config) -> float:
+    """Row maxima (as powers of two) below this belong to rows without a visible key."""
+    return 0.5 * fill(config) * config.factor
+
+
+def mask_tile(
+    config: Config,
+    values: jax.Array,
+    hidden: float,
+    first_query: jax.Array,
+    first_key: jax.Array,
+    ids: tuple[jax.Array, jax.Array] | None,
+    keys_are_rows: bool = False,
+) -> jax.Array:
+    """`values` of a tile with `hidden` where a key is not visible.
+
+    Args:
+        values: [queries, keys], or [keys, queries] with `keys_are_rows`.
+        first_query, first_key: positions of the tile's corner, counted from the start of q and of k.
+        ids: segment numbers of the tile's queries and keys, broadcast to its shape; None without segments.
+    """
+    mask = config.options.mask
+    query_dim, key_dim = (1, 0) if keys_are_rows else (0, 1)
+
+    def positions(dim: int, first: jax.Array) -> jax.Array:
+        return plgpu.broadcasted_iota(jnp.int32, values.shape, dim, layout=plgpu.Layout.WGMMA) + first
+
+    queries = positions(query_dim, first_query + (config.key_length - config.length))
+    keys = positions(key_dim, first_key)
+    if config.key_length % config.key_block:
+        values = jnp.where(keys < config.key_length, values, hidden)
+    if mask.causal:
+        values = jnp.where(keys <= queries, values, hidden)
+    if mask.window is not None:
+        values = jnp.where(keys > queries - mask.window, values, hidden)
+    if ids is not None:
+        values = jnp.where(ids[0] == ids[1], values, hidden)
+    return values

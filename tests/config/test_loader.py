@@ -1,0 +1,238 @@
+"""YAML and overrides: what is read, and what one message says about what cannot be."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxstack.config import Component, build_component, dump_yaml, load_yaml, merge_overrides, merge_trees
+from jaxstack.errors import ConfigError, nearest
+from jaxstack.run_config import RunConfig, config_from_tree, load_config
+
+
+def read(tmp_path, text: str | bytes):
+    path = tmp_path / "some.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return load_yaml(path)
+
+
+def message(action, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action(*arguments)
+    assert "Traceback" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.e-3", "+1e-3", "1.0e-3", ".001", "0.1e-2"])
+def test_exponents_are_numbers(tmp_path, text):
+    assert read(tmp_path, f"optimizer: {{learning_rate: {text}}}") == {"optimizer": {"learning_rate": 0.001}}
+    assert load_config(None, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 0.001
+
+
+def test_empty_file_is_an_empty_tree(tmp_path):
+    assert read(tmp_path, "# only a comment\n") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\na: 2\n", "key 'a' stands twice"),
+        ("train:\n  steps: 1\n  steps: 2\n", "line 3"),
+        ("- 1\n- 2\n", "it holds a list"),
+        ("just text", "it holds a text"),
+        ("model:\n\tnum_layers: 2\n", "line 2"),
+        ("model: {num_layers: 2\n", "is not valid YAML"),
+        ("1: 2\n", "a key must be text"),
+        ("? [a, b]\n: 1\n", "a key must be text"),
+        (b"model: {name: \xff\xfe}", "cannot read"),
+        ("a: !!python/object/apply:os.system ['true']\n", "is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "is not valid YAML"),
+        ("a: *missing\n", "is not valid YAML"),
+        ("a: \x07\n", "is not valid YAML"),
+        ("[" * 20000, "is not valid YAML"),
+        ("a: " + "{b: " * 3000 + "1" + "}" * 3000, "is not valid YAML"),
+        ("a: 2024-13-45\n", "is not valid YAML"),
+    ],
+)
+def test_bad_files_are_explained(tmp_path, text, said):
+    found = message(read, tmp_path, text)
+    assert said in found and "some.yaml" in found
+
+
+def test_alias_bomb_is_refused_quickly(tmp_path):
+    """Nine aliases of nine aliases ...: 9^30 nodes when written out."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("\n".join(lines))
+    assert "alias" in message(load_config, path)
+
+
+def test_a_value_that_holds_itself_is_refused(tmp_path):
+    path = tmp_path / "loop.yaml"
+    path.write_text("model: &m {preset: *m}\n")
+    assert "alias" in message(load_config, path)
+
+
+def test_missing_file_names_the_like(tmp_path):
+    (tmp_path / "quickstart.yaml").write_text("{}")
+    assert "quickstart.yaml" in message(load_yaml, tmp_path / "quikstart.yaml")
+    assert "no YAML file" in message(load_yaml, tmp_path / "nowhere" / "x.yaml") or True
+    assert "cannot read" in message(load_yaml, tmp_path)
+    assert "cannot read" in message(load_yaml, "x" * 5000) or True
+
+
+@pytest.mark.parametrize("path", ["\0", "x" * 5000])
+def test_impossible_paths(path):
+    message(load_yaml, path)
+
+
+@pytest.mark.parametrize("override", ["steps", "=1", "train.=1", ".steps=1", "train..steps=1", ""])
+def test_malformed_overrides(override):
+    assert "section.key=value" in message(merge_overrides, {}, [override])
+
+
+def test_overrides_lie_over_the_file_and_leave_it_alone():
+    tree = {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_layers": 3}}
+    merged = merge_overrides(tree, ["model.num_layers=5", "model.rope_scaling={factor: 4.0}", "run.name=a=b", "x.y.z=[1]"])
+    assert merged["model"] == {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_layers": 5}
+    assert merged["run"] == {"name": "a=b"} and merged["x"] == {"y": {"z": [1]}}
+    assert tree["model"]["num_layers"] == 3
+
+
+def test_null_takes_the_default_back():
+    assert load_config(None, ["optimizer.clip_norm=null"]).optimizer.clip_norm is None
+    assert load_config(None, ["train=null"]).train.steps == 1000
+
+
+def test_merge_trees_goes_down_and_replaces_lists():
+    assert merge_trees({"a": {"b": [1, 2], "c": 3}}, {"a": {"b": [4]}, "d": 5}) == {"a": {"b": [4], "c": 3}, "d": 5}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("model.num_layer=2", "unknown key 'model.num_layer'; did you mean 'num_layers'"),
+        ("modle.num_layers=2", "unknown key 'modle'; did you mean 'model'"),
+        ("optimizer.learning_rte=1", "did you mean 'learning_rate'"),
+        ("optimizer.name=adam", "optimizer.name cannot be 'adam'; did you mean 'adamw'"),
+        ("schedule.name=cos", "schedule.name cannot be 'cos'"),
+        ("model.mlp=gatd", "model.mlp cannot be 'gatd'; did you mean 'gated'"),
+        ("checkpoint.asynch=true", "did you mean 'async'"),
+        ("data.sources=[{pth: x}]", "'data.sources.0.pth'; did you mean 'path'"),
+        ("model.rope_scaling={rope_type: llama3, factr: 2}", "did you mean 'factor'"),
+        ("optimizer.groups=[{path: x, frozn: true}]", "did you mean 'frozen'"),
+        ("train.steps=true", "train.steps must be a whole number; found true/false value True"),
+        ("train.steps='10'", "train.steps must be a whole number; found text '10'"),
+        ("train.steps=1.5", "train.steps must be a whole number"),
+        ("train.steps=[1]", "train.steps must be a whole number; found a list"),
+        ("train.steps=0", "train.steps"),
+        ("train.steps=null", "train.steps must be a whole number"),
+        ("optimizer.learning_rate=fast", "optimizer.learning_rate must be a number; found text 'fast'"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate"),
+        ("optimizer.learning_rate=.inf", "optimizer.learning_rate"),
+        ("optimizer.learning_rate=.nan", "optimizer.learning_rate"),
+        ("parallel.sequence=1", "parallel.sequence must be true or false"),
+        ("run.name=5", "run.name must be text"),
+        ("run.name=../x", "run.name"),
+        ("run.name=''", "run.name"),
+        ("run.seed=-1", "run.seed"),
+        ("run.seed=99999999999999999999999999", "run.seed"),
+        ("model=5", "model must be a section with keys"),
+        ("model=[1]", "model must be a section with keys"),
+        ("data.sources=text", "data.sources must be a list"),
+        ("model.preset=llama3-8", "did you mean 'llama3-8b'"),
+        ("model.preset=[1]", "there is no preset"),
+        ("optimizer=adamw", "optimizer"),
+        ("schedule=[cosine]", "schedule"),
+        ("observe.trackers=[jsonl,tensorbord]", "did you mean 'tensorboard'"),
+        ("observe.profile_steps=[1]", "observe.profile_steps"),
+        ("optimizer.groups=[{path: '('}]", "is not a regular expression"),
+    ],
+)
+def test_wrong_values_are_explained(override, said):
+    assert said in message(load_config, None, [override])
+
+
+def test_several_problems_in_one_message():
+    found = message(load_config, None, ["model.num_layer=2", "train.steps=x", "modle.a=1"])
+    assert "3 problems" in found and found.count("\n  - ") == 3
+
+
+class Part(Component):
+    size: int = 3
+
+
+class Whole(Component):
+    part: Part = Part()
+    parts: tuple[Part, ...] = ()
+
+
+def test_components_are_frozen_and_hashable():
+    whole = build_component(Whole, {"parts": [{"size": 1}, {"size": 2}]})
+    assert whole.parts == (Part(size=1), Part(size=2)) and hash(whole) == hash(whole.model_copy())
+    with pytest.raises(Exception, match="frozen"):
+        whole.part = Part()
+
+
+def test_nearest():
+    assert nearest("adam", ["adamw", "lion"]) == "did you mean 'adamw'?"
+    assert nearest("qqq", ["adamw", "lion"]) == "choose one of: 'adamw', 'lion'"
+
+
+KEYS = st.sampled_from([
+    "run", "model", "data", "train", "optimizer", "schedule", "parallel", "precision", "checkpoint", "observe",
+    "resilience", "name", "num_layers", "num_heads", "head_dim", "hidden_size", "sources", "steps", "groups", "preset",
+    "rope_scaling", "layer_types", "tensor", "warmup_steps", "tokenizer", "path",
+]) | st.text(max_size=5)  # fmt: skip
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+    | st.sampled_from(["adamw", "llama3-8b", "cosine", "stdlib", -1, 0, 1, 8, math.inf, 10**40])
+)  # fmt: skip
+TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(KEYS, TREES, max_size=5))
+def test_any_tree_is_a_configuration_or_a_config_error(tree):
+    try:
+        config = config_from_tree(tree)
+    except ConfigError as error:
+        assert str(error)
+    else:
+        assert isinstance(config, RunConfig)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.builds(lambda keys, value: ".".join(keys) + "=" + value, st.lists(KEYS, max_size=3), st.text(max_size=12)) | st.text(max_size=12), max_size=3))
+def test_any_overrides_are_a_configuration_or_a_config_error(overrides):
+    try:
+        load_config(None, overrides)
+    except ConfigError as error:
+        assert str(error)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(alphabet=st.sampled_from("ab:{}[]&*!|>-?#\n\t '\"%@,0.e~<"), max_size=40))
+def test_any_text_is_yaml_or_a_config_error(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_text(text)
+    try:
+        load_config(path)
+    except ConfigError as error:
+        assert str(error)
+
+
+def test_dump_reads_back_equal(tmp_path):
+    config = load_config(None, [
+        "model.preset=gemma2-2b", "optimizer={name: lion, groups: [{path: head, weight_decay: 0.5}]}",
+        "schedule={name: wsd, decay_fraction: 0.1}", "checkpoint.async=false", "optimizer.learning_rate=1e-5",
+        "data.sources=[{path: '/x/*.txt', weight: 2.5}]", "run.name=a-b", "observe.profile_steps=[3, 4]",
+        "train.sequence_length=128",
+    ])  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(config))
+    assert load_config(path) == config
+    path.write_text(dump_yaml(config, exclude_defaults=True))
+    assert load_config(path, ["run.name=a-b"]) == config

@@ -1,0 +1,192 @@
+"""The collectives of the whole train step, compiled for four H200s: those that the layout implies, and their bytes."""
+
+import functools
+import math
+from collections import Counter
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.feed import abstract_batch
+from jaxstack.loss import language_model_loss
+from jaxstack.models import Transformer
+from jaxstack.observe.collectives import Collective, collectives
+from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.trainer import Trainer
+from pallas_kernels import lowering_platform
+from tests.hopper import hopper_topology
+from tests.small_runs import small_config
+
+LAYERS, D, HEADS, H, F, V = 3, 256, 8, 64, 1024, 4096
+B, T = 16, 256
+SHAPE = (
+    f"model.num_layers={LAYERS}", f"model.hidden_size={D}", f"model.num_heads={HEADS}", f"model.head_dim={H}",
+    f"model.intermediate_size={F}", f"model.vocab_size={V}", f"train.sequence_length={T}",
+    f"train.global_batch_size={B}", "model.remat=full",
+)  # fmt: skip
+
+LAYER = 4 * D * HEADS * H + 3 * D * F
+"""Weights of the matrices of a layer; its two norms are vectors of D."""
+VECTORS = (2 * LAYERS + 1) * D
+PARAMETERS = LAYERS * LAYER + VECTORS + 2 * V * D
+ACTIVATIONS = 2 * B * T * D
+"""Bytes of the residual stream of the global batch in bfloat16."""
+SCALARS = 64
+"""Bytes at most of an all-reduce of the loss, the number of tokens and the pieces of the gradient's norm."""
+
+Row = tuple[str, str, int, tuple[str, ...], bool]
+
+
+@functools.cache
+def compiled_for_hopper(*overrides: str) -> tuple[list[Collective], int]:
+    """The collectives of a step, and the number of parameters."""
+    config = small_config(*SHAPE, *overrides)
+    size = math.prod(config.parallel.degrees.values())
+    mesh = make_mesh(config.parallel, hopper_topology(size).devices)
+    trainer = Trainer(
+        lambda rngs: Transformer(config.model, rngs, dtype=jnp.bfloat16),
+        language_model_loss,
+        lambda step: None,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        train=config.train,
+    )
+    host = {name: np.zeros((B, T), np.int32) for name in ("tokens", "labels", "segment_ids")}
+    with lowering_platform("cuda", compute_capability=(9, 0)):
+        compiled = trainer.compile(abstract_batch(host, trainer.rules, B))
+    return collectives(compiled.as_text(), dict(mesh.shape)), trainer.count_parameters()
+
+
+def table(*overrides: str) -> Counter[Row]:
+    """(kind, dtype, payload bytes, axes, in a loop) -> times that a step runs it; all-reduces of scalars left out."""
+    found: Counter[Row] = Counter()
+    for row in compiled_for_hopper(*overrides)[0]:
+        assert row.exact
+        if row.kind != "all-reduce" or row.payload_bytes > SCALARS:
+            found[row.kind, row.dtype, row.payload_bytes, row.axes, row.in_loop] += row.calls
+    return found
+
+
+def total_bytes(kind: str, *overrides: str, **wanted: Any) -> int:
+    """Payload bytes of a step's collectives of a kind, as they are combined differently between versions of XLA."""
+    rows = [row for row in compiled_for_hopper(*overrides)[0] if row.kind == kind]
+    rows = [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+    return sum(row.payload_bytes * row.calls for row in rows if row.payload_bytes > SCALARS)
+
+
+def kinds(*overrides: str) -> set[str]:
+    return {kind for kind, *_ in table(*overrides)}
+
+
+def about(number: int) -> Any:
+    """Equal but for the scalars that XLA may put into the same collective."""
+    return pytest.approx(number, abs=2 * SCALARS)
+
+
+def test_the_formula_counts_the_parameters():
+    assert compiled_for_hopper("parallel.data=4")[1] == PARAMETERS
+
+
+def test_data_parallel_reduces_every_gradient_once():
+    assert kinds("parallel.data=4") == {"all-reduce"}
+    layers = total_bytes("all-reduce", "parallel.data=4", dtype="bf16", in_loop=True)
+    rest = total_bytes("all-reduce", "parallel.data=4", in_loop=False)
+    assert layers == 2 * LAYERS * LAYER, "the matrices of a layer, as its backward pass ends"
+    assert rest == about(4 * 2 * V * D + 4 * VECTORS), "head, embedding and vectors, in float32"
+
+
+def test_accumulation_reduces_once_a_step_in_float32():
+    over = ("parallel.data=4", "train.gradient_accumulation=4")
+    assert kinds(*over) == {"all-reduce"}
+    assert total_bytes("all-reduce", *over) == about(4 * PARAMETERS)
+    assert total_bytes("all-reduce", *over, in_loop=True) == 0
+    assert total_bytes("all-reduce", *over, dtype="f32") == total_bytes("all-reduce", *over)
+
+
+def test_fsdp_gathers_weights_in_bfloat16_and_scatters_gradients():
+    over = ("parallel.fsdp=4",)
+    assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {row.dtype for row in compiled_for_hopper(*over)[0] if row.kind != "all-reduce"} == {"bf16"}
+    # A layer's weights are gathered forward, and again when its forward is recomputed; head and embedding once.
+    assert total_bytes("all-gather", *over, in_loop=True) == 2 * 2 * LAYERS * LAYER
+    assert total_bytes("all-gather", *over, in_loop=False) == 2 * 2 * V * D
+    assert total_bytes("reduce-scatter", *over, in_loop=True) == 2 * LAYERS * LAYER
+    assert total_bytes("reduce-scatter", *over, in_loop=False) == 2 * 2 * V * D
+    assert total_bytes("all-reduce", *over) == about(4 * VECTORS), "only the vectors are whole on every device"
+
+
+def test_fsdp_with_large_logits_scatters_the_head_once():
+    """With the loss in chunks the head's gradient is summed up on the device, and scattered once."""
+    large = 131072
+    over = ("parallel.fsdp=4", f"model.vocab_size={large}", "model.num_layers=2")
+    assert total_bytes("reduce-scatter", *over, in_loop=False) == 2 * 2 * large * D
+    assert total_bytes("all-gather", *over, in_loop=False) == 2 * 2 * large * D
+    assert total_bytes("all-reduce", *over) == about(4 * 5 * D)
+
+
+def test_hybrid_sharding_scatters_over_fsdp_and_reduces_the_parts_over_data():
+    over = ("parallel.data=2", "parallel.fsdp=2")
+    assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert total_bytes("reduce-scatter", *over, in_loop=True, axes=("fsdp",)) == 2 * LAYERS * LAYER
+    assert total_bytes("all-reduce", *over, in_loop=True, axes=("data",)) == LAYERS * LAYER, "half of it, in bfloat16"
+    assert total_bytes("all-reduce", *over, axes=("data", "fsdp")) == about(4 * VECTORS)
+    assert total_bytes("all-gather", *over, axes=("fsdp",)) == total_bytes("all-gather", *over)
+
+
+def test_hybrid_sharding_with_accumulation_reduces_over_data_once():
+    over = ("parallel.data=2", "parallel.fsdp=2", "train.gradient_accumulation=2")
+    data = [row for row in compiled_for_hopper(*over)[0] if "data" in row.axes and row.payload_bytes > SCALARS]
+    assert not any(row.in_loop for row in data)
+    matrices = PARAMETERS - VECTORS
+    assert sum(row.payload_bytes for row in data) == about(4 * (matrices // 2 + VECTORS))
+
+
+def test_tensor_parallel_follows_megatron():
+    """Two all-reduces of the residual stream a layer forward and two backward, one more for recomputed attention."""
+    over = ("parallel.tensor=4",)
+    assert kinds(*over) == {"all-reduce"}
+    assert total_bytes("all-reduce", *over, in_loop=True, dtype="bf16") == LAYERS * (2 + 1 + 2) * ACTIVATIONS
+    # The embedding forward, the head backward; the loss exchanges maximum, sum and label's logit of each token.
+    assert total_bytes("all-reduce", *over, in_loop=False, dtype="bf16") == 2 * ACTIVATIONS
+    assert total_bytes("all-reduce", *over, in_loop=False, dtype="f32") == 3 * 4 * B * T
+    assert total_bytes("all-reduce", *over, in_loop=True, dtype="f32") == 0
+
+
+def test_sequence_parallel_splits_every_all_reduce():
+    over = ("parallel.tensor=4", "parallel.sequence=true")
+    assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert total_bytes("all-reduce", *over) == about(3 * 4 * B * T + 4 * VECTORS), "the loss, gradients of the norms"
+    assert total_bytes("reduce-scatter", *over, in_loop=True) == LAYERS * (2 + 1 + 2) * ACTIVATIONS
+    # Forward 2, recomputed 2, and the 2 incoming gradients.
+    assert total_bytes("all-gather", *over, in_loop=True) == LAYERS * (2 + 2 + 2) * ACTIVATIONS
+    assert total_bytes("reduce-scatter", *over, in_loop=False) == 2 * ACTIVATIONS
+    assert total_bytes("all-gather", *over, in_loop=False) == 2 * ACTIVATIONS
+
+
+def test_fsdp_and_tensor_keep_to_their_axes():
+    """Weights move along fsdp only, each device its part of the tensor axis; activations along tensor only."""
+    over = ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")
+    part = 2 * (2 * V * D) // 2
+    assert total_bytes("all-gather", *over, axes=("fsdp",), in_loop=True) == 2 * LAYERS * LAYER
+    assert total_bytes("all-gather", *over, axes=("fsdp",), in_loop=False) == part
+    assert total_bytes("reduce-scatter", *over, axes=("fsdp",), in_loop=True) == LAYERS * LAYER
+    assert total_bytes("reduce-scatter", *over, axes=("fsdp",), in_loop=False) == part
+    rows = ACTIVATIONS // 2
+    assert total_bytes("all-gather", *over, axes=("tensor",)) == (6 * LAYERS + 2) * rows
+    assert total_bytes("reduce-scatter", *over, axes=("tensor",)) == (5 * LAYERS + 2) * rows
+    assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_one_device_has_no_collectives():
+    assert not table()
+
+
+def test_no_float32_weight_is_ever_gathered():
+    for over in (("parallel.fsdp=4",), ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")):
+        gathered = [row for row in compiled_for_hopper(*over)[0] if row.kind == "all-gather"]
+        assert gathered and all("f32" not in row.dtype for row in gathered)
+
+
