@@ -21,7 +21,7 @@ def append_rows(script: str, rows: Iterable[Mapping[str, Any]]) -> None:
         "versions": environment["versions"],
         "commit": environment.get("commit"),
         "command": "python " + " ".join(shlex.quote(a) for a in [_script_path(), *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
     }
     RESULTS.mkdir(exist_ok=True)

@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(name: str, body: Callable[[], int | None]) -> int:
     """Runs a command's body and turns what it raises into an exit code and one message on standard error.
 
-    0 success, 2 configuration or usage error, 1 failure, 130 Ctrl-C, 143 SIGTERM. A failure that we did not foresee keeps
-    its traceback: it is a fault of ours, to be reported.
+    0 success, 2 configuration or usage error, 1 failure, 130 Ctrl-C, 143 SIGTERM. A failure that was not foreseen
+    keeps its traceback: it is a fault of jaxstack's, to be reported.
     """
     try:
         return body() or 0

@@ -12,7 +12,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack evaluate",
-        description="Loss, perplexity and bits per byte of a trained run. Without --data: on the run's own held-out text.",
+        description="Loss, perplexity and bits per byte of a trained run, by default on its own held-out text.",
     )
     parser.add_argument("--run", metavar="DIR", required=True, help="run directory, e.g. runs/quickstart")
     parser.add_argument("--data", metavar="PATH", nargs="+", help="files, directories or globs to evaluate on instead")

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -64,7 +64,7 @@ def as_source(data: Any) -> BatchSource:
     if isinstance(data, BatchSource):
         return data
     if callable(data) or isinstance(data, Iterable):
-        return UserBatches(data)
+        return UserBatches(cast(Any, data))
     raise TypeError(
         "data must have a `batches` method, be a function of the step, or an iterable of batches; "
         f"found {type(data).__name__}."

@@ -4,7 +4,7 @@ The train state holds dicts, not modules: they flatten fast, checkpoint without 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import linen as nn
@@ -76,15 +76,15 @@ def make_functional(module: Any, example: Mapping[str, Any] | None = None) -> Fu
         graphdef, state = nnx.split(module)
         return FunctionalModule(lambda rngs: nnx.merge(graphdef, state))
     if callable(module):
-        return FunctionalModule(module)
+        return FunctionalModule(cast(NNXFactory, module))
     raise TypeError(
-        f"module must be a flax.nnx.Module, a flax.linen.Module or a function of nnx.Rngs; found {type(module).__name__}."
+        f"module must be a flax.nnx.Module, a flax.linen.Module or a function of nnx.Rngs; not {type(module).__name__}."
     )
 
 
 def _from_linen(module: nn.Module, example: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.Module:
     wrapped = nnx.bridge.ToNNX(module, rngs=rngs)
-    return nnx.bridge.lazy_init(wrapped, *example.get("args", ()), **example.get("kwargs", {}))
+    return cast(nnx.Module, nnx.bridge.lazy_init(wrapped, *example.get("args", ()), **example.get("kwargs", {})))
 
 
 def _nested(flat: Any) -> Dict:

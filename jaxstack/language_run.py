@@ -45,7 +45,7 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
     return model
 
 
-def make_trainer(config: RunConfig, data: Data, devices: Sequence[jax.Device] | None = None) -> Trainer:
+def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
     """The trainer of a run whose layout and vocabulary are resolved."""
     mesh = make_mesh(config.parallel, devices)
     dtype = jnp.dtype(config.precision.compute_dtype(mesh.devices.flat[0].platform))

@@ -101,8 +101,8 @@ class Loop:
         difference = fingerprint_difference(self.manager.extra(step)["data"], self._data_identity())
         if difference:
             raise JaxstackError(
-                f"the data is not what {self.run_dir} was trained on: {difference}. Restore it, or start a new run with "
-                "another run.name."
+                f"the data is not what {self.run_dir} was trained on: {difference}. Restore it, or start a new run "
+                "with another run.name."
             )
         self.trainer.state, _ = self.manager.restore(step, self.trainer.abstract_state)
         self.saved_step = step

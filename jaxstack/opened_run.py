@@ -134,7 +134,8 @@ def evaluate_run(args: argparse.Namespace) -> None:
     cache_compilations()
     trained_on = math.prod(degree for degree in config.parallel.degrees.values())
     if trained_on != devices:  # another machine than the one it was trained on: any layout gives the same loss
-        config = config.model_copy(update={"parallel": ParallelConfig(simulate_devices=config.parallel.simulate_devices)})
+        one_device = ParallelConfig(simulate_devices=config.parallel.simulate_devices)
+        config = config.model_copy(update={"parallel": one_device})
     data = _evaluation_data(config, args)
     trainer = make_trainer(config, data, jax.devices()[: math.prod(config.parallel.degrees.values())])
     params, rest, step = restore_parameters(args.run, trainer.module, trainer.rules, args.step)
@@ -169,7 +170,7 @@ def _evaluation_data(config: RunConfig, args: argparse.Namespace) -> Data:
 
 
 def decode_stream(ids: Iterator[int], tokenizer: Any) -> Iterator[str]:
-    """Text of token ids as they come, until the end of the document; characters cut between tokens wait for the rest."""
+    """Text of token ids as they come, until the document ends; characters cut between tokens wait for the rest."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in ids:
         if token == tokenizer.document_start:

@@ -178,7 +178,7 @@ class Trainer:
 
 
 def numpy_batches(rows: Mapping[str, np.ndarray], batch_size: int, seed: int = 0) -> Callable[[int], dict[str, Any]]:
-    """A data function for `Trainer` over arrays in memory; batch `step` depends on (seed, step), so it resumes exactly."""
+    """A data function for `Trainer` over arrays in memory; batch `step` depends on (seed, step): it resumes exactly."""
     count = len(next(iter(check_batch(rows).values())))
 
     def at(step: int) -> dict[str, Any]:

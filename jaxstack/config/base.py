@@ -12,5 +12,5 @@ class Component(BaseModel):
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True,
-        protected_namespaces=(),
+        allow_inf_nan=False, protected_namespaces=(),
     )

@@ -42,9 +42,29 @@ _Loader.add_implicit_resolver(
 )
 
 
+_MOST_VALUES = 100_000
+
+
+def _count_values(value: Any, known: dict[int, int | None]) -> int:
+    """Values in a tree that may hold a part many times over by YAML's aliases; each part is looked at once."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = None
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_count_values(item, known) for item in inner)
+    count = known[id(value)]
+    if count is None:
+        raise ValueError("an alias stands inside the value that it names")
+    return count
+
+
 def _parse_yaml(text: str, origin: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+        parsed = yaml.load(text, Loader=_Loader)
+        if _count_values(parsed, {}) > _MOST_VALUES:
+            raise ValueError(f"its aliases make more than {_MOST_VALUES:,} values of it")
+        return parsed
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -66,7 +86,7 @@ def load_yaml(path: str | Path) -> Tree:
         names = [str(p) for p in sorted(parent.glob("*.yaml"))]
         hint = nearest(str(path), names) if names else f"there is no YAML file in {parent}."
         raise ConfigError(f"configuration file {path} does not exist; {hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that holds a null character
         raise ConfigError(f"cannot read configuration file {path}: {error}.") from None
     tree = _parse_yaml(text, str(path))
     if tree is None:
@@ -106,8 +126,9 @@ def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        both = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge_trees(below, value) if both else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merge_trees(below, value)
+        merged[key] = value
     return merged
 
 
@@ -134,9 +155,9 @@ def build_component(kind: type[C], tree: Any, origin: str = "the configuration")
     raise ConfigError(f"{origin} has {len(unique)} problems:\n" + "\n".join(f"  - {line}" for line in unique))
 
 
-def dump_yaml(component: Component, *, exclude_defaults: bool = False) -> str:
+def dump_yaml(component: Component) -> str:
     """The component as YAML that `load_yaml` and `build_component` read back to an equal component."""
-    tree = component.model_dump(mode="json", by_alias=True, exclude_defaults=exclude_defaults)
+    tree = component.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 
 

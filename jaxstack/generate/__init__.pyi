@@ -1,2 +1,3 @@
 from .decode import Decoder as Decoder
-from .sampling import Sampling as Sampling, sample as sample
+from .sampling import Sampling as Sampling
+from .sampling import sample as sample

@@ -21,7 +21,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts to generate (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
-    parser.add_argument("--tensor", type=int, metavar="N", help="shard the weights over N devices (default: all that fit)")
+    parser.add_argument("--tensor", type=int, metavar="N", help="devices to shard the weights over (default: all)")
     return parser
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear
+from jaxstack.models.linear import Linear, apply_together
 from jaxstack.models.norm import RMSNorm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import shard
@@ -40,12 +40,14 @@ class Context(NamedTuple):
     """What every layer of one forward pass shares."""
 
     positions: jax.Array
-    """[B, T] int32."""
+    """[B, T] int32, or [1, T] where they are the same in every row."""
     angles: Angles
     segment_ids: jax.Array | None
     """[B, T] int32; tokens attend only within their segment."""
     slots: CacheSlots | None
     """Given when decoding with a cache."""
+    counted: bool = False
+    """Whether positions are 0..T-1 in every row."""
 
 
 class Attention(nnx.Module):
@@ -73,9 +75,10 @@ class Attention(nnx.Module):
         self, x: jax.Array, context: Context, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerCache | None]:
         """x [B, T, D] -> ([B, T, D], the cache with this call's keys and values)."""
-        q = shard(self.q_proj(x), "batch", "length", "act_heads", "act_head_dim")
-        k = shard(self.k_proj(x), "batch", "length", "act_kv_heads", "act_head_dim")
-        v = shard(self.v_proj(x), "batch", "length", "act_kv_heads", "act_head_dim")
+        q, k, v = apply_together(x, self.q_proj, self.k_proj, self.v_proj)
+        q = shard(q, "batch", "length", "act_heads", "act_head_dim")
+        k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
+        v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if context.angles is not None:

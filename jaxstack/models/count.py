@@ -40,7 +40,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Forward and backward FLOPs a trained token costs; recomputation is not counted.
 
-    A layer with a window counts the keys that its queries see on average, w - w^2 / 2T, which is T / 2 without a window.
+    A layer with a window counts the keys that its queries see on average, w - w^2 / 2T; without one that is T / 2.
     """
     length = sequence_length
     keys = 0.0

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxstack.models.attention import Context, LayerCache
 from jaxstack.models.block import Block
@@ -110,7 +111,7 @@ def _block_maker(config: ModelConfig, window: int | None) -> Callable[[nnx.Rngs]
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
     def run(x: jax.Array, state: Any, cache: LayerCache | None, key: jax.Array | None) -> Any:
         block = nnx.merge(graphdef, gather_weights(state, dtype))
-        x = jax.ad_checkpoint.checkpoint_name(x, "block_input")
+        x = checkpoint_name(x, "block_input")
         return block(x, context, cache, key)
 
     return run

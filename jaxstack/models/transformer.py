@@ -82,9 +82,10 @@ class Transformer(nnx.Module):
           segment_ids: int32 [B, T]; a token attends only to its own segment. Default: one segment.
           dropout_key: draws dropout masks; without it there is no dropout.
         """
+        counted = positions is None
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        context = Context(positions, self._angles(positions), segment_ids, None)
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        context = Context(positions, self._angles(positions), segment_ids, None, counted)
         x, _ = self._run(tokens, context, None, dropout_key)
         return x
 
@@ -139,6 +140,13 @@ class Transformer(nnx.Module):
         frequencies = rope_frequencies(config.width_per_head, config.rope_theta, config.rope_scaling)
         return rope_angles(jnp.maximum(positions, 0), frequencies)
 
+    def _position_rows(self, context: Context) -> jax.Array:
+        """Rows of the learned position table, [B, T, D], or [T, D] where positions simply count: a slice needs no gather."""
+        assert self.position_embedding is not None
+        if context.counted:
+            return self.position_embedding.weight(self.dtype)[: context.positions.shape[1]]
+        return self.position_embedding(jnp.maximum(context.positions, 0), self.dtype)
+
     def _run(
         self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
     ) -> tuple[jax.Array, Caches]:
@@ -148,7 +156,7 @@ class Transformer(nnx.Module):
             if config.scale_embeddings:
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
             if self.position_embedding is not None:
-                x = x + self.position_embedding(jnp.maximum(context.positions, 0), self.dtype)
+                x = x + self._position_rows(context)
             keys = jax.random.split(key) if key is not None else (None, None)
             x = shard(drop(x, config.dropout, keys[0]), "batch", "residual_length", "act_embed")
         with jax.named_scope("layers"):

@@ -1,16 +1,33 @@
-from .base import GroupRule as GroupRule, Optimizer as Optimizer
+from .base import GroupRule as GroupRule
+from .base import Optimizer as Optimizer
 from .build import build_optimizer as build_optimizer
 from .optimizers import (
-    Adafactor as Adafactor,
-    AdamW as AdamW,
-    AnyOptimizer as AnyOptimizer,
-    Lion as Lion,
     OPTIMIZERS as OPTIMIZERS,
+)
+from .optimizers import (
     SGD as SGD,
+)
+from .optimizers import (
+    Adafactor as Adafactor,
+)
+from .optimizers import (
+    AdamW as AdamW,
+)
+from .optimizers import (
+    AnyOptimizer as AnyOptimizer,
+)
+from .optimizers import (
+    Lion as Lion,
+)
+from .schedules import (
+    SCHEDULES as SCHEDULES,
 )
 from .schedules import (
     AnySchedule as AnySchedule,
+)
+from .schedules import (
     Cosine as Cosine,
-    SCHEDULES as SCHEDULES,
+)
+from .schedules import (
     Schedule as Schedule,
 )

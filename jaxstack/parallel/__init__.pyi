@@ -1,11 +1,22 @@
-from .config import AXES as AXES, ParallelConfig as ParallelConfig
+from .config import AXES as AXES
+from .config import ParallelConfig as ParallelConfig
 from .island import with_local_batch as with_local_batch
 from .mesh import make_mesh as make_mesh
 from .rules import (
     AxisRules as AxisRules,
+)
+from .rules import (
     current_rules as current_rules,
+)
+from .rules import (
     gather_weight as gather_weight,
+)
+from .rules import (
     logical_axis_rules as logical_axis_rules,
+)
+from .rules import (
     make_rules as make_rules,
+)
+from .rules import (
     shard as shard,
 )

@@ -1,7 +1,7 @@
-"""A `shard_map` island for the two operations that XLA's partitioner lays out badly: embedding lookup and vocabulary loss.
+"""A `shard_map` island for two operations that XLA's partitioner lays out badly: embedding lookup, vocabulary loss.
 
-Each device works on its own rows of the batch with a weight that is gathered once, in the compute dtype. Left to itself
-XLA reduces the float32 gradient of the head whole to every device, and gathers tokens for the gradient of the embedding.
+Each device works on its own rows of the batch with a weight that is gathered once, in the compute dtype. Left to
+itself XLA reduces the head's float32 gradient whole to every device, and gathers tokens for the embedding's gradient.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ def with_local_batch(
     """`function(weight, *batched)`, computed on each device's rows of the batch.
 
     Args:
-      function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's rows; returns an array whose
-        first dim are these rows. With `tensor`, its weight is this device's part along the tensor axis, and its result
-        must be equal on all devices of that axis.
+      function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's rows; returns an array
+        whose first dim are these rows. With `tensor`, its weight is this device's part along the tensor axis, and its
+        result must be equal on all devices of that axis.
       weight: a stored parameter with logical axes `names`.
       batched: arrays whose first dim is the batch.
     """

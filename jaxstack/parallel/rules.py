@@ -75,7 +75,7 @@ class AxisRules:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """The stored layout of a parameter: its logical axes, and `fsdp` on the largest free dim where they leave it out.
+        """The stored layout of a parameter: its logical axes, and `fsdp` on the largest free dim if they leave it out.
 
         A parameter without logical axes (somebody else's module) gets `fsdp` alone. Vectors stay whole: they are small,
         and gathering them costs latency only.
@@ -85,7 +85,8 @@ class AxisRules:
         taken = any("fsdp" in ((part,) if isinstance(part, str) else part or ()) for part in spec)
         matrix = len(shape) - ("layers" in (names or ())) > 1
         if fsdp > 1 and matrix and not taken and "fsdp" not in self.manual:
-            dims = [d for d in range(len(shape)) if spec[d] is None and shape[d] % fsdp == 0 and not _is_stack(names, d)]
+            free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
+            dims = [d for d in free if shape[d] % fsdp == 0]
             if dims:
                 spec[max(dims, key=lambda d: shape[d])] = "fsdp"
         elif not matrix:
@@ -104,7 +105,9 @@ def _is_stack(names: Names | None, dim: int) -> bool:
     return names is not None and names[dim] == "layers"
 
 
-def make_rules(mesh: Mesh, *, sequence: bool = False, overrides: Mapping[str, tuple[str, ...]] | None = None) -> AxisRules:
+def make_rules(
+    mesh: Mesh, *, sequence: bool = False, overrides: Mapping[str, tuple[str, ...]] | None = None
+) -> AxisRules:
     """The standard table on `mesh`; `sequence` is Megatron's sequence parallelism on the tensor axis."""
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
@@ -153,15 +156,15 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def _placed(rules: AxisRules, spec: PartitionSpec) -> "Placement":
-    # Inside a shard_map the ambient abstract mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
+    # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
     return spec if rules.manual else NamedSharding(rules.mesh, spec)
 
 
 def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
     """A stored parameter as the computation wants it: cast, and whole over `fsdp`; its gradient lies as it is stored.
 
-    The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or moves
-    activations instead of weights when the use is inside a layer scan.
+    The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
+    moves activations instead of weights when the use is inside a layer scan.
     """
     rules = _current.get()
     if dtype is not None and x.ndim > 1:

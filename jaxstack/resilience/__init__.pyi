@@ -1,2 +1,3 @@
 from .config import ResilienceConfig as ResilienceConfig
-from .signals import Interrupted as Interrupted, StopRequest as StopRequest
+from .signals import Interrupted as Interrupted
+from .signals import StopRequest as StopRequest

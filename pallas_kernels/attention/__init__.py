@@ -2,7 +2,4 @@
 
 import lazy_loader as lazy
 
-__getattr__, __dir__, __all__ = lazy.attach(
-    __name__,
-    submod_attrs={"api": ["BACKENDS", "flash_attention"], "remat": ["save_attention"]},
-)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.attention import cudnn, reference, xla, xla_dense
+from pallas_kernels.attention import cudnn, mosaic, reference, xla, xla_dense
 from pallas_kernels.attention.request import make_request
 from pallas_kernels.dispatch import Backend, select
 
@@ -16,6 +16,13 @@ BACKENDS = (
         xla_dense.yields,
     ),
     Backend("xla", "everything on every device, memory linear in the length", xla.refuses, xla.attend),
+    Backend(
+        "mosaic",
+        "our Hopper kernels, not yet measured on a GPU: only when asked for by name",
+        mosaic.refuses,
+        mosaic.attend,
+        lambda request: "not yet measured against cuDNN",
+    ),
     Backend(
         "reference",
         "the contract, quadratic memory: only when asked for by name",

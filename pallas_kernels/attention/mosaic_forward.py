@@ -68,10 +68,10 @@ def _scratch(config: Config, q: jax.Array, has_segments: bool) -> _Buffers:
     head_dim, groups, stages = q.shape[-1], config.warpgroups, config.stages
     arrivals = 2 if has_segments else 1
     return _Buffers(
-        q=pieces.tiled_smem((groups, ROWS, head_dim), q.dtype),
+        q=pieces.tiled_smem(config, (groups, ROWS, head_dim), q.dtype),
         lse=plgpu.SMEM((groups, ROWS), jnp.float32),
-        k=pieces.tiled_smem((stages, config.key_block, head_dim), q.dtype),
-        v=pieces.tiled_smem((stages, config.key_block, head_dim), q.dtype),
+        k=pieces.tiled_smem(config, (stages, config.key_block, head_dim), q.dtype),
+        v=pieces.tiled_smem(config, (stages, config.key_block, head_dim), q.dtype),
         query_ids=plgpu.SMEM((groups, ROWS), jnp.int32) if has_segments else None,
         key_ids=plgpu.SMEM((stages, config.key_block), jnp.int32) if has_segments else None,
         q_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=groups),
@@ -95,12 +95,12 @@ def _body(config: Config, has_segments: bool, *refs: Any) -> None:
 
     @pl.when(warpgroup < config.warpgroups)
     def _():
-        plgpu.set_max_registers(240, action="increase")
+        config.share_registers(computing=True)
         _compute(config, inputs, (out, lse), buffers, (batch, head, block), limits)
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        config.share_registers(computing=False)
         group = inputs[0].shape[2] // inputs[1].shape[2]
         _load(config, inputs, buffers, batch, lax.div(head, group), limits)
 
@@ -129,6 +129,7 @@ def _load(config: Config, inputs: Any, buffers: _Buffers, batch: Any, kv_head: A
         plgpu.copy_gmem_to_smem(inputs[2].at[batch, keys, kv_head], buffers.v.at[slot], buffers.v_full.at[slot])
 
     lax.fori_loop(first, end, step, None)
+    pieces.drain(config, end - first, (buffers.k_empty, buffers.v_empty))
 
 
 def _compute(config: Config, inputs: Any, outputs: Any, buffers: _Buffers, place: tuple, limits: list) -> None:
@@ -197,7 +198,7 @@ def _attend_tile(
             key_ids = plgpu.load(buffers.key_ids.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
             ids = pieces.along_rows(query_ids, scores), pieces.along_columns(key_ids, scores)
         scores = pieces.mask_tile(config, scores, pieces.fill(config), first_query, tile * config.key_block, ids)
-    plgpu.barrier_arrive(buffers.k_empty.at[slot])
+    pieces.release(config, buffers.k_empty.at[slot])
 
     # With a positive factor the maximum commutes with it, and weight = exp2(score * factor - maximum) is one
     # fused multiply-add and one exponential.
@@ -215,7 +216,7 @@ def _attend_tile(
     plgpu.barrier_wait(buffers.v_full.at[slot])
     plgpu.barrier_wait(buffers.turn)
     acc = pieces.add_product(config, acc, narrow, buffers.v.at[slot])
-    plgpu.barrier_arrive(buffers.v_empty.at[slot])
+    pieces.release(config, buffers.v_empty.at[slot])
     return acc, new_maximum, total
 
 

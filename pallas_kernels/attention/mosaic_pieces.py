@@ -51,6 +51,13 @@ class Config:
         cap = self.options.soft_cap
         return (self.options.scale if cap is None else cap) * LOG2E
 
+    def share_registers(self, computing: bool) -> None:
+        """Gives this warpgroup its part of the 64 Ki registers: much to compute, little to load."""
+        if computing:
+            plgpu.set_max_registers({1: 240, 2: 240, 3: 160}[self.warpgroups], action="increase")
+        else:
+            plgpu.set_max_registers({1: 40, 2: 24, 3: 32}[self.warpgroups], action="decrease")
+
     def kernel(self, body: Callable, **parameters: Any) -> Callable:
         """`plgpu.kernel` with what is the same for all of our kernels."""
         return plgpu.kernel(
@@ -63,10 +70,12 @@ class Config:
         )
 
 
-def tiled_smem(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiled_smem(config: Config, shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory of shape [..., rows, columns] in the tiled and swizzled form that wgmma and TMA take."""
     bits = jnp.dtype(dtype).itemsize * 8
-    swizzle = plgpu.find_swizzle(shape[-1] * bits)
+    # A product that sums over the rows of a tile needs at least one swizzle's worth of them.
+    rows_bytes = min(config.query_block, config.key_block) * bits // 8
+    swizzle = min(plgpu.find_swizzle(shape[-1] * bits), rows_bytes)
     transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -107,6 +116,40 @@ def add_product(config: Config, accumulator: jax.Array, left: jax.Array, right: 
         # Interpret mode knows no left operand in registers and no accumulator with an initial value.
         return accumulator + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
     return pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(accumulator))
+
+
+def weight_gradient(
+    config: Config, weights: jax.Array, d_weights: jax.Array, delta: jax.Array, capped: jax.Array
+) -> jax.Array:
+    """The gradient of the products q.k, less the factor `Options.scale`, from that of the softmax weights.
+
+    Args:
+        weights, d_weights, delta: of one shape, `delta` broadcast.
+        capped: tanh of the scaled products; only used where there is a soft cap.
+    """
+    gradient = weights * (d_weights - delta)
+    if config.options.soft_cap is not None:
+        gradient = gradient * (1.0 - capped * capped)
+    return gradient
+
+
+def release(config: Config, barrier: Any) -> None:
+    """Tells the loading warpgroup that this one has read a buffer."""
+    if config.interpret:
+        # Loads are complete before the arrival, so hardware needs no fence before TMA writes the buffer again.
+        # Interpret mode asks for one, and it reads operands of wgmma like any other value (`add_product`).
+        plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)
+
+
+def drain(config: Config, count: jax.Array, barriers: tuple) -> None:
+    """The loading warpgroup waits until the last of `count` tiles are consumed: no barrier ends half observed."""
+
+    def wait(index: jax.Array, _: None) -> None:
+        for barrier in barriers:
+            plgpu.barrier_wait(barrier.at[lax.rem(index, config.stages)])
+
+    lax.fori_loop(jnp.maximum(count - config.stages, 0), count, wait, None)
 
 
 def cap(config: Config, products: jax.Array) -> jax.Array:

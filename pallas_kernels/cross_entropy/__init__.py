@@ -2,4 +2,4 @@
 
 import lazy_loader as lazy
 
-__getattr__, __dir__, __all__ = lazy.attach(__name__, submod_attrs={"api": ["BACKENDS", "linear_cross_entropy"]})
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

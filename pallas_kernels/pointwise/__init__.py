@@ -2,6 +2,4 @@
 
 import lazy_loader as lazy
 
-__getattr__, __dir__, __all__ = lazy.attach(
-    __name__, submod_attrs={"norm": ["rms_norm"], "rotary": ["apply_rotary"], "gated": ["swiglu"]}
-)
+__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

@@ -78,9 +78,7 @@ def test_a_value_that_holds_itself_is_refused(tmp_path):
 def test_missing_file_names_the_like(tmp_path):
     (tmp_path / "quickstart.yaml").write_text("{}")
     assert "quickstart.yaml" in message(load_yaml, tmp_path / "quikstart.yaml")
-    assert "no YAML file" in message(load_yaml, tmp_path / "nowhere" / "x.yaml") or True
     assert "cannot read" in message(load_yaml, tmp_path)
-    assert "cannot read" in message(load_yaml, "x" * 5000) or True
 
 
 @pytest.mark.parametrize("path", ["\0", "x" * 5000])
@@ -234,5 +232,3 @@ def test_dump_reads_back_equal(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(dump_yaml(config))
     assert load_config(path) == config
-    path.write_text(dump_yaml(config, exclude_defaults=True))
-    assert load_config(path, ["run.name=a-b"]) == config

@@ -1,0 +1,12 @@
+from .attention.api import flash_attention as flash_attention
+from .attention.remat import save_attention as save_attention
+from .cross_entropy.api import linear_cross_entropy as linear_cross_entropy
+from .dispatch import Choice as Choice
+from .dispatch import NotSupported as NotSupported
+from .dispatch import record_choices as record_choices
+from .pointwise.gated import swiglu as swiglu
+from .pointwise.norm import rms_norm as rms_norm
+from .pointwise.rotary import apply_rotary as apply_rotary
+from .target import Target as Target
+from .target import current_target as current_target
+from .target import lowering_platform as lowering_platform

@@ -1,0 +1,71 @@
+"""Numbers computed from the configuration against the real tree, and against formulas of the papers."""
+
+import math
+
+import jax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token
+
+
+@st.composite
+def configs(draw) -> ModelConfig:
+    kv_heads = draw(st.integers(1, 3))
+    positions = draw(st.sampled_from(["rope", "learned", "none"]))
+    layers = draw(st.integers(1, 4))
+    kinds = draw(st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=1, max_size=layers))
+    flags = ["post_norms", "qk_norm", "qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "scan_layers"]
+    return ModelConfig(
+        vocab_size=draw(st.integers(2, 40)),
+        hidden_size=draw(st.integers(1, 24)),
+        num_layers=layers,
+        num_heads=kv_heads * draw(st.integers(1, 3)),
+        num_kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 5)),
+        intermediate_size=draw(st.none() | st.integers(1, 20)),
+        norm=draw(st.sampled_from(["rms_norm", "rms_norm_unit_offset", "layer_norm"])),
+        mlp=draw(st.sampled_from(["gated", "plain"])),
+        positions=positions,
+        max_position_embeddings=7 if positions == "learned" else None,
+        layer_types=tuple(kinds),
+        sliding_window=3,
+        **{flag: draw(st.booleans()) for flag in flags},
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(configs())
+def test_count_equals_the_tree(config):
+    tree = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(tree, nnx.Param))]
+    assert sum(sizes) == count_parameters(config).total
+
+
+def test_flops_of_llama_8b():
+    """6 x matmul parameters + 6 x layers x length x width: half of 12 for causal attention."""
+    config = ModelConfig(
+        vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, intermediate_size=14336
+    )
+    layer = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336
+    matmul = 32 * layer + 128256 * 4096
+    assert count_parameters(config).matmul == matmul
+    assert model_flops_per_token(config, 8192) == 6 * matmul + 6 * 32 * 8192 * 4096
+
+
+def test_flops_of_a_window_count_the_keys_seen():
+    config = ModelConfig(vocab_size=64, num_layers=1, layer_types=("sliding_attention",), sliding_window=100)
+    seen = sum(min(t + 1, 100) for t in range(1000)) / 1000
+    attention = model_flops_per_token(config, 1000) - 6 * count_parameters(config).matmul
+    assert attention == pytest.approx(12 * 256 * seen, rel=0.01)
+    wide = config.model_copy(update={"sliding_window": 5000})
+    assert model_flops_per_token(wide, 1000) == model_flops_per_token(config.model_copy(update={"layer_types": ("full_attention",)}), 1000)
+
+
+def test_the_input_embedding_is_no_matmul():
+    tied = ModelConfig(vocab_size=64, tie_word_embeddings=True)
+    untied = ModelConfig(vocab_size=64)
+    assert count_parameters(tied).matmul == count_parameters(untied).matmul
+    assert count_parameters(untied).total - count_parameters(tied).total == 64 * 256

@@ -1,0 +1,68 @@
+"""Rematerialisation policies: the same gradients, and less kept for the backward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxstack.loss import language_model_loss
+from jaxstack.models import ModelConfig, Transformer
+from tests.small_runs import batch_at
+
+try:
+    from jax.ad_checkpoint import saved_residuals
+except ImportError:  # its place in older and newer versions of jax
+    from jax._src.ad_checkpoint import saved_residuals
+
+POLICIES = ("none", "save_dots", "save_attention", "full", "offload")
+
+
+def model_of(policy: str, scan: bool) -> Transformer:
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, num_layers=3, num_heads=4, intermediate_size=64, remat=policy, scan_layers=scan
+    )
+    return Transformer(config, nnx.Rngs(0))
+
+
+def objective(policy: str, scan: bool):
+    graphdef, state = nnx.split(model_of(policy, scan))
+    batch = {name: jnp.asarray(x) for name, x in batch_at(0, 4).items()}
+    return (lambda state: language_model_loss(nnx.merge(graphdef, state), batch).total), state
+
+
+@functools.cache
+def gradients(policy: str, scan: bool):
+    loss, state = objective(policy, scan)
+    return jax.tree.leaves(jax.jit(jax.grad(loss))(state))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p not in ("none", "offload")])
+def test_every_policy_has_the_same_gradients(policy, scan):
+    for found, wanted in zip(gradients(policy, scan), gradients("none", scan), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def kept_bytes(policy: str, scan: bool) -> int:
+    """Bytes that the backward pass finds saved, arguments left out."""
+    loss, state = objective(policy, scan)
+    found = saved_residuals(loss, state)
+    return sum(x.size * x.dtype.itemsize for x, source in found if "argument" not in source and "constant" not in source)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_policies_keep_less_and_less(scan):
+    kept = {policy: kept_bytes(policy, scan) for policy in ("none", "save_dots", "save_attention", "full")}
+    assert kept["none"] > kept["save_dots"] > kept["save_attention"] > kept["full"], kept
+    # Attention's output is as large as the residual stream, and there are three layers.
+    stream = 4 * 4 * 16 * 32
+    assert kept["save_attention"] - kept["full"] >= 3 * stream
+
+
+def test_offload_keeps_layer_inputs_in_host_memory():
+    loss, state = objective("offload", True)
+    assert "pinned_host" in str(jax.make_jaxpr(jax.grad(loss))(state)) or "Host" in str(jax.make_jaxpr(jax.grad(loss))(state))
+    assert "Host" not in str(jax.make_jaxpr(jax.grad(objective("full", True)[0]))(state))

@@ -1,0 +1,107 @@
+"""The Hopper kernels: interpreted on the CPU with race detection against the contract, and compiled for an H200."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import NotSupported, flash_attention, lowering_platform, save_attention
+from pallas_kernels.attention import mosaic
+from pallas_kernels.attention.request import Mask, Segments
+from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
+from tests.hopper import compile_for_hopper
+from tests.pallas_kernels.attention.contract import Case, check
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+
+CASES = {
+    "causal_grouped": Case(batch=1, length=200, key_length=200, heads=2, kv_heads=1, head_dim=64),
+    "segments_window": Case(
+        batch=1, length=256, key_length=256, heads=1, kv_heads=1, head_dim=64, segments=3, window=90
+    ),
+    "lengths_differ_cap": Case(
+        batch=2,
+        length=70,
+        key_length=150,
+        heads=1,
+        kv_heads=1,
+        head_dim=128,
+        causal=False,
+        soft_cap=3.0,
+        dtype="float16",
+    ),
+}
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", CASES)
+def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, capfd):
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    check(CASES[name], "mosaic")
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+def compile_gradient(head_dim, packed, batch=2, length=1024):
+    q = jax.ShapeDtypeStruct((batch, length, 4, head_dim), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((batch, length, 2, head_dim), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+    def layer(q, k, v, ids):
+        out = flash_attention(q, k, v, segment_ids=ids if packed else None, implementation="mosaic")
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    gradient = jax.grad(jax.checkpoint(layer, policy=save_attention), argnums=(0, 1, 2))
+    with lowering_platform("cuda"):
+        return compile_for_hopper(gradient, q, k, k, ids)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("head_dim", "packed"), [(64, False), (128, True)])
+def test_compiled_for_hopper_without_spills(head_dim, packed, monkeypatch, capfd):
+    """One forward, kept by the policy, one dQ kernel and one for dK and dV: none spills."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled = compile_gradient(head_dim, packed)
+    report = "".join(capfd.readouterr())
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert spills == [("0", "0")] * 3, spills
+    assert "serialized" not in report
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 3
+
+
+def test_refuses_with_a_reason():
+    q = jnp.zeros((1, 8, 1, 100), jnp.bfloat16)
+    with pytest.raises(
+        NotSupported, match="Hopper.*lowered for cpu" if jax.__version_info__ >= (0, 11) else "jax 0.11"
+    ):
+        flash_attention(q, q, q, implementation="mosaic")
+    if jax.__version_info__ >= (0, 11):
+        with lowering_platform("cuda"), pytest.raises(NotSupported, match="one of 64, 80, 96, 128, 192, 256, got 100"):
+            flash_attention(q, q, q, implementation="mosaic")
+        with lowering_platform("cuda", (8, 0)), pytest.raises(NotSupported, match="compute capability 9.0"):
+            flash_attention(q, q, q, implementation="mosaic")
+
+
+def test_ranges_skip_what_a_mask_hides():
+    blocks = Blocks(512, 512, 128, 64)
+    causal = key_ranges(Mask(), blocks, None)[0].tolist()
+    assert causal == [[0, 0, 0, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]
+    window = key_ranges(Mask(window=100), blocks, None)[0].tolist()
+    assert window[3] == [4, 8, 8, 8]
+    assert query_ranges(Mask(), blocks, None)[0, 5].tolist() == [2, 3, 4, 4]
+
+
+def test_ranges_skip_other_documents():
+    ids = jnp.asarray([[1] * 128 + [2] * 200 + [3] * 184])
+    blocks = Blocks(512, 512, 128, 64)
+    ranges = key_ranges(Mask(causal=False), blocks, Segments(ids, ids))[0].tolist()
+    assert ranges == [[0, 0, 2, 2], [2, 2, 5, 6], [2, 8, 8, 8], [5, 6, 8, 8]]
+    transposed = query_ranges(Mask(causal=False), blocks, Segments(ids, ids))[0].tolist()
+    assert [row[::3] for row in transposed] == [[0, 1]] * 2 + [[1, 3]] * 3 + [[1, 4]] + [[2, 4]] * 2
+
+
+def test_ranges_of_blocks_without_a_visible_key_are_empty():
+    blocks = Blocks(256, 64, 64, 64)
+    for first, _, _, end in key_ranges(Mask(), blocks, None)[0, :3].tolist():
+        assert first == end
