@@ -148,6 +148,12 @@ class Trainer:
         host = self.data.batches(global_batch_size=size, rows=self.host_rows(size), start=start)
         return device_batches(host, batch_sharding(self.rules, (size,)), global_batch_size=size)
 
+    def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A whole global batch, laid out on the devices."""
+        size = len(next(iter(check_batch(batch).values())))
+        (placed, _), *_ = device_batches(iter([batch]), batch_sharding(self.rules, (size,)), global_batch_size=size)
+        return placed
+
     def train_step(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on a global batch on the devices; returns its metrics, not waited for."""
         step = self._compiled

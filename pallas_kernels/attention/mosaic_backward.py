@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import mosaic_pieces as pieces
 from pallas_kernels.attention.mosaic_pieces import ROWS, Config
 from pallas_kernels.attention.request import Segments
+from pallas_kernels.mosaic_api import pl, plgpu
 
 # The log-sum-exp of a query without a visible key: every weight becomes exp2(score - 1e30) = 0.
 NO_KEY = 1e30
@@ -176,20 +175,28 @@ def _query_compute(
     def step(masked: bool, tile: jax.Array, acc: jax.Array) -> jax.Array:
         slot = lax.rem(tile - place.limits[0], config.stages)
         k, v = buffers.k.at[slot], buffers.v.at[slot]
-        plgpu.barrier_wait(buffers.k_full.at[slot])
-        capped = pieces.cap(config, pieces.multiply(shape, lambda ref: plgpu.wgmma(ref, q, k.transpose((1, 0)))))
-        weights = jnp.exp2(capped * config.factor - pieces.along_rows(lse, capped))
-        if masked:
+
+        def issue(scores: Any, d_weights: Any) -> None:
+            plgpu.barrier_wait(buffers.k_full.at[slot])
+            plgpu.wgmma(scores, q, k.transpose((1, 0)))
+            plgpu.barrier_wait(buffers.v_full.at[slot])
+            plgpu.wgmma(d_weights, d_out, v.transpose((1, 0)))
+
+        def weigh(products: jax.Array) -> tuple[jax.Array, jax.Array]:
+            capped = pieces.cap(config, products)
+            weights = jnp.exp2(capped * config.factor - pieces.along_rows(lse, capped))
+            if not masked:
+                return weights, capped
             pair = None
             if query_ids is not None:
                 key_ids = plgpu.load(buffers.key_ids.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
                 pair = pieces.along_rows(query_ids, weights), pieces.along_columns(key_ids, weights)
-            weights = pieces.mask_tile(config, weights, 0.0, first_query, tile * config.key_block, pair)
-        plgpu.barrier_wait(buffers.v_full.at[slot])
-        d_weights = pieces.multiply(shape, lambda ref: plgpu.wgmma(ref, d_out, v.transpose((1, 0))))
+            return pieces.mask_tile(config, weights, 0.0, first_query, tile * config.key_block, pair), capped
+
+        (weights, capped), d_weights = pieces.multiply_two(shape, issue, weigh)
         pieces.release(config, buffers.v_empty.at[slot])
         gradient = pieces.weight_gradient(config, weights, d_weights, pieces.along_rows(delta, weights), capped)
-        acc = pieces.add_product(config, acc, gradient.astype(d_q.dtype), k)
+        (acc,) = pieces.add_products(config, (acc,), (lambda: gradient.astype(d_q.dtype), k))
         pieces.release(config, buffers.k_empty.at[slot])
         return acc
 
@@ -353,7 +360,6 @@ def _key_compute(
 
 def _key_tile(config: Config, buffers: _KeyBuffers, state: dict, slot: jax.Array, masked: bool, tile: tuple) -> dict:
     """Adds one block of queries, scores and their gradient transposed: [keys, queries]."""
-    state = dict(state)
     index, first_key, key_ids = tile
     warpgroup = lax.axis_index("warpgroup")
     k, v, q, d_out = buffers.k.at[warpgroup], buffers.v.at[warpgroup], buffers.q.at[slot], buffers.d_out.at[slot]
@@ -362,29 +368,41 @@ def _key_tile(config: Config, buffers: _KeyBuffers, state: dict, slot: jax.Array
     def of_columns(ref: Any) -> jax.Array:
         return plgpu.load(ref.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
 
-    plgpu.barrier_wait(buffers.q_full.at[slot])
-    capped = pieces.cap(config, pieces.multiply(shape, lambda ref: plgpu.wgmma(ref, k, q.transpose((1, 0)))))
-    lse = pieces.along_columns(of_columns(buffers.lse), capped)
-    weights = jnp.exp2(capped * config.factor - lse)
-    if masked:
+    def issue(scores: Any, d_weights: Any) -> None:
+        plgpu.barrier_wait(buffers.q_full.at[slot])
+        plgpu.wgmma(scores, k, q.transpose((1, 0)))
+        plgpu.barrier_wait(buffers.d_out_full.at[slot])
+        if d_weights is not None:
+            plgpu.wgmma(d_weights, v, d_out.transpose((1, 0)))
+
+    def weigh(products: jax.Array) -> tuple[jax.Array, jax.Array]:
+        capped = pieces.cap(config, products)
+        lse = pieces.along_columns(of_columns(buffers.lse), capped)
+        weights = jnp.exp2(capped * config.factor - lse)
+        if not masked:
+            return weights, capped
         pair = None
         if key_ids is not None:
             query_ids = of_columns(buffers.query_ids)
             pair = pieces.along_columns(query_ids, weights), pieces.along_rows(key_ids, weights)
-        weights = pieces.mask_tile(
-            config, weights, 0.0, index * config.query_block, first_key, pair, keys_are_rows=True
+        first_query = index * config.query_block
+        return pieces.mask_tile(config, weights, 0.0, first_query, first_key, pair, keys_are_rows=True), capped
+
+    names = tuple(state)
+    if "d_k" in state:
+        (weights, capped), d_weights = pieces.multiply_two(shape, issue, weigh)
+        delta = pieces.along_columns(of_columns(buffers.delta), weights)
+    else:
+        weights, _ = weigh(pieces.multiply(shape, lambda scores: issue(scores, None)))
+    products = {"d_v": (lambda: weights.astype(v.dtype), d_out)}
+    if "d_k" in state:
+        products["d_k"] = (
+            lambda: pieces.weight_gradient(config, weights, d_weights, delta, capped).astype(k.dtype),
+            q,
         )
-    plgpu.barrier_wait(buffers.d_out_full.at[slot])
-    if "d_v" in state:
-        state["d_v"] = pieces.add_product(config, state["d_v"], weights.astype(v.dtype), d_out)
-    if "d_k" not in state:
-        pieces.release(config, buffers.d_out_empty.at[slot])
-        pieces.release(config, buffers.q_empty.at[slot])
-        return state
-    d_weights = pieces.multiply(shape, lambda ref: plgpu.wgmma(ref, v, d_out.transpose((1, 0))))
-    delta = pieces.along_columns(of_columns(buffers.delta), weights)
+    order = [name for name in ("d_v", "d_k") if name in state]
+    sums = pieces.add_products(config, tuple(state[name] for name in order), *(products[name] for name in order))
     pieces.release(config, buffers.d_out_empty.at[slot])
-    gradient = pieces.weight_gradient(config, weights, d_weights, delta, capped)
-    state["d_k"] = pieces.add_product(config, state["d_k"], gradient.astype(k.dtype), q)
     pieces.release(config, buffers.q_empty.at[slot])
-    return state
+    state = dict(zip(order, sums, strict=True))
+    return {name: state[name] for name in names}

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention import mosaic_pieces as pieces
 from pallas_kernels.attention.mosaic_pieces import ROWS, Config
 from pallas_kernels.attention.request import Segments
+from pallas_kernels.mosaic_api import pl, plgpu
 
 
 class _Buffers(NamedTuple):
@@ -215,7 +214,7 @@ def _attend_tile(
     plgpu.barrier_arrive(buffers.turn)
     plgpu.barrier_wait(buffers.v_full.at[slot])
     plgpu.barrier_wait(buffers.turn)
-    acc = pieces.add_product(config, acc, narrow, buffers.v.at[slot])
+    (acc,) = pieces.add_products(config, (acc,), (lambda: narrow, buffers.v.at[slot]))
     pieces.release(config, buffers.v_empty.at[slot])
     return acc, new_maximum, total
 

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.request import Options
+from pallas_kernels.mosaic_api import pl, plgpu
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # of one wgmma: each warpgroup owns this many rows of a score tile
@@ -110,12 +109,41 @@ def multiply(shape: tuple[int, int], issue: Callable[[Any], None]) -> jax.Array:
     return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))
 
 
-def add_product(config: Config, accumulator: jax.Array, left: jax.Array, right: Any) -> jax.Array:
-    """accumulator + left @ right, with `left` in registers and `right` in shared memory."""
+def multiply_two(
+    shape: tuple[int, int], issue: Callable[[Any, Any], None], first: Callable[[jax.Array], Any]
+) -> tuple[Any, jax.Array]:
+    """first(value of the first product) and the value of the second, which runs meanwhile.
+
+    `issue(one, other)` starts exactly one product into each of the two accumulators.
+    """
+
+    def scoped(one: Any, other: Any) -> tuple[Any, jax.Array]:
+        issue(one, other)
+        result = first(plgpu.wgmma_accumulator_load(one, wait_n=1))
+        return result, plgpu.wgmma_accumulator_load(other, wait_n=0)
+
+    return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+
+
+def add_products(
+    config: Config, accumulators: tuple[jax.Array, ...], *products: tuple[Callable[[], jax.Array], Any]
+) -> tuple[jax.Array, ...]:
+    """accumulator + left() @ right for each, with `left()` in registers and `right` in shared memory.
+
+    Each `left` is computed while the product before it runs; all of them are waited for at the end.
+    """
     if config.interpret:
         # Interpret mode knows no left operand in registers and no accumulator with an initial value.
-        return accumulator + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, left, right))(plgpu.ACC.init(accumulator))
+        return tuple(
+            accumulator + jnp.dot(left(), right[...], preferred_element_type=jnp.float32)
+            for accumulator, (left, right) in zip(accumulators, products, strict=True)
+        )
+
+    def issue(references: tuple[Any, ...]) -> None:
+        for reference, (left, right) in zip(references, products, strict=True):
+            plgpu.wgmma(reference, left(), right)
+
+    return pl.run_state(issue)(tuple(plgpu.ACC.init(accumulator) for accumulator in accumulators))
 
 
 def weight_gradient(

@@ -6,6 +6,7 @@ chunk. The backward recomputes the logits and accumulates the weight's gradient 
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,11 @@ def refuses(request: Request) -> str | None:
 
 def per_token_loss(request: Request) -> jax.Array:
     """Loss [...] in float32."""
+    return in_chunks(request, _differentiable)
+
+
+def in_chunks(request: Request, compute: Callable[..., jax.Array]) -> jax.Array:
+    """Loss [...] by `compute(options, chunks, hidden [B, T, D], weight, labels [B, T])`, T padded to whole chunks."""
     hidden, labels = request.hidden, request.labels
     shape = labels.shape
     length = shape[-1] if shape else 1
@@ -34,7 +40,7 @@ def per_token_loss(request: Request) -> jax.Array:
     if missing:
         hidden = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
         labels = jnp.pad(labels, ((0, 0), (0, missing)), constant_values=request.options.ignore_index)
-    loss = _differentiable(request.options, chunks, hidden, request.weight, labels)
+    loss = compute(request.options, chunks, hidden, request.weight, labels)
     return loss[:, :length].reshape(shape)
 
 
@@ -49,19 +55,20 @@ def _count_chunks(request: Request, length: int) -> int:
     return max(1, min(chunks, length))
 
 
-def _chunk(x: jax.Array, chunks: int, index: jax.Array) -> jax.Array:
+def chunk_of(x: jax.Array, chunks: int, index: jax.Array) -> jax.Array:
     """[B, T, ...] -> [B, T // chunks, ...]: positions index, index + chunks, index + 2 chunks, ..."""
     x = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
     return jax.lax.dynamic_index_in_dim(x, index, 2, keepdims=False)
 
 
-def _unchunk(x: jax.Array) -> jax.Array:
+def unchunk(x: jax.Array) -> jax.Array:
     """The inverse for stacked chunks: [chunks, B, T // chunks, ...] -> [B, T, ...]."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-def _loss(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+def chunked_loss(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    """Loss [B, T] of hidden [B, T, D], one chunk after the other."""
     return _forward_rule(options, chunks, hidden, weight, labels)[0]
 
 
@@ -69,33 +76,46 @@ def _forward_rule(options: Options, chunks: int, hidden: jax.Array, weight: jax.
     matrix = weight.astype(hidden.dtype)
 
     def visit(carry: None, index: jax.Array) -> tuple:
-        logits = capped_logits(_chunk(hidden, chunks, index), matrix, options)
-        loss, lse, *_ = loss_of_logits(logits, _chunk(labels, chunks, index), options)
+        logits = capped_logits(chunk_of(hidden, chunks, index), matrix, options)
+        loss, lse, *_ = loss_of_logits(logits, chunk_of(labels, chunks, index), options)
         return carry, (loss, lse)
 
     _, (loss, lse) = jax.lax.scan(visit, None, jnp.arange(chunks))
-    return _unchunk(loss), (hidden, weight, labels, lse)
+    return unchunk(loss), (hidden, weight, labels, lse, None)
 
 
-def _backward_rule(options: Options, chunks: int, residuals: tuple, d_loss: jax.Array) -> tuple:
-    hidden, weight, labels, lse = residuals
+def _softmax(rows: jax.Array, matrix: jax.Array, lse: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
+    """Logits of a chunk once more, and their softmax."""
+    logits = capped_logits(rows, matrix, options)
+    return logits, jnp.exp(logits - lse[..., None])
+
+
+def backward_rule(options: Options, chunks: int, residuals: tuple, d_loss: jax.Array) -> tuple:
+    """Gradients of hidden, weight and (none) labels; `residuals` end with the softmax [chunks, B, T / chunks, V] or None."""
+    hidden, weight, labels, lse, kept = residuals
     matrix = weight.astype(hidden.dtype)
 
     def visit(d_weight: jax.Array, step: tuple) -> tuple:
-        index, lse = step
-        rows = _chunk(hidden, chunks, index)
-        logits = capped_logits(rows, matrix, options)
-        exponentials, total = jnp.exp(logits - lse[..., None]), jnp.ones_like(lse)
+        index, lse, softmax = step
+        rows, logits = chunk_of(hidden, chunks, index), None
+        if softmax is None:
+            logits, softmax = _softmax(rows, matrix, lse, options)
         gradient = logits_gradient(
-            exponentials, total, logits, lse, _chunk(labels, chunks, index), _chunk(d_loss, chunks, index), options
+            softmax.astype(lse.dtype),
+            jnp.ones_like(lse),
+            logits,
+            lse,
+            chunk_of(labels, chunks, index),
+            chunk_of(d_loss, chunks, index),
+            options,
         ).astype(hidden.dtype)
         d_rows = jnp.einsum("btv,dv->btd", gradient, matrix).astype(hidden.dtype)
         return d_weight + jnp.einsum("btd,btv->dv", rows, gradient, preferred_element_type=d_weight.dtype), d_rows
 
     start = jnp.zeros(weight.shape, lse.dtype)
-    d_weight, d_hidden = jax.lax.scan(visit, start, (jnp.arange(chunks), lse))
-    return _unchunk(d_hidden), d_weight.astype(weight.dtype), None
+    d_weight, d_hidden = jax.lax.scan(visit, start, (jnp.arange(chunks), lse, kept))
+    return unchunk(d_hidden), d_weight.astype(weight.dtype), None
 
 
-_differentiable = jax.custom_vjp(_loss, nondiff_argnums=(0, 1))
-_differentiable.defvjp(_forward_rule, _backward_rule)
+_differentiable = jax.custom_vjp(chunked_loss, nondiff_argnums=(0, 1))
+_differentiable.defvjp(_forward_rule, backward_rule)

@@ -86,7 +86,7 @@ def test_refuses_with_a_reason():
 def test_ranges_skip_what_a_mask_hides():
     blocks = Blocks(512, 512, 128, 64)
     causal = key_ranges(Mask(), blocks, None)[0].tolist()
-    assert causal == [[0, 0, 0, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]
+    assert causal == [[0, 2, 2, 2], [0, 0, 2, 4], [0, 0, 4, 6], [0, 0, 6, 8]]
     window = key_ranges(Mask(window=100), blocks, None)[0].tolist()
     assert window[3] == [4, 8, 8, 8]
     assert query_ranges(Mask(), blocks, None)[0, 5].tolist() == [2, 3, 4, 4]

@@ -1,0 +1,100 @@
+"""Makes docs/performance.md from the rows in benchmarks/results/, so that no number stands there that no run gave.
+
+python scripts/performance_page.py
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+
+PREFACE = """\
+# Performance
+
+This page is made by `python scripts/performance_page.py` from the rows that the benchmarks append to
+`benchmarks/results/`. Do not edit it. Of each work, implementation, variant and device it shows the newest row; the
+files keep all of them.
+
+How to read it:
+
+- Tokens/s, TFLOP/s and memory are those of one device. The time is that of one step (or one call) on all devices.
+- TFLOP/s are model FLOPs: 6 x the parameters of the matmuls (the input embedding not counted, the output head
+  counted), and causal attention at half of 12 x layers x sequence x (heads x head_dim), per token. Recomputation is
+  not counted. Every implementation is given the same count for the same work.
+- MFU divides by the dense bfloat16 peak of the device, from its data sheet (989 TFLOP/s for H100 SXM and H200), also
+  where FP8 is used.
+- Compare only rows of one run: the same date and command under one heading. Machines, clocks, drivers and other users
+  differ between runs. Where a peer and jaxstack stand in one run, they took turns on the same device.
+- A dash means that the row has no such value.
+
+Every row names its command. Run it on your own machine; it appends a row of its own.
+"""
+
+Row = Mapping[str, Any]
+
+
+def _number(key: str, pattern: str, factor: float = 1.0) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        value = row.get(key)
+        return pattern.format(value * factor) if isinstance(value, int | float) else "-"
+
+    return show
+
+
+def _text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row.get(key) or "-").replace("|", "\\|")
+
+
+def _versions(row: Row) -> str:
+    """Python, and of the rest what the implementation is made of; a peer's own version stands in its name."""
+    ours = row["implementation"].startswith("jaxstack")
+    names = ("python", "jax", "flax") if ours else ("python",)
+    known = row.get("versions") or {}
+    return ", ".join(f"{name} {known[name]}" for name in names if name in known) or "-"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "work": _text("work"),
+    "implementation": _text("implementation"),
+    "variant": _text("variant"),
+    "device": _text("device"),
+    "devices": _text("devices"),
+    "tokens/s/device": _number("tokens_per_second_per_device", "{:,.0f}"),
+    "TFLOP/s/device": _number("tflops_per_device", "{:.4g}"),
+    "MFU": _number("mfu", "{:.1f} %", 100),
+    "ms": _number("milliseconds", "{:,.4g}"),
+    "peak memory GiB": _number("peak_memory_bytes", "{:.1f}", 2**-30),
+    "date": lambda row: _text("date")(row)[:16].replace("T", " "),
+    "command": lambda row: f"`{row['command']}`",
+    "versions": _versions,
+}
+
+
+def newest_rows(rows: Iterable[Row]) -> list[Row]:
+    """The newest row of each work, implementation, variant and device, works in the order of their first appearance."""
+    newest: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = tuple(row.get(name) for name in ("work", "implementation", "variant", "device", "devices"))
+        if key not in newest or row["date"] >= newest[key]["date"]:
+            newest[key] = row
+    works = list(dict.fromkeys(key[0] for key in newest))
+    return sorted(newest.values(), key=lambda row: works.index(row.get("work")))
+
+
+def make_page(results: Path = RESULTS) -> str:
+    """The whole page; a section for each benchmark script."""
+    parts = [PREFACE]
+    for path in sorted(results.glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [[show(row) for show in COLUMNS.values()] for row in newest_rows(rows)]
+        table = [list(COLUMNS), ["---"] * len(COLUMNS), *lines]
+        parts.append(f"## {path.stem}\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in table) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(), encoding="utf-8")
+    print(PAGE.relative_to(ROOT))

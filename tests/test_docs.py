@@ -1,0 +1,269 @@
+"""The documentation is true: its Python runs, its commands and keys parse, its tables and links are complete."""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from jaxstack.config import Component
+from jaxstack.models import count_parameters, preset_names
+from jaxstack.optim import OPTIMIZERS, SCHEDULES
+from jaxstack.run_config import RunConfig, config_from_tree, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SECTIONS = RunConfig.model_fields
+
+
+def by_name(paths: list[Path]) -> Any:
+    return pytest.mark.parametrize("path", paths, ids=[path.name for path in paths])
+
+
+def blocks(path: Path, language: str) -> list[tuple[int, str]]:
+    """(first line, text) of each fenced block of a language; "" means without a language."""
+    found = re.finditer(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
+    return [(match.string.count("\n", 0, match.start()) + 2, match[1]) for match in found]
+
+
+# --- Python -----------------------------------------------------------------------------------------------------------
+
+GIVEN = {
+    "checkpoints.md": """
+        import jax, jax.numpy as jnp
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        state = {"params": jax.device_put(jnp.ones(4), sharding)}
+        shardings = {"params": sharding}
+    """,
+    "data.md": """
+        import jax
+        from jaxstack.parallel import make_mesh
+        sharding = jax.sharding.NamedSharding(make_mesh(), jax.P("data"))
+    """,
+    "kernels.md": """
+        import jax, jax.numpy as jnp
+        q = k = v = jnp.ones((1, 8, 2, 8))
+        segment_ids = labels = jnp.ones((1, 8), jnp.int32)
+        hidden, output_weight = jnp.ones((1, 8, 4)), jnp.ones((4, 16))
+        step, state, batch = lambda state, batch: state + batch, 1.0, 2.0
+    """,
+    "observe.md": """
+        import jax, pathlib
+        from jaxstack.parallel import make_mesh
+        step, state, batch, mesh = lambda state, batch: state + batch, 1.0, 2.0, make_mesh()
+        pathlib.Path("runs/my-run").mkdir(parents=True)
+    """,
+    "training.md": """
+        import pathlib
+        pathlib.Path("runs/quickstart").mkdir(parents=True)
+        pathlib.Path("runs/quickstart/metrics.jsonl").write_text('{"step": 1, "eval_loss": 2.0}')
+    """,
+}
+"""What a page's blocks take as given: the reader's own step, state, mesh or run."""
+
+
+class _OneRound(ast.NodeTransformer):
+    """Loops over batches never end: a `for` whose body is `...` is left after one round."""
+
+    def visit_For(self, node: ast.For) -> ast.For:
+        if isinstance(node.body[-1], ast.Expr) and isinstance(node.body[-1].value, ast.Constant):
+            node.body[-1] = ast.Break()
+        return ast.fix_missing_locations(node)
+
+
+@by_name([path for path in PAGES if blocks(path, "python")])
+def test_python_blocks_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "documentation"}
+    given = "\n".join(line.strip() for line in GIVEN.get(path.name, "").splitlines())
+    exec(given, names)
+    for line, text in blocks(path, "python"):
+        tree = _OneRound().visit(ast.parse("\n" * (line - 1) + text, str(path)))
+        exec(compile(tree, str(path), "exec"), names)
+
+
+# --- commands and keys ------------------------------------------------------------------------------------------------
+
+
+def written(path: Path) -> str:
+    """The page without its Python, and without the sessions (`$ command` and what it prints) that show a mistake."""
+    text = re.sub(r"^```python\n.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.sub(r"^```\n\$.*?^```", "", text, flags=re.M | re.S).replace("\\\n", "")
+
+
+def commands(text: str) -> list[list[str]]:
+    """Every `python -m jaxstack.NAME ...` as its words; optional parts in brackets, `...` and redirections left out."""
+    found = re.findall(r"python -m (jaxstack\.\w+[^`\n]*)", text)
+    words = [shlex.split(re.sub(r"\s\[[^]]*\](?=\s|$)|\s\.\.\.|\s[>#|;&].*", "", line), posix=True) for line in found]
+    return [line for line in words if len(line) > 1]
+
+
+def parser_of(name: str) -> Any:
+    module = importlib.import_module("jaxstack.generate.command" if name == "generate" else f"jaxstack.{name}")
+    return module.make_parser() if hasattr(module, "make_parser") else module.build_parser()
+
+
+def check_command(words: list[str]) -> None:
+    name, *arguments = words
+    name = name.removeprefix("jaxstack.")
+    if name == "checkpoint":
+        importlib.import_module("jaxstack.checkpoint.__main__")._parse(arguments)
+        return
+    parser = parser_of(name)
+    if name != "train":
+        parser.parse_args(arguments)
+        return
+    parsed = parser.parse_intermixed_args(arguments)
+    config = ROOT / parsed.config
+    if parsed.config.startswith("configs/"):
+        assert config.is_file(), f"{parsed.config} does not exist"
+    if parsed.config != "FILE":
+        load_config(config if config.is_file() else None, parsed.overrides)
+
+
+@by_name([*TEXTS, *CONFIGS])
+def test_commands_parse(path):
+    for words in commands(written(path)):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                check_command(words)
+            except (SystemExit, ValueError, AttributeError) as error:
+                pytest.fail(f"{path.name}: {shlex.join(words)}: {said.getvalue() or error}")
+
+
+@by_name([path for path in TEXTS if "```\n$ " in path.read_text(encoding="utf-8")])
+def test_shown_sessions_are_real(path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for session in re.findall(r"^```\n\$ python -m (.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S):
+        command, expected = session.split("\n", 1)
+        module, *arguments = shlex.split(command)
+        assert importlib.import_module(module).main(arguments) == 2
+        assert capsys.readouterr().err == expected
+
+
+def keys_of(section: str) -> set[str]:
+    parts = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.get(section) or (SECTIONS[section].annotation,)
+    return {field.alias or name for part in parts for name, field in part.model_fields.items()}
+
+
+@by_name([*TEXTS, *CONFIGS])
+def test_named_keys_exist(path):
+    for name in re.findall(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})\.[a-z]\w*(?![\w(/])", written(path)):
+        section, key = name.split(".")
+        if key not in ("md", "py", "json", "jsonl", "yaml"):
+            assert key in keys_of(section), f"{path.name}: there is no {name}"
+
+
+@by_name([path for path in TEXTS if blocks(path, "yaml")])
+def test_yaml_blocks_are_configurations(path):
+    for line, text in blocks(path, "yaml"):
+        try:
+            config_from_tree(yaml.safe_load(text))
+        except Exception as error:
+            pytest.fail(f"{path.name}, line {line}: {error}")
+
+
+@by_name(CONFIGS)
+def test_configs_load_and_open_with_their_command(path):
+    load_config(path)
+    assert path.read_text().startswith(f"# python -m jaxstack.train --config configs/{path.name}\n")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", by_alias=True)
+    return [plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def sections_of(path: Path) -> dict[str, str]:
+    parts = re.split(r"^## (\w+)$", path.read_text(encoding="utf-8"), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_configuration_page_has_every_key_with_its_default(section):
+    text = sections_of(ROOT / "docs" / "configuration.md")[section]
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M))
+    if section in ("optimizer", "schedule"):
+        for part in OPTIMIZERS if section == "optimizer" else SCHEDULES:
+            start = f"| `{part.model_fields['name'].default}` |"
+            row = next(line for line in text.splitlines() if line.startswith(start))
+            common = {"name", "learning_rate", "weight_decay", "clip_norm", "groups", "warmup_steps"}
+            for name in part.model_fields.keys() - common:
+                assert f"`{name}`" in row, f"{part.__name__}.{name}"
+        return
+    component = SECTIONS[section].annotation
+    assert isinstance(component, type) and issubclass(component, Component)
+    expected = {field.alias or name: plain(field.default) for name, field in component.model_fields.items()}
+    assert {name: yaml.safe_load(default) for name, default in rows.items()} == expected
+
+
+def test_models_page_has_every_preset_with_its_size():
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = {row[0]: tuple(int(n.replace(",", "")) for n in row[1:]) for row in re.findall(
+        r"^\| `([\w.-]+)` \| ([\d,]+) \| (\d+) \| (\d+) \| (\d+) / (\d+) \|", text, re.M
+    )}  # fmt: skip
+    assert sorted(rows) == preset_names()
+    for name, row in rows.items():
+        model = load_config(None, [f"model.preset={name}"]).model
+        model = model.model_copy(update={"vocab_size": model.vocab_size or 4096})
+        shape = (model.num_layers, model.hidden_size, model.num_heads, model.kv_heads)
+        assert row == (count_parameters(model).total, *shape), name
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+@by_name(TEXTS)
+def test_links_lead_somewhere(path):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([\w-]+))?\)", path.read_text(encoding="utf-8")):
+        page = path.parent / target if target else path
+        assert page.exists(), f"{path.name} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles], anchor
+
+
+def test_index_lists_every_page():
+    listed = re.findall(r"\]\((\w[\w-]*\.md)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(path.name for path in PAGES if path.name != "index.md")
+
+
+def load_performance_page() -> Any:
+    source = ROOT / "scripts" / "performance_page.py"
+    spec = importlib.util.spec_from_file_location("performance_page", source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_performance_page_is_what_its_script_makes():
+    module = load_performance_page()
+    assert module.PAGE.read_text(encoding="utf-8") == module.make_page(), "run: python scripts/performance_page.py"
+
+
+def test_performance_page_shows_the_newest_row_of_each(tmp_path):
+    module = load_performance_page()
+    row = {"work": "w", "implementation": "jaxstack", "device": "d", "devices": 1, "command": "python x.py"}
+    old = {**row, "milliseconds": 5, "date": "2026-01-01T00:00"}
+    new = {**row, "milliseconds": 4.25, "date": "2026-01-02T00:00"}
+    peer = {**row, "implementation": "peer 1.0", "date": "2026-01-01T00:00", "mfu": 0.5}
+    (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, (new, old, peer))))
+    page = module.make_page(tmp_path)
+    table = page[page.index("## bench") :]
+    assert table.count("python x.py") == 2 and "| 4.25 |" in table and "| 50.0 % |" in table

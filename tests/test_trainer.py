@@ -1,0 +1,325 @@
+"""`Trainer` with a user's own modules, losses and optimizers; runs that are kept, broken off and taken up again."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+from jaxstack import Trainer
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.errors import JaxstackError
+from jaxstack.loop import LoopSettings
+from jaxstack.loss import LossSum
+from jaxstack.observe.config import ObserveConfig
+from jaxstack.optim import SGD, AdamW
+from jaxstack.optim.schedules import Constant
+from jaxstack.parallel import ParallelConfig, make_mesh
+from jaxstack.resilience import ResilienceConfig
+from jaxstack.run_config import TrainConfig
+from jaxstack.trainer import numpy_batches
+from tests.small_runs import batch_at, make_trainer, run_steps, small_config
+
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Compilation is nearly all of the time here, and XLA's optimisations are not what is tested."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+CONTRACT_KEYS = {
+    "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "tokens_per_second_per_device",
+    "step_time_seconds", "model_tflops_per_device", "mfu", "peak_memory_bytes", "data_wait_fraction",
+}  # fmt: skip
+RANDOM = np.random.default_rng(0)
+POINTS = RANDOM.normal(size=(256, 8)).astype(np.float32)
+ROWS = {"x": POINTS, "y": np.sin(POINTS @ RANDOM.normal(size=8)).astype(np.float32)}
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(8, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.relu(self.norm(self.up(x)))))[:, 0]
+
+
+class LinenNetwork(linen.Module):
+    @linen.compact
+    def __call__(self, x, train: bool = True):
+        x = linen.BatchNorm(use_running_average=not train)(linen.Dense(32)(x))
+        return linen.Dense(1)(linen.relu(x))[:, 0]
+
+
+def squares(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def settings(**checkpoint) -> LoopSettings:
+    return LoopSettings(
+        checkpoint=CheckpointConfig(**{"every_steps": 4, **checkpoint}),
+        observe=ObserveConfig(log_every=1, trackers=("jsonl",), progress=False),
+    )
+
+
+def own_trainer(module=Network, steps: int = 10, batch: int = 16, loss=squares, **arguments) -> Trainer:
+    arguments = {"optimizer": AdamW(learning_rate=0.02), "schedule": Constant(), **arguments}
+    train = TrainConfig(steps=steps, global_batch_size=batch)
+    return Trainer(module, loss, numpy_batches(ROWS, batch), train=train, **arguments)
+
+
+def losses_of(run_dir) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_own_nnx_module_learns():
+    trainer = own_trainer(steps=80)
+    first = run_steps(trainer, 1)[0]
+    values = trainer.fit()
+    assert values["loss"] < 0.7 * first and values["step"] == 80
+    means = trainer.state.rest["norm"]["mean"]
+    assert float(jnp.abs(means).max()) > 0, "running statistics are carried along"
+    model = trainer.trained_module
+    model.eval()
+    assert model(ROWS["x"]).shape == (256,)
+
+
+def test_a_module_built_beforehand_keeps_its_values():
+    network = Network(nnx.Rngs(3))
+    trainer = own_trainer(network)
+    np.testing.assert_array_equal(trainer.state.params["up"]["kernel"], network.up.kernel[...])
+
+
+def test_linen_module_with_batch_statistics_learns():
+    """Flax's bridge takes the collections that a call may change as `mutable`."""
+
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"], mutable=["batch_stats"]) - batch["y"]) ** 2)
+
+    trainer = own_trainer(LinenNetwork(), steps=80, loss=loss, example_inputs=(POINTS[:1],))
+    before = jax.device_get(_plain(trainer.state.rest))
+    first = run_steps(trainer, 1)[0]
+    assert trainer.fit()["loss"] < 0.8 * first
+    changed = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), before, _plain(trainer.state.rest))
+    assert any(jax.tree.leaves(changed))
+
+
+def _plain(tree):
+    return jax.tree.map(lambda x: x if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.random.key_data(x), tree)
+
+
+def test_an_optax_transformation_is_taken_as_it_is():
+    trainer = own_trainer(optimizer=optax.chain(optax.clip(1.0), optax.sgd(0.05, momentum=0.9)))
+    start = jax.device_get(trainer.state.params)
+    metrics = trainer.train_step(next(trainer.batches(0))[0])
+    assert "learning_rate" not in metrics
+    assert float(np.abs(trainer.state.params["up"]["kernel"] - start["up"]["kernel"]).max()) > 0
+
+
+@pytest.mark.parametrize("degrees", [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_own_module_on_a_mesh_trains_as_on_one_device(degrees):
+    def network(rngs):
+        return nnx.Sequential(nnx.Linear(8, 32, rngs=rngs), nnx.relu, nnx.Linear(32, 1, rngs=rngs), lambda x: x[:, 0])
+
+    def run(mesh):
+        return run_steps(own_trainer(network, mesh=mesh, optimizer=SGD(learning_rate=0.1)), 5)
+
+    one = run(make_mesh(devices=jax.devices()[:1]))
+    np.testing.assert_allclose(run(make_mesh(ParallelConfig(**degrees))), one, rtol=1e-5)
+
+
+def test_an_iterable_is_skipped_forward_on_resuming(tmp_path):
+    batches = [{"x": POINTS[i : i + 4], "y": ROWS["y"][i : i + 4]} for i in range(0, 40, 4)]
+
+    def fit(steps, folder):
+        train = TrainConfig(steps=steps, global_batch_size=4)
+        trainer = Trainer(Network, squares, batches, train=train, optimizer=optax.sgd(0.1))
+        return trainer.fit(tmp_path / folder, settings())
+
+    whole = fit(10, "whole")
+    fit(4, "broken")
+    assert fit(10, "broken")["loss"] == whole["loss"]
+    with pytest.raises(Exception, match="batch"):
+        fit(11, "broken")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (lambda step: {"x": POINTS[:3], "y": ROWS["y"][:3]}, r"global_batch_size \(16\)"),
+        (lambda step: {"x": POINTS[:16], "y": ROWS["y"][:15]}, "one first dim"),
+        (lambda step: [1, 2], "dict of arrays"),
+        ([], "batch"),
+    ],
+)
+def test_wrong_batches_are_explained(data, said):
+    trainer = Trainer(Network, squares, data, train=TrainConfig(steps=1, global_batch_size=16))
+    with pytest.raises(JaxstackError, match=said):
+        trainer.fit()
+
+
+def test_wrong_arguments_are_explained():
+    with pytest.raises(TypeError, match="batches"):
+        Trainer(Network, squares, 3)
+    with pytest.raises(TypeError, match="example_inputs"):
+        Trainer(LinenNetwork(), squares, [{}])
+
+
+@dataclasses.dataclass
+class HeldOut:
+    rows: int = 24
+
+    def __iter__(self):
+        for start in range(0, self.rows, 8):
+            yield {"x": POINTS[start : start + 8], "y": ROWS["y"][start : start + 8]}
+
+
+def test_held_out_data_is_evaluated_without_keys():
+    keys = []
+
+    def loss(model, batch, key):
+        keys.append(key is None)
+        error = (model(batch["x"]) - batch["y"]) ** 2
+        return LossSum(error.sum(), jnp.float32(len(error)))
+
+    def network(rngs):
+        return nnx.Sequential(nnx.Linear(8, 1, rngs=rngs), lambda x: x[:, 0])
+
+    trainer = Trainer(
+        network, loss, numpy_batches(ROWS, 8), train=TrainConfig(steps=2, global_batch_size=8), eval_data=HeldOut()
+    )
+    values = trainer.fit()
+    model = trainer.trained_module
+    wanted = float(np.mean((np.asarray(model(POINTS[:24])) - ROWS["y"][:24]) ** 2))
+    assert values["eval_loss"] == pytest.approx(wanted, rel=1e-5) and values["eval_items"] == 24
+    assert set(keys) == {True, False}
+
+
+LANGUAGE = ("train.steps=12", "train.global_batch_size=8", "model.dropout=0.1", "train.gradient_accumulation=2")
+
+
+def language_fit(run_dir, *overrides, **checkpoint):
+    return make_trainer(small_config(*LANGUAGE, *overrides)).fit(run_dir, settings(**checkpoint))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    language_fit(folder)
+    return folder
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def break_off(run_dir, after: int, *overrides) -> None:
+    """A run whose data fail for good after some batches."""
+
+    def data(step):
+        if step >= after:
+            raise Broken
+        return batch_at(step, 8)
+
+    with pytest.raises(Exception):  # noqa: B017 - the reader's own error may be wrapped
+        make_trainer(small_config(*LANGUAGE, *overrides), data).fit(run_dir, settings())
+
+
+def test_a_run_that_was_broken_off_goes_on_bit_for_bit(unbroken, tmp_path):
+    """A new Trainer in the same run directory: parameters, moments, keys and data position are all taken up."""
+    break_off(tmp_path, 7)
+    language_fit(tmp_path)
+    found, wanted = losses_of(tmp_path), losses_of(unbroken)
+    assert set(wanted) == set(range(1, 13)) and found == wanted
+
+
+def test_a_run_goes_on_with_another_layout(unbroken, tmp_path):
+    """On four devices instead of one, from a copy of the first checkpoint."""
+    shutil.copytree(unbroken / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
+    layout = ("parallel.fsdp=2", "parallel.tensor=2", "model.dropout=0", "train.gradient_accumulation=1")
+    start = make_trainer(small_config(*LANGUAGE, *layout))
+    start.fit(tmp_path, settings())
+    whole = make_trainer(small_config(*LANGUAGE, "model.dropout=0", "train.gradient_accumulation=1"))
+    shutil.copytree(unbroken / "checkpoints" / "4", tmp_path / "one" / "checkpoints" / "4")
+    whole.fit(tmp_path / "one", settings())
+    found, wanted = losses_of(tmp_path), losses_of(tmp_path / "one")
+    assert list(wanted) == list(range(5, 13))
+    assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-5)
+
+
+def test_a_finished_run_says_so_and_can_be_lengthened(tmp_path, capfd):
+    own_trainer(steps=6).fit(tmp_path, settings())
+    before = losses_of(tmp_path)
+    own_trainer(steps=6).fit(tmp_path, dataclasses.replace(settings(), observe=ObserveConfig(trackers=("jsonl",))))
+    printed = capfd.readouterr()
+    assert losses_of(tmp_path) == before and "raise train.steps" in printed.out + printed.err
+    own_trainer(steps=8).fit(tmp_path, settings())
+    own_trainer(steps=8).fit(tmp_path / "whole", settings())
+    assert losses_of(tmp_path) == losses_of(tmp_path / "whole") and len(losses_of(tmp_path)) == 8
+
+
+def test_another_batch_size_is_refused(tmp_path):
+    own_trainer(steps=4).fit(tmp_path, settings())
+    with pytest.raises(JaxstackError, match="global_batch_size") as caught:
+        own_trainer(steps=6, batch=32).fit(tmp_path, settings())
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_metrics_have_the_contracts_keys(unbroken):
+    lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
+    assert all(CONTRACT_KEYS <= set(line) for line in lines if "loss" in line)
+    assert [line["tokens"] for line in lines if "loss" in line] == [128 * step for step in range(1, 13)]
+    assert all(line["peak_memory_bytes"] >= 0 and 0 <= line["data_wait_fraction"] <= 1 for line in lines if "loss" in line)
+
+
+def test_a_run_leaves_its_report_and_environment(unbroken):
+    environment = json.loads((unbroken / "environment.json").read_text())
+    assert environment["ran"]["kernels"] and "memory" in environment["ran"]
+    page = (unbroken / "report.html").read_text()
+    assert "<svg" in page and "loss" in page
+
+
+def poisoned(bad: set[int]):
+    def data(step):
+        batch = {"x": POINTS[:16], "y": ROWS["y"][:16].copy()}
+        if step in bad:
+            batch["y"][0] = np.nan
+        return batch
+
+    return data
+
+
+def network(rngs):
+    return nnx.Sequential(nnx.Linear(8, 1, rngs=rngs), lambda x: x[:, 0])
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path):
+    trainer = Trainer(network, squares, poisoned({3, 4, 7}), train=TrainConfig(steps=10, global_batch_size=16))
+    said = []
+    values = trainer.fit(tmp_path, dataclasses.replace(settings(), say=said.append))
+    assert values["skipped_steps"] == 3 and np.isfinite(values["loss"])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(trainer.state.params)))
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
+    trainer = Trainer(network, squares, poisoned(set(range(4, 100))), train=TrainConfig(steps=30, global_batch_size=16))
+    limit = dataclasses.replace(settings(), resilience=ResilienceConfig(max_skipped_steps=3))
+    with pytest.raises(JaxstackError, match="3 steps in a row.*max_skipped_steps.*after step 4"):
+        trainer.fit(tmp_path, limit)
+    assert (tmp_path / "report.html").exists()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(trainer.state.params)))
+
+
+def test_throughput_counts_rows_where_there_are_no_tokens():
+    values = own_trainer(steps=3).fit()
+    assert values["tokens"] == 48
