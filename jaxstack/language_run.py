@@ -84,8 +84,6 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
         config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say
     )
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
-    if first:
-        _write_run_files(config, data)
     trainer = make_trainer(config, data)
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     say(_introduce(config, data, flops))
@@ -99,6 +97,7 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             flops_per_token=flops,
             settings=config.model_dump(mode="json", by_alias=True),
             describe_evaluation=baselines.describe,
+            on_start=lambda: _write_run_files(config, data),
             say=say,
         ),
     )

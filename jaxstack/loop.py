@@ -50,6 +50,8 @@ class LoopSettings:
     """The run's configuration as plain data, for trackers and the environment file."""
     describe_evaluation: Callable[[dict[str, float], int | None], dict[str, float]] | None = None
     """Adds values to an evaluation's line, e.g. bits per byte, given it and its `max_tokens`."""
+    on_start: Callable[[], None] | None = None
+    """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
     say: Callable[[str], None] | None = None
     """Takes messages; None: the progress display."""
 
@@ -77,6 +79,8 @@ class Loop:
                     )
                 )
             start = self._restore()
+            if self.settings.on_start is not None and self.first:
+                self.settings.on_start()
             self.progress = stack.enter_context(Progress(train.steps, start, enabled=observe.progress and self.first))
             if start >= train.steps:
                 self._say(f"the run has all its {train.steps} steps; raise train.steps to go on")

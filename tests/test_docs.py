@@ -82,7 +82,14 @@ class _OneRound(ast.NodeTransformer):
         return ast.fix_missing_locations(node)
 
 
-@by_name([path for path in PAGES if blocks(path, "python")])
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name == "library.md" else [])
+        for path in TEXTS
+        if blocks(path, "python")
+    ],
+)
 def test_python_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "documentation"}

@@ -40,7 +40,8 @@ def test_every_preset_builds_and_is_known_here():
 
 
 def test_keys_beside_a_preset_win():
-    model = load_config(None, ["model.preset=llama3-8b", "model.num_layers=2", "model.rope_scaling={factor: 2.0}"]).model
+    overrides = ["model.preset=llama3-8b", "model.num_layers=2", "model.rope_scaling={factor: 2.0}"]
+    model = load_config(None, overrides).model
     assert model.num_layers == 2 and model.hidden_size == 4096
     assert model.rope_scaling.factor == 2.0 and model.rope_scaling.rope_type == "llama3"
 

@@ -31,7 +31,8 @@ COMMANDS = ["train", "generate", "evaluate", "prepare", "checkpoint", "schema"]
 def test_help_is_quick_and_imports_no_jax(command):
     code = (
         "import runpy, sys, atexit\n"
-        "atexit.register(lambda: print('HEAVY', sorted({'jax', 'flax', 'numpy', 'orbax', 'pydantic'} & set(sys.modules))))\n"
+        "heavy = {'jax', 'flax', 'numpy', 'orbax', 'pydantic'}\n"
+        "atexit.register(lambda: print('HEAVY', sorted(heavy & set(sys.modules))))\n"
         f"sys.argv = ['jaxstack.{command}', '--help']\n"
         f"runpy.run_module('jaxstack.{command}', run_name='__main__', alter_sys=True)\n"
     )
@@ -52,12 +53,23 @@ def test_help_is_quick_and_imports_no_jax(command):
         (["model.num_heads=3"], "num_heads"),
         (["nonsense"], "section.key=value"),
         (["data.sources=[{path: /nowhere/at/all.txt}]"], "/nowhere/at/all.txt"),
-        (["model.vocab_size=100", "data.tokenizer.name=byte", "data.sources=[{path: jaxstack/loop.py}]"], "model.vocab_size (100)"),
+        (
+            ["model.vocab_size=100", "data.tokenizer.name=byte", "data.sources=[{path: jaxstack/loop.py}]"],
+            "model.vocab_size (100)",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_a_wrong_configuration_is_one_message_and_exit_code_2(config, arguments, said, tmp_path):
-    found = run("-m", "jaxstack.train", "--config", str(config), f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/c", *arguments)
+    found = run(
+        "-m",
+        "jaxstack.train",
+        "--config",
+        str(config),
+        f"run.dir={tmp_path}",
+        f"data.cache_dir={tmp_path}/c",
+        *arguments,
+    )
     assert found.returncode == 2, found.stderr
     assert said in found.stderr and "Traceback" not in found.stderr
     assert found.stderr.startswith("jaxstack train: ") and len(found.stderr.strip().splitlines()) == 1

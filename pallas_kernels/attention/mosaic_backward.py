@@ -109,7 +109,7 @@ def query_gradient(config: Config, residuals: Residuals, ranges: jax.Array, segm
 def _query_body(
     config: Config, packed: bool, inputs: Residuals, ranges: Any, ids: Any, d_q: Any, *scratch: Any
 ) -> None:
-    buffers = _QueryBuffers(*scratch) if len(scratch) > 1 else scratch[0]
+    buffers = _QueryBuffers(*scratch)
     warpgroup, batch, head = (lax.axis_index(name) for name in ("warpgroup", "batch", "head"))
     block = inputs.q.shape[1] // config.query_block - 1 - lax.axis_index("block")
     place = _Place(batch, head, block * config.query_block, _limits(ranges, batch, block))
@@ -272,7 +272,7 @@ def key_value_gradient(
 def _key_body(config: Config, wanted: tuple[str, ...], inputs: Residuals, ranges: Any, ids: Any, *refs: Any) -> None:
     outputs = dict(zip(wanted, refs[: len(wanted)], strict=True))
     scratch = refs[len(wanted) :]
-    buffers = _KeyBuffers(*scratch) if len(scratch) > 1 else scratch[0]
+    buffers = _KeyBuffers(*scratch)
     warpgroup, batch, head, block = (lax.axis_index(name) for name in ("warpgroup", "batch", "head", "block"))
     # The first blocks of keys are seen by most queries under a causal mask: they start first.
     place = _Place(batch, head, block * config.key_block, _limits(ranges, batch, block))

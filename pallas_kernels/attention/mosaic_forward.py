@@ -84,7 +84,7 @@ def _scratch(config: Config, q: jax.Array, has_segments: bool) -> _Buffers:
 
 def _body(config: Config, has_segments: bool, *refs: Any) -> None:
     inputs, (out, lse, *scratch) = refs[: 6 if has_segments else 4], refs[6 if has_segments else 4 :]
-    buffers = scratch[0] if len(scratch) == 1 else _Buffers(*scratch)
+    buffers = _Buffers(*scratch)
     warpgroup = lax.axis_index("warpgroup")
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
     # The last blocks of queries have the most causal work: they start first.

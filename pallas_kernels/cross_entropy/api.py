@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.cross_entropy import reference, xla, xla_dense, xla_kept
+from pallas_kernels.cross_entropy import reference, xla, xla_dense
 from pallas_kernels.cross_entropy.request import make_request
 from pallas_kernels.dispatch import Backend, select
 
@@ -13,13 +13,6 @@ BACKENDS = (
         xla_dense.refuses,
         xla_dense.per_token_loss,
         xla_dense.yields,
-    ),
-    Backend(
-        "xla_kept",
-        "the softmax kept in half precision where memory allows: no matmul is done twice",
-        xla_kept.refuses,
-        xla_kept.per_token_loss,
-        xla_kept.yields,
     ),
     Backend("xla", "everything on every device, logits of one chunk only", xla.refuses, xla.per_token_loss),
     Backend(

@@ -6,7 +6,6 @@ chunk. The backward recomputes the logits and accumulates the weight's gradient 
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +24,6 @@ def refuses(request: Request) -> str | None:
 
 def per_token_loss(request: Request) -> jax.Array:
     """Loss [...] in float32."""
-    return in_chunks(request, _differentiable)
-
-
-def in_chunks(request: Request, compute: Callable[..., jax.Array]) -> jax.Array:
-    """Loss [...] by `compute(options, chunks, hidden [B, T, D], weight, labels [B, T])`, T padded to whole chunks."""
     hidden, labels = request.hidden, request.labels
     shape = labels.shape
     length = shape[-1] if shape else 1
@@ -40,7 +34,7 @@ def in_chunks(request: Request, compute: Callable[..., jax.Array]) -> jax.Array:
     if missing:
         hidden = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
         labels = jnp.pad(labels, ((0, 0), (0, missing)), constant_values=request.options.ignore_index)
-    loss = compute(request.options, chunks, hidden, request.weight, labels)
+    loss = _differentiable(request.options, chunks, hidden, request.weight, labels)
     return loss[:, :length].reshape(shape)
 
 
@@ -55,20 +49,19 @@ def _count_chunks(request: Request, length: int) -> int:
     return max(1, min(chunks, length))
 
 
-def chunk_of(x: jax.Array, chunks: int, index: jax.Array) -> jax.Array:
+def _chunk(x: jax.Array, chunks: int, index: jax.Array) -> jax.Array:
     """[B, T, ...] -> [B, T // chunks, ...]: positions index, index + chunks, index + 2 chunks, ..."""
     x = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
     return jax.lax.dynamic_index_in_dim(x, index, 2, keepdims=False)
 
 
-def unchunk(x: jax.Array) -> jax.Array:
+def _unchunk(x: jax.Array) -> jax.Array:
     """The inverse for stacked chunks: [chunks, B, T // chunks, ...] -> [B, T, ...]."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-def chunked_loss(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    """Loss [B, T] of hidden [B, T, D], one chunk after the other."""
+def _loss(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     return _forward_rule(options, chunks, hidden, weight, labels)[0]
 
 
@@ -76,46 +69,33 @@ def _forward_rule(options: Options, chunks: int, hidden: jax.Array, weight: jax.
     matrix = weight.astype(hidden.dtype)
 
     def visit(carry: None, index: jax.Array) -> tuple:
-        logits = capped_logits(chunk_of(hidden, chunks, index), matrix, options)
-        loss, lse, *_ = loss_of_logits(logits, chunk_of(labels, chunks, index), options)
+        logits = capped_logits(_chunk(hidden, chunks, index), matrix, options)
+        loss, lse, *_ = loss_of_logits(logits, _chunk(labels, chunks, index), options)
         return carry, (loss, lse)
 
     _, (loss, lse) = jax.lax.scan(visit, None, jnp.arange(chunks))
-    return unchunk(loss), (hidden, weight, labels, lse, None)
+    return _unchunk(loss), (hidden, weight, labels, lse)
 
 
-def _softmax(rows: jax.Array, matrix: jax.Array, lse: jax.Array, options: Options) -> tuple[jax.Array, jax.Array]:
-    """Logits of a chunk once more, and their softmax."""
-    logits = capped_logits(rows, matrix, options)
-    return logits, jnp.exp(logits - lse[..., None])
-
-
-def backward_rule(options: Options, chunks: int, residuals: tuple, d_loss: jax.Array) -> tuple:
-    """Gradients of hidden, weight and (none) labels; `residuals` end with the softmax [chunks, B, T / chunks, V] or None."""
-    hidden, weight, labels, lse, kept = residuals
+def _backward_rule(options: Options, chunks: int, residuals: tuple, d_loss: jax.Array) -> tuple:
+    hidden, weight, labels, lse = residuals
     matrix = weight.astype(hidden.dtype)
 
     def visit(d_weight: jax.Array, step: tuple) -> tuple:
-        index, lse, softmax = step
-        rows, logits = chunk_of(hidden, chunks, index), None
-        if softmax is None:
-            logits, softmax = _softmax(rows, matrix, lse, options)
+        index, lse = step
+        rows = _chunk(hidden, chunks, index)
+        logits = capped_logits(rows, matrix, options)
+        exponentials, total = jnp.exp(logits - lse[..., None]), jnp.ones_like(lse)
         gradient = logits_gradient(
-            softmax.astype(lse.dtype),
-            jnp.ones_like(lse),
-            logits,
-            lse,
-            chunk_of(labels, chunks, index),
-            chunk_of(d_loss, chunks, index),
-            options,
+            exponentials, total, logits, lse, _chunk(labels, chunks, index), _chunk(d_loss, chunks, index), options
         ).astype(hidden.dtype)
         d_rows = jnp.einsum("btv,dv->btd", gradient, matrix).astype(hidden.dtype)
         return d_weight + jnp.einsum("btd,btv->dv", rows, gradient, preferred_element_type=d_weight.dtype), d_rows
 
     start = jnp.zeros(weight.shape, lse.dtype)
-    d_weight, d_hidden = jax.lax.scan(visit, start, (jnp.arange(chunks), lse, kept))
-    return unchunk(d_hidden), d_weight.astype(weight.dtype), None
+    d_weight, d_hidden = jax.lax.scan(visit, start, (jnp.arange(chunks), lse))
+    return _unchunk(d_hidden), d_weight.astype(weight.dtype), None
 
 
-_differentiable = jax.custom_vjp(chunked_loss, nondiff_argnums=(0, 1))
-_differentiable.defvjp(_forward_rule, backward_rule)
+_differentiable = jax.custom_vjp(_loss, nondiff_argnums=(0, 1))
+_differentiable.defvjp(_forward_rule, _backward_rule)

@@ -93,7 +93,9 @@ def test_malformed_overrides(override):
 
 def test_overrides_lie_over_the_file_and_leave_it_alone():
     tree = {"model": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_layers": 3}}
-    merged = merge_overrides(tree, ["model.num_layers=5", "model.rope_scaling={factor: 4.0}", "run.name=a=b", "x.y.z=[1]"])
+    merged = merge_overrides(
+        tree, ["model.num_layers=5", "model.rope_scaling={factor: 4.0}", "run.name=a=b", "x.y.z=[1]"]
+    )
     assert merged["model"] == {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_layers": 5}
     assert merged["run"] == {"name": "a=b"} and merged["x"] == {"y": {"z": [1]}}
     assert tree["model"]["num_layers"] == 3
@@ -188,7 +190,11 @@ LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
     | st.sampled_from(["adamw", "llama3-8b", "cosine", "stdlib", -1, 0, 1, 8, math.inf, 10**40])
 )  # fmt: skip
-TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12)
+TREES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=12
+)
+
+OVERRIDES = st.builds("{}.{}={}".format, KEYS, KEYS, st.text(max_size=12))
 
 
 @settings(max_examples=300, deadline=None)
@@ -203,7 +209,7 @@ def test_any_tree_is_a_configuration_or_a_config_error(tree):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.builds(lambda keys, value: ".".join(keys) + "=" + value, st.lists(KEYS, max_size=3), st.text(max_size=12)) | st.text(max_size=12), max_size=3))
+@given(st.lists(OVERRIDES | st.text(max_size=12), max_size=3))
 def test_any_overrides_are_a_configuration_or_a_config_error(overrides):
     try:
         load_config(None, overrides)

@@ -61,7 +61,9 @@ def test_flops_of_a_window_count_the_keys_seen():
     attention = model_flops_per_token(config, 1000) - 6 * count_parameters(config).matmul
     assert attention == pytest.approx(12 * 256 * seen, rel=0.01)
     wide = config.model_copy(update={"sliding_window": 5000})
-    assert model_flops_per_token(wide, 1000) == model_flops_per_token(config.model_copy(update={"layer_types": ("full_attention",)}), 1000)
+    assert model_flops_per_token(wide, 1000) == model_flops_per_token(
+        config.model_copy(update={"layer_types": ("full_attention",)}), 1000
+    )
 
 
 def test_the_input_embedding_is_no_matmul():

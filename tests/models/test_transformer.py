@@ -23,7 +23,8 @@ FAMILIES = {
     "qwen3": {"qk_norm": True, "head_dim": 6},
     "gemma2": {
         "norm": "rms_norm_unit_offset", "post_norms": True, "layer_types": ("sliding_attention", "full_attention"),
-        "sliding_window": 5, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 9.0,
+        "sliding_window": 5, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 9.0,
         "tie_word_embeddings": True, "scale_embeddings": True, "num_layers": 3, "hidden_act": "gelu_tanh",
     },
     "mistral": {"layer_types": ("sliding_attention",), "sliding_window": 4},
@@ -101,7 +102,8 @@ def test_grouped_queries_equal_repeated_key_heads(tokens):
 
 def test_scanned_equals_unrolled(tokens):
     """Also their dropout masks, which each layer draws with its own index."""
-    values = {"num_layers": 5, "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 3, "dropout": 0.2}
+    kinds = ("sliding_attention", "full_attention")
+    values = {"num_layers": 5, "layer_types": kinds, "sliding_window": 3, "dropout": 0.2}
     scanned, unrolled = build(**values), build(scan_layers=False, **values)
     stacks = [nnx.state(layer) for layer in scanned.decoder.layers]
     assert len(stacks) == 3 and len(unrolled.decoder.layers) == 5
@@ -209,7 +211,8 @@ def test_dropout_needs_a_key_and_keeps_the_mean(tokens):
     assert (np.asarray(first) == np.asarray(again)).all() and np.abs(first - other).max() > 0.1
     ones = jnp.ones((200, 200))
     dropped = drop(ones, 0.4, jax.random.key(0))
-    assert float(dropped.mean()) == pytest.approx(1, abs=0.02) and float((dropped == 0).mean()) == pytest.approx(0.4, abs=0.02)
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.02)
+    assert float((dropped == 0).mean()) == pytest.approx(0.4, abs=0.02)
     assert drop(ones, 0.4, None) is ones and drop(ones, 0.0, jax.random.key(0)) is ones
 
 
@@ -226,7 +229,8 @@ def test_initialisation_follows_the_papers():
     def spread(initialization: str) -> tuple[float, float, float]:
         model = build(initialization=initialization, initializer_range=0.02, hidden_size=256, num_layers=8)
         attention = model.decoder.layers[0].attention
-        return tuple(float(jnp.std(k[...])) for k in (attention.q_proj.kernel, attention.o_proj.kernel, model.embedding.table))
+        matrices = (attention.q_proj.kernel, attention.o_proj.kernel, model.embedding.table)
+        return tuple(float(jnp.std(matrix[...])) for matrix in matrices)
 
     assert spread("normal") == pytest.approx((0.02, 0.02, 0.02), rel=0.03)
     assert spread("depth_scaled") == pytest.approx((0.02, 0.02 / 4, 0.02), rel=0.03)

@@ -67,6 +67,10 @@ def test_inverse_square_root():
 
 
 def test_wrong_settings_are_refused():
-    for kind, tree in ((Cosine, {"warmup_steps": -1}), (WarmupStableDecay, {"decay_fraction": 0.0}), (OneCycle, {"rise_fraction": 1.0})):
+    for kind, tree in (
+        (Cosine, {"warmup_steps": -1}),
+        (WarmupStableDecay, {"decay_fraction": 0.0}),
+        (OneCycle, {"rise_fraction": 1.0}),
+    ):
         with pytest.raises(Exception, match=next(iter(tree))):
             build_component(kind, tree)

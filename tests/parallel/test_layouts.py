@@ -62,7 +62,7 @@ def layout(data: int, fsdp: int, tensor: int, sequence: bool = False) -> tuple[s
 
 
 def every_layout_of_eight() -> list[tuple[str, ...]]:
-    """All degrees, with sequence parallelism where there is a tensor axis, and all accumulations that fit taken in turn."""
+    """All degrees, also with sequence parallelism where there is a tensor axis; accumulations that fit, in turn."""
     found = []
     for data, fsdp, tensor in triples(8):
         for sequence in (False, True) if tensor > 1 else (False,):
@@ -122,7 +122,7 @@ ODD_SHAPE = (
     ids=" ".join,
 )
 def test_degrees_that_divide_neither_vocabulary_nor_heads(overrides):
-    """Two, three, four and six devices; 61 ids and one key head that no degree divides; layers of two kinds and one over."""
+    """Two to six devices; 61 ids and one key head that no degree divides; layers of two kinds and one over."""
     assert_trains_as_one_device(*overrides, shape=ODD_SHAPE)
 
 

@@ -41,10 +41,14 @@ def test_specs():
 def test_parameters():
     both = rules(1, 4, 2)
     assert both.parameter_spec(("embed", "mlp"), (32, 64)) == P("fsdp", "tensor")
-    assert both.parameter_spec(("layers", "heads", "head_dim", "embed"), (4, 8, 16, 32)) == P(None, "tensor", None, "fsdp")
+    assert both.parameter_spec(("layers", "heads", "head_dim", "embed"), (4, 8, 16, 32)) == P(
+        None, "tensor", None, "fsdp"
+    )
     assert both.parameter_spec(("norm",), (32,)) == P(None)
     assert both.parameter_spec(("layers", "norm"), (4, 32)) == P(None, None), "a stack of vectors"
-    assert both.parameter_spec(("embed", "mlp"), (30, 64)) == P(None, "tensor"), "fsdp does not divide the only free dim"
+    assert both.parameter_spec(("embed", "mlp"), (30, 64)) == P(None, "tensor"), (
+        "fsdp does not divide the only free dim"
+    )
     assert both.parameter_spec(("position", "embed"), (64, 30)) == P("fsdp", None), "the largest dim that it divides"
 
 

@@ -188,5 +188,3 @@ def test_no_float32_weight_is_ever_gathered():
     for over in (("parallel.fsdp=4",), ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")):
         gathered = [row for row in compiled_for_hopper(*over)[0] if row.kind == "all-gather"]
         assert gathered and all("f32" not in row.dtype for row in gathered)
-
-

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import NotSupported, linear_cross_entropy, lowering_platform, record_choices
+from pallas_kernels import linear_cross_entropy, record_choices
 from pallas_kernels.cross_entropy import xla
 from tests.pallas_kernels.compiling import run_jitted
 
-BACKENDS = ("xla_dense", "xla_kept", "xla")
+BACKENDS = ("xla_dense", "xla")
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +81,6 @@ def check(leading, dtype, implementation, **options):
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.01, "soft_cap": 3.0}], ids=["plain", "z_loss_and_cap"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_error_at_most_twice_the_plain_version(options, dtype, backend):
-    if backend == "xla_kept" and "soft_cap" in options:
-        pytest.skip("xla_kept refuses a soft cap: test_kept_softmax_refuses_a_soft_cap")
     check((2, 10), dtype, backend, **options)
 
 
@@ -116,24 +114,6 @@ def test_large_logits_take_the_chunked_backend():
             jax.eval_shape(linear_cross_entropy, hidden, weight, labels)
     assert [choice.backend for choice in choices] == ["xla_dense", "xla"]
     assert "1572 MiB" in dict(choices[1].refused)["xla_dense"]
-
-
-def test_kept_softmax_refuses_a_soft_cap():
-    hidden, weight, labels = jnp.ones((3, 4)), jnp.ones((4, 5)), jnp.zeros(3, jnp.int32)
-    with pytest.raises(NotSupported, match="soft_cap"):
-        linear_cross_entropy(hidden, weight, labels, soft_cap=3.0, implementation="xla_kept")
-
-
-def test_kept_softmax_is_taken_on_gpus_up_to_its_limit():
-    def chosen(tokens):
-        hidden = jax.ShapeDtypeStruct((tokens, 64), jnp.bfloat16)
-        weight, labels = jax.ShapeDtypeStruct((64, 50304), jnp.bfloat16), jax.ShapeDtypeStruct((tokens,), jnp.int32)
-        with record_choices() as choices, lowering_platform("cuda", compute_capability=(9, 0)):
-            jax.eval_shape(linear_cross_entropy, hidden, weight, labels)
-        return choices[0].backend
-
-    assert chosen(64 * 1024) == "xla_kept"
-    assert chosen(128 * 1024) == "xla"
 
 
 def test_float32_weight_beside_bfloat16_hidden():
