@@ -50,8 +50,8 @@ class Linear(nnx.Module):
 def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
     """The layers' results for one input.
 
-    On a CPU as a single wide matmul, which reads x once. On a GPU that costs more than it saves: the gradients would have
-    to be copied side by side first (16 of 600 ms for llama3-1b on an H200).
+    On a CPU as a single wide matmul, which reads x once. On a GPU that costs more than it saves: the gradients would
+    have to be copied side by side first (16 of 600 ms for llama3-1b on an H200).
     """
     contracted = layers[0].contracted
     kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
@@ -72,8 +72,8 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
 def _multiply(dot_general: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
     """x [..., in] times kernel, whose output dims follow its inputs, of which x has `contracted`.
 
-    Without sharding as a plain two-dimensional matmul: of a batched one XLA's CPU backend transposes the activations for
-    the weight gradient. Sharded dims must stay apart.
+    Without sharding as a plain two-dimensional matmul: of a batched one XLA's CPU backend transposes the activations
+    for the weight gradient. Sharded dims must stay apart.
     """
     rows, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     if not is_sharded():
