@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_nanogpt.py --rounds 5
 
-4 layers, 4 heads, 128 wide, block 64, batch 12, vocabulary 65, float32, no biases, AdamW, clipping at 1. Every measurement
-runs in a process of its own, one after the other, so that neither's threads disturb the other. PyTorch runs eagerly, as
-that example does; `--compiled` adds torch.compile. The table gives the median over rounds of each round's median step.
+4 layers, 4 heads, 128 wide, block 64, batch 12, vocabulary 65, float32, no biases, AdamW, clipping at 1. Every
+measurement runs in a process of its own, one after the other, so that neither's threads disturb the other. PyTorch runs
+eagerly, as that example does; `--compiled` adds torch.compile. The table gives the median over rounds of each round's
+median step.
 """
 
 import argparse

@@ -2,14 +2,14 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxstack.data.device import device_batches, local_rows
-from jaxstack.feed import batch_sharding, check_batch
+from jaxstack.feed import batch_sharding, check_batch, check_rows
 from jaxstack.loss import LossSum
 from jaxstack.step import StepFunctions
 
@@ -25,6 +25,8 @@ class Evaluator:
     """
 
     def __init__(self, steps: StepFunctions, data: Any, batch_size: int):
+        if isinstance(data, Iterator):  # every evaluation reads it anew
+            data = list(data)
         self._steps, self._data = steps, data
         self._batch_size = max(batch_size, steps.rules.degree(steps.rules.table["batch"]))
         self._step = jax.jit(steps.eval_step)
@@ -38,7 +40,7 @@ class Evaluator:
         rules = self._steps.rules
         host, size = self._host_batches(max_tokens)
         began, sums = time.perf_counter(), LossSum(jnp.zeros(()), jnp.zeros(()))
-        for batch, _ in device_batches(host, batch_sharding(rules, (size,)), global_batch_size=size):
+        for batch, _ in device_batches(host, rules.sharding(rules.spec(("batch",))), global_batch_size=size):
             sums = jax.tree.map(jnp.add, sums, self._step(params, rest, batch))
         total, weight = (float(x) for x in jax.device_get(sums))
         if not weight:
@@ -49,14 +51,17 @@ class Evaluator:
             "eval_seconds": time.perf_counter() - began,
         }
 
-    def _host_batches(self, max_tokens: int | None) -> tuple[Any, int]:
-        """This process's rows of the held-out batches, and the rows of a global batch."""
+    def _host_batches(self, max_tokens: int | None) -> tuple[Any, int | None]:
+        """This process's rows of the held-out batches, and the rows of a global batch (None: they may differ)."""
         size = self._batch_size
         if hasattr(self._data, "held_out_batches"):
             rows = local_rows(batch_sharding(self._steps.rules, (size,)), (size,))
             return self._data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size
-        batches = list(self._data or ())
-        return iter(batches), len(next(iter(check_batch(batches[0]).values()))) if batches else size
+        batches = [check_batch(batch) for batch in self._data or ()]
+        for batch in batches:
+            size = len(next(iter(batch.values())))
+            check_rows(size, self._steps.rules, "the number of rows of a held-out batch")
+        return iter(batches), None
 
 
 def bits_per_byte(values: Mapping[str, float], num_bytes: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.parallel.rules import AxisRules
 
 HostBatch = Mapping[str, np.ndarray]
@@ -78,7 +78,12 @@ def batch_sharding(rules: AxisRules, shape: Sequence[int]) -> NamedSharding:
 
 
 def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and layouts of the global batch of `rows` rows that this host batch is a part of."""
+    """Shapes, dtypes and layouts of the global batch of `rows` rows that this host batch is a part of.
+
+    Raises:
+      ConfigError: the devices of the batch axes do not divide the rows.
+    """
+    check_rows(rows, rules, "train.global_batch_size")
 
     def describe(x: np.ndarray) -> jax.ShapeDtypeStruct:
         shape = (rows, *np.shape(x)[1:])
@@ -86,6 +91,17 @@ def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, j
         return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(rules, shape))
 
     return {name: describe(x) for name, x in batch.items()}
+
+
+def check_rows(rows: int, rules: AxisRules, what: str) -> None:
+    """Raises ConfigError where the batch axes of the mesh do not divide `rows`."""
+    shards = rules.degree(rules.table["batch"])
+    if rows % shards:
+        below = rows // shards * shards
+        raise ConfigError(
+            f"{what} ({rows}) must be divisible by the {shards} devices of data x fsdp; nearest: "
+            f"{f'{below} or ' if below else ''}{below + shards}."
+        )
 
 
 def items_in_batch(batch: Mapping[str, Any]) -> int:

@@ -7,6 +7,7 @@ batch was put on the device while an earlier step ran.
 import collections
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,11 +85,12 @@ class Loop:
             self.progress = stack.enter_context(Progress(train.steps, start, enabled=observe.progress and self.first))
             if start >= train.steps:
                 self._say(f"the run has all its {train.steps} steps; raise train.steps to go on")
-            self._prepare(start)
+                self.last_values = last_logged(self.run_dir)
             names = observe.trackers if self.run_dir is not None and self.first else ()
             self.trackers: Trackers = stack.enter_context(
                 contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings))
             )
+            self._prepare(start)
             stack.callback(self._report)
             if start < train.steps:
                 self._steps(start)
@@ -105,8 +107,8 @@ class Loop:
         difference = fingerprint_difference(self.manager.extra(step)["data"], self._data_identity())
         if difference:
             raise JaxstackError(
-                f"the data is not what {self.run_dir} was trained on: {difference}. Restore it, or start a new run "
-                "with another run.name."
+                f"the data is not what {self.run_dir} was trained on: {difference}. Set it back, or start a new "
+                "run with another run.name."
             )
         self.trainer.state, _ = self.manager.restore(step, self.trainer.abstract_state)
         self.saved_step = step
@@ -155,7 +157,12 @@ class Loop:
         with StopRequest() as stop, contextlib.closing(profiler), contextlib.closing(batches):
             self.meter.restart()
             for step in range(start + 1, train.steps + 1):
-                batch, waited = next(batches)
+                batch, waited = next(batches, (None, 0.0))
+                if batch is None:
+                    raise JaxstackError(
+                        f"the data ended after {step - 1} batches, but train.steps is {train.steps}; give data without "
+                        "end (a function of the step), or lower train.steps."
+                    )
                 if len(pending) == _IN_FLIGHT:
                     self._read(*pending.popleft())
                 with profiler.step(step):
@@ -192,7 +199,8 @@ class Loop:
             line["skipped_steps"] = self.skips
         self.last_values = {**self.last_values, "step": step, **line}
         self.trackers.log(step, line)
-        self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
+        # The first step also loads kernels: it says nothing about the others.
+        self.progress.update(step, line, self.meter.eta_seconds(train.steps - step) if step > 1 else None)
 
     def _skip(self, step: int, skipped: int, values: Mapping[str, float]) -> None:
         self.skips += 1
@@ -257,6 +265,15 @@ class Loop:
         progress = getattr(self, "progress", None)
         say = progress.say if progress is not None else self.settings.say or print
         say(text)
+
+
+def last_logged(run_dir: Path | None) -> dict[str, Any]:
+    """The values of the last training line in a run's metrics.jsonl; empty where there is none."""
+    try:
+        lines = (Path(run_dir or "") / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return next(line for line in map(json.loads, reversed(lines)) if "loss" in line)
+    except (OSError, ValueError, StopIteration):
+        return {}
 
 
 def _in_short(ran: Mapping[str, Any]) -> str:

@@ -85,7 +85,7 @@ class RunConfig(Component):
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps ({self.schedule.warmup_steps}) must not exceed train.steps "
-                f"({self.train.steps})."
+                f"({self.train.steps}); lower the one or raise the other."
             )
         batch, pieces = self.train.global_batch_size, self.train.gradient_accumulation
         if batch % pieces:

@@ -162,7 +162,8 @@ def _where(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _takes_key(loss: LossFunction) -> bool:
-    """Whether `loss` has a third positional parameter, which then receives the step's random key."""
+    """Whether `loss` takes the random key: a third positional parameter, without a default or called `key`."""
     parameters = inspect.signature(loss).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= 3 or any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    third = positional[2] if len(positional) >= 3 else None
+    return third is not None and (third.default is third.empty or third.name == "key")

@@ -190,7 +190,9 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
         return f"{where} is required."
     if code in _WANTED:
         shown = f"{_kind(found)} {found!r}" if not isinstance(found, dict | list) else f"a {_kind(found)}"
-        return f"{where} must be {_WANTED[code]}; found {shown}."
+        named = isinstance(found, str) and code.startswith(("model", "dict"))
+        hint = f"; set {where}.name to choose one" if named else ""
+        return f"{where} must be {_WANTED[code]}; found {shown}{hint}."
     if code == "literal_error":
         choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
         return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"

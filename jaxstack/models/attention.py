@@ -3,7 +3,7 @@
 Dims: B batch, T query length, S cache length, D model, N heads, K kv heads, H head_dim.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
         if context.angles is not None:
             q, k = apply_rope(q, context.angles), apply_rope(k, context.angles)
         if cache is None or context.slots is None:
-            out = flash_attention(
+            out: Any = flash_attention(
                 q,
                 k,
                 v,

@@ -32,7 +32,8 @@ class ModelConfig(Component):
     """One decoder-only Transformer; the families differ by these components, not by code."""
 
     preset: str | None = None
-    """Name of a shipped shape whose values the other keys override; see `jaxstack/models/presets/`."""
+    """Name of a shipped shape whose values the other keys override in a configuration file; see
+    `jaxstack/models/presets/`. In Python: `preset_config(name, **changes)`."""
     vocab_size: int | None = Field(default=None, ge=2)
     """Rows of the embedding; left out: the tokenizer's vocabulary, padded to a multiple of 64."""
     hidden_size: int = Field(default=256, ge=1)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
     have to be copied side by side first (16 of 600 ms for llama3-1b on an H200).
     """
     contracted = layers[0].contracted
-    kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
+    kernels: list[Any] = [layer.kernel[...].astype(x.dtype) for layer in layers]
     wide = len(layers) > 1 and not is_sharded() and current_target().platform == "cpu"
     if wide:
         width = math.prod(kernels[0].shape[:contracted])

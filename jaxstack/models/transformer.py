@@ -141,7 +141,7 @@ class Transformer(nnx.Module):
         return rope_angles(jnp.maximum(positions, 0), frequencies)
 
     def _position_rows(self, context: Context) -> jax.Array:
-        """Rows of the learned position table, [B, T, D], or [T, D] where positions simply count: that needs no gather."""
+        """Rows of the learned position table: [B, T, D], or [T, D] where positions simply count, without a gather."""
         assert self.position_embedding is not None
         if context.counted:
             return self.position_embedding.weight(self.dtype)[: context.positions.shape[1]]

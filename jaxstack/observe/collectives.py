@@ -100,10 +100,9 @@ def _collective(execution: Execution, num_devices: int, mesh_axes: Mapping[str, 
     first = groups[0] if groups else ()
     size = max(len(first), 1)
     payload = sum(array.bytes for array in arrays) * (size if kind == "all-gather" else 1)
-    if kind in _RING_PASSES:
-        wire = _RING_PASSES[kind] * payload * (size - 1) // size
-    else:
-        wire = payload if groups else 0
+    passes = _RING_PASSES.get(kind)
+    once = payload if groups else 0
+    wire = once if passes is None else passes * payload * (size - 1) // size
     axes_groups = permute_pairs(instruction.attributes) if kind not in _RING_PASSES else groups
     wrapper_name = execution.wrapper.op_name if execution.wrapper else ""
     return Collective(

@@ -55,10 +55,17 @@ def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     }
 
 
+_FALLBACKS = {"flash_attention": ("xla", "xla_dense", "reference")}
+"""Backends of an operation that are no GPU kernels."""
+
+
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
-    """Raises ConfigError where a backend was passed over, naming the call and the reasons."""
+    """Raises ConfigError where a call for a GPU got no GPU kernel though there are some, naming call and reasons.
+
+    On other platforms there is nothing to fall back from.
+    """
     for choice in choices:
-        if choice.refused:
+        if choice.backend in _FALLBACKS.get(choice.operation, ()) and " on cuda" in choice.call and not choice.explicit:
             raise ConfigError(
                 f"observe.fail_on_fallback: {choice}. Change the model so that the preferred backend can run it, "
                 "name a backend in model.attention_implementation, or set observe.fail_on_fallback to false."
