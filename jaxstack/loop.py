@@ -79,7 +79,7 @@ class Loop:
                         self.run_dir / "checkpoints", self.settings.checkpoint, report=lambda text: self._say(text)
                     )
                 )
-            start = self._restore()
+            start = self.start = self._restore()
             if self.settings.on_start is not None and self.first:
                 self.settings.on_start()
             self.progress = stack.enter_context(Progress(train.steps, start, enabled=observe.progress and self.first))
@@ -192,15 +192,16 @@ class Loop:
             self._skip(step, skipped, values)
         values.pop("weight")
         train, every = self.trainer.train, self.settings.observe.log_every
-        if step % every and step not in (1, train.steps):
+        if step % every and step not in (1, self.start + 1, train.steps):
             return
         line = {**values, "tokens": step * self.items, **self.meter.read(), "peak_memory_bytes": peak_memory_bytes()}
         if self.skips:
             line["skipped_steps"] = self.skips
         self.last_values = {**self.last_values, "step": step, **line}
         self.trackers.log(step, line)
-        # The first step also loads kernels: it says nothing about the others.
-        self.progress.update(step, line, self.meter.eta_seconds(train.steps - step) if step > 1 else None)
+        if step == self.start + 1:  # it also loaded kernels, and says nothing about the others
+            self.meter.forget_pace()
+        self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
 
     def _skip(self, step: int, skipped: int, values: Mapping[str, float]) -> None:
         self.skips += 1

@@ -26,13 +26,7 @@ from jaxstack.trainer import numpy_batches
 from tests.small_runs import batch_at, make_trainer, run_steps, small_config
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compilation is nearly all of the time here, and XLA's optimisations are not what is tested."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONTRACT_KEYS = {
     "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "tokens_per_second_per_device",

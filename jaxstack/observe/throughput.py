@@ -124,6 +124,10 @@ class Meter:
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
         return values
 
+    def forget_pace(self) -> None:
+        """Leaves the windows read so far out of the estimate, e.g. a first step that loaded kernels."""
+        self._step_seconds = None
+
     def eta_seconds(self, steps_left: int) -> float | None:
         """Seconds that `steps_left` more steps will take at the recent pace; None before the first read."""
         return None if self._step_seconds is None else max(0, steps_left) * self._step_seconds

@@ -9,16 +9,10 @@ import pytest
 from jaxstack.state import TrainState
 from tests.small_runs import make_trainer, run_steps, small_config
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 STEPS = 10
 ROWS = 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compilation is nearly all of the time here, and XLA's optimisations are not what is tested."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache
