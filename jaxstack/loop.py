@@ -192,14 +192,14 @@ class Loop:
             self._skip(step, skipped, values)
         values.pop("weight")
         train, every = self.trainer.train, self.settings.observe.log_every
-        if step % every and step not in (1, self.start + 1, train.steps):
+        if step % every and step not in (1, train.steps):
             return
         line = {**values, "tokens": step * self.items, **self.meter.read(), "peak_memory_bytes": peak_memory_bytes()}
         if self.skips:
             line["skipped_steps"] = self.skips
         self.last_values = {**self.last_values, "step": step, **line}
         self.trackers.log(step, line)
-        if step == self.start + 1:  # it also loaded kernels, and says nothing about the others
+        if step <= self.start + every:  # the first step also loaded kernels, and says nothing about the others
             self.meter.forget_pace()
         self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
 
