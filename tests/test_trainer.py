@@ -25,7 +25,6 @@ from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import numpy_batches
 from tests.small_runs import batch_at, make_trainer, run_steps, small_config
 
-
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 CONTRACT_KEYS = {
@@ -136,10 +135,10 @@ def test_own_module_on_a_mesh_trains_as_on_one_device(degrees):
 
 
 def test_an_iterable_is_skipped_forward_on_resuming(tmp_path):
-    batches = [{"x": POINTS[i : i + 4], "y": ROWS["y"][i : i + 4]} for i in range(0, 40, 4)]
+    batches = [{"x": POINTS[i : i + 8], "y": ROWS["y"][i : i + 8]} for i in range(0, 80, 8)]
 
     def fit(steps, folder):
-        train = TrainConfig(steps=steps, global_batch_size=4)
+        train = TrainConfig(steps=steps, global_batch_size=8)
         trainer = Trainer(Network, squares, batches, train=train, optimizer=optax.sgd(0.1))
         return trainer.fit(tmp_path / folder, settings())
 
