@@ -54,7 +54,7 @@ class LoopSettings:
     on_start: Callable[[], None] | None = None
     """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
     say: Callable[[str], None] | None = None
-    """Takes messages; None: the progress display."""
+    """Takes messages before the progress display is up; None: print."""
 
 
 class Loop:

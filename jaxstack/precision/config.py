@@ -1,4 +1,8 @@
-"""Which dtypes the computation runs in. Master weights, optimizer state and reductions are float32 in every case."""
+"""Which dtypes the computation runs in.
+
+Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case; XLA reduces the
+gradients of matrices over devices in the compute dtype.
+"""
 
 from typing import Literal
 
