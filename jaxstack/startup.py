@@ -37,9 +37,9 @@ def start_devices(simulate: int | None = None) -> int:
 def keep_freed_memory() -> None:
     """Tells glibc to keep freed memory instead of giving it back to the kernel.
 
-    XLA's CPU backend allocates a step's temporaries anew at every call; blocks over 32 MB, and those in the arenas of its
-    threads, would cost their page faults again each step (a quarter of a small model's step time). Elsewhere than on
-    glibc it does nothing.
+    XLA's CPU backend allocates a step's temporaries anew at every call; blocks over 32 MB, and those in the arenas of
+    its threads, would cost their page faults again each step (a quarter of a small model's step time). Elsewhere than
+    on glibc it does nothing.
     """
     trim_threshold, mmap_max, arena_max = -1, -4, -8
     with contextlib.suppress(OSError, AttributeError):
