@@ -161,4 +161,3 @@ def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, 
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
     say(f'next: python -m jaxstack.generate --run {config.directory} --prompt "def "')
-

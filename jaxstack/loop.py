@@ -217,12 +217,12 @@ class Loop:
                 f"step {step - skipped}."
             )
 
-    def _save(self, step: int, wait: bool = False) -> None:
+    def _save(self, step: int) -> None:
         if self.manager is None or step == self.saved_step:
             return
         began = time.perf_counter()
         extra = {"batches": step, "data": self._data_identity()}
-        self.manager.save(step, self.trainer.state, extra, wait=wait)
+        self.manager.save(step, self.trainer.state, extra)
         self.saved_step = step
         self.meter.exclude(time.perf_counter() - began)
 
@@ -230,8 +230,10 @@ class Loop:
         kept = "nothing is kept, as there is no run directory"
         if self.manager is not None:
             if self.settings.checkpoint.save_on_exit:
-                self._save(step, wait=True)
-            kept = f"checkpoint {self.saved_step} in {self.run_dir}" if self.saved_step >= 0 else "no checkpoint kept"
+                self._save(step)
+            self.manager.wait()
+            steps = self.manager.all_steps()
+            kept = f"checkpoint {steps[-1]} in {self.run_dir}" if steps else "no checkpoint kept"
         raise Interrupted(signum, f"stopped by signal {signum} after step {step}; {kept}; the same command goes on")
 
     def _evaluate(self, step: int, max_tokens: int | None) -> None:
