@@ -1,24 +1,25 @@
 """Attention on one GPU: ours, cuDNN through jax, tokamax and torch, in turn: errors first, then TFLOP/s.
 
-    python benchmarks/attention.py                 # everything, under four minutes on an H200
+    python benchmarks/attention.py                 # everything, about five minutes on an H200
     python benchmarks/attention.py --only mosaic   # implementations whose name contains the word
-    python benchmarks/attention.py --tune          # times our three kernels for several block sizes
+    python benchmarks/attention.py --works 4096    # shapes whose name contains the word
 
-FLOPs: 4 x visible pairs of query and key x heads x head dim forward, 2.5 times that backward. Rows are appended to
-benchmarks/results/attention.jsonl.
+FLOPs: 4 x visible pairs of query and key x heads x head dim forward, 2.5 times that backward; a causal mask counts
+half of the square. Each number is the median over three turns, in which every implementation of jax is measured once;
+torch has a process of its own afterwards. tokamax and torch are measured where they are installed.
+`python -m pallas_kernels.tune` finds our block sizes.
 """
 
 import argparse
 import dataclasses
-import datetime
 import functools
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results" / "attention.jsonl"
-SECONDS = 225.0
-START = time.monotonic()
+TURNS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +80,11 @@ WORKS = (
     Work(2, 8192, 16, 16, 128, causal=False),
     Work(1, 16384, 32, 8, 128, documents=8),
     Work(1, 16384, 32, 8, 128, window=1024),
+    Work(1, 65536, 32, 8, 128, window=1024),
+    Work(4, 4096, 16, 16, 80),
+    Work(4, 4096, 16, 16, 96),
+    Work(4, 4096, 16, 16, 192),
+    Work(4, 4096, 8, 8, 256),
 )
 
 
@@ -115,65 +119,99 @@ def jax_arrays(work: Work, seed: int = 0) -> list:
     ]
 
 
-def ours(implementation: str, work: Work, ids: Any, **options: Any) -> Callable:
+def ours(implementation: str | None, work: Work, ids: Any, **options: Any) -> Callable:
     from pallas_kernels import flash_attention
 
-    return functools.partial(
-        flash_attention,
-        causal=work.causal,
-        window=work.window,
-        segment_ids=ids,
-        implementation=implementation,
-        **options,
-    )
+    mask = {"causal": work.causal, "window": work.window, "segment_ids": ids}
+    return functools.partial(flash_attention, **mask, implementation=implementation, **options)
 
 
-def tokamax_attention(work: Work, ids: Any) -> Callable:
+def tokamax_attention(work: Work) -> Callable:
     import tokamax
 
-    if ids is not None:
-        raise NotImplementedError("no segment ids")
-    options = {} if work.window is None else {"local_window_size": (work.window - 1, 0)}
-    return lambda q, k, v: tokamax.dot_product_attention(
-        q, k, v, is_causal=work.causal, implementation="mosaic", **options
-    )
+    window = {} if work.window is None else {"local_window_size": (work.window - 1, 0)}
+    mask = {"is_causal": work.causal, **window}
+    return functools.partial(tokamax.dot_product_attention, **mask, implementation="mosaic")
 
 
-def cudnn_masked(work: Work, ids: Any) -> Callable:
-    """What a user of jax can do for packed documents with cuDNN: a dense mask."""
+def cudnn_with_mask(work: Work, ids: Any) -> Callable:
+    """One way to compute packed documents with cuDNN: a dense mask."""
     import jax
 
-    mask = (ids[:, None, :, None] == ids[:, None, None, :]) if ids is not None else None
-    return lambda q, k, v: jax.nn.dot_product_attention(
-        q, k, v, mask=mask, is_causal=work.causal, implementation="cudnn"
-    )
+    mask = {"mask": ids[:, None, :, None] == ids[:, None, None, :], "is_causal": work.causal}
+    return functools.partial(jax.nn.dot_product_attention, **mask, implementation="cudnn")
 
 
-def jax_implementations(work: Work) -> dict[str, Callable]:
-    """Name -> function of segment ids that makes the attention."""
-    table = {
-        "jaxstack mosaic": lambda ids: ours("mosaic", work, ids),
-        "jaxstack xla": lambda ids: ours("xla", work, ids),
-    }
+def cudnn_padded(work: Work) -> Callable:
+    """The other way: a batch of documents, each padded to the longest; for one sequence with known documents."""
+    import jax
+    import jax.numpy as jnp
+
+    ids = work.segment_ids()
+    if ids is None or work.batch != 1:
+        raise ValueError("needs one packed sequence")
+    lengths = np.bincount(ids[0])
+    starts = np.cumsum(lengths) - lengths
+    longest = -(-int(lengths.max()) // 64) * 64
+    take = np.minimum(starts[:, None] + np.arange(longest), work.length - 1)
+    back = ids[0] * longest + np.arange(work.length) - starts[ids[0]]
+    sizes = jnp.asarray(lengths, jnp.int32)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x[0][take] for x in (q, k, v))
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=work.causal, query_seq_lengths=sizes, key_value_seq_lengths=sizes, implementation="cudnn"
+        )
+        return out.reshape(-1, *out.shape[2:])[back][None]
+
+    return attend
+
+
+def jax_implementations(work: Work, ids: Any) -> dict[str, Callable[[], Callable]]:
+    """Name -> what makes the attention."""
+    table: dict[str, Callable[[], Callable]] = {"jaxstack mosaic": lambda: ours("mosaic", work, ids)}
     if work.documents is None:
-        table["cudnn (jax)"] = lambda ids: ours("cudnn", work, ids)
+        table["cudnn (jax)"] = lambda: ours("cudnn", work, ids)
     else:
-        table["cudnn with a mask (jax)"] = lambda ids: cudnn_masked(work, ids)
-    table["tokamax"] = lambda ids: tokamax_attention(work, ids)
+        table["cudnn with a mask (jax)"] = lambda: cudnn_with_mask(work, ids)
+        table["cudnn, padded documents (jax)"] = lambda: cudnn_padded(work)
+    table["jaxstack mosaic_deterministic"] = lambda: ours("mosaic_deterministic", work, ids)
+    if importlib.util.find_spec("jax_triton"):
+        table["jaxstack triton"] = lambda: ours("triton", work, ids)
+    if importlib.util.find_spec("tokamax") and ids is None:
+        table["tokamax"] = lambda: tokamax_attention(work)
     return table
 
 
-def time_jax(work: Work, name: str, make: Callable) -> dict[str, float]:
+def time_jax(work: Work, only: str) -> dict[str, dict[str, float] | str]:
+    """Seconds of the forward, and of forward and backward, or the reason why there are none."""
     import jax
     import jax.numpy as jnp
 
     q, k, v, d_out = jax_arrays(work)
     ids = work.segment_ids()
-    attention = make(None if ids is None else jnp.asarray(ids))
-    forward = jax.jit(attention)
-    both = jax.jit(lambda q, k, v, d_out: jax.vjp(attention, q, k, v)[1](d_out))
-    first = measure(lambda: forward(q, k, v), jax.block_until_ready)
-    return {"forward": first, "both": measure(lambda: both(q, k, v, d_out), jax.block_until_ready)}
+    ids = None if ids is None else jnp.asarray(ids)
+    found: dict[str, dict[str, float] | str] = {}
+    runs: dict[str, tuple[Callable, Callable]] = {}
+    for name, make in jax_implementations(work, ids).items():
+        if only not in name:
+            continue
+        try:
+            attention = make()
+            forward = jax.jit(attention)
+            both = jax.jit(lambda q, k, v, d_out, attention=attention: jax.vjp(attention, q, k, v)[1](d_out))
+            jax.block_until_ready((forward(q, k, v), both(q, k, v, d_out)))
+            runs[name] = (functools.partial(forward, q, k, v), functools.partial(both, q, k, v, d_out))
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    samples: dict[str, list] = {name: [] for name in runs}
+    for _ in range(TURNS):
+        for name, functions in runs.items():
+            samples[name].append([measure(function, jax.block_until_ready) for function in functions])
+    for name, turns in samples.items():
+        forward, both = (statistics.median(turn[part] for turn in turns) for part in (0, 1))
+        found[name] = {"forward": forward, "both": both}
+    return found
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
@@ -210,52 +248,50 @@ def results_of(attention: Callable, arrays: list, with_lse: bool) -> dict[str, n
     return {n: np.asarray(x, np.float32) for n, x in zip(names, (*outputs, *gradients), strict=True)}
 
 
-def check_errors(only: str) -> set[str]:
-    """Prints each backend's errors against float32; returns the names of those that fail."""
+def error_ratios(work: Work, options: dict, name: str) -> dict[str, float]:
+    """Error against float32 by that of a plain version in bf16: of the output, the log-sum-exp, and gradients."""
     import jax.numpy as jnp
 
+    ids = work.segment_ids()
+    ids = None if ids is None else jnp.asarray(ids)
+    arrays = jax_arrays(work, seed=1)
+    with_lse = name != "cudnn"
+    wide = [x.astype(jnp.float32) for x in arrays]
+    truth = results_of(ours("reference", work, ids, return_lse=with_lse, **options), wide, with_lse)
+    plain = results_of(ours("xla_dense", work, ids, return_lse=with_lse, **options), arrays, with_lse)
+    actual = results_of(ours(name, work, ids, return_lse=with_lse, **options), arrays, with_lse)
+    ratios = {}
+    for key, exact in truth.items():
+        error, allowed = (np.linalg.norm(x[key] - exact) / np.linalg.norm(exact) for x in (actual, plain))
+        ratios[key] = float(error / max(allowed, 1e-6))
+    return ratios
+
+
+def check_errors(only: str) -> set[str]:
+    """Prints each backend's errors against float32; returns the names of those that fail."""
     failed = set()
+    names = ["mosaic", "mosaic_deterministic", "cudnn", *(["triton"] if importlib.util.find_spec("jax_triton") else [])]
     for work, options in CHECKS:
-        ids = work.segment_ids()
-        ids = None if ids is None else jnp.asarray(ids)
-        arrays = jax_arrays(work, seed=1)
-        for name in ("mosaic", "xla", "cudnn"):
-            if only not in f"jaxstack {name}" or (name == "cudnn" and (ids is not None or options)):
+        for name in names:
+            if only not in f"jaxstack {name}" or (name == "cudnn" and (work.documents or options)):
                 continue
-            if time.monotonic() - START > SECONDS / 2:
-                print("   (no time for further checks)")
-                return failed
-            with_lse = name != "cudnn"
             try:
-                truth = results_of(
-                    ours("reference", work, ids, return_lse=with_lse, **options),
-                    [x.astype(jnp.float32) for x in arrays],
-                    with_lse,
-                )
-                plain = results_of(ours("xla_dense", work, ids, return_lse=with_lse, **options), arrays, with_lse)
-                actual = results_of(ours(name, work, ids, return_lse=with_lse, **options), arrays, with_lse)
-                ratios = {}
-                for key, exact in truth.items():
-                    error = np.linalg.norm(actual[key] - exact) / np.linalg.norm(exact)
-                    allowed = np.linalg.norm(plain[key] - exact) / np.linalg.norm(exact)
-                    ratios[key] = float(error / max(allowed, 1e-6))
+                ratios = error_ratios(work, options, name)
                 good = all(ratio <= 2.0 for ratio in ratios.values())
                 words = " ".join(f"{key} {ratio:.2f}" for key, ratio in ratios.items())
             except Exception as error:
                 good, words = False, f"{type(error).__name__}: {str(error)[:300]}"
             if not good:
                 failed.add(name)
-            print(
-                f"{'ok  ' if good else 'FAIL'} {name:7s} {work} {options or ''}: error / plain bf16: {words}",
-                flush=True,
-            )
+            shown = f"{'ok  ' if good else 'FAIL'} {name:20s} {work} {options or ''}"
+            print(f"{shown}: error / plain bf16: {words}", flush=True)
     return failed
 
 
 # --- torch, in a process of its own -------------------------------------------------------------------------------
 
 
-def torch_rows(only: str) -> None:
+def torch_rows(only: str, works: str) -> None:
     """Prints one JSON line for each measurement."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -263,7 +299,7 @@ def torch_rows(only: str) -> None:
     backends = {"cudnn (torch)": SDPBackend.CUDNN_ATTENTION, "flash (torch)": SDPBackend.FLASH_ATTENTION}
     for work in WORKS:
         for name, backend in backends.items():
-            if only not in name or work.window or work.documents:
+            if only not in name or works not in str(work) or work.window or work.documents:
                 continue
             try:
                 shape = (work.batch, work.heads, work.length, work.head_dim)
@@ -273,187 +309,97 @@ def torch_rows(only: str) -> None:
                 for x in (q, k, v):
                     x.requires_grad_()
 
-                def attend(q=q, k=k, v=v, work=work, backend=backend):
+                options = {"is_causal": work.causal, "enable_gqa": work.heads != work.kv_heads}
+
+                def attend(inputs=(q, k, v), options=options, backend=backend):
                     with sdpa_kernel([backend]):
-                        return torch.nn.functional.scaled_dot_product_attention(
-                            q, k, v, is_causal=work.causal, enable_gqa=work.heads != work.kv_heads
-                        )
+                        return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
 
                 def both(attend=attend, inputs=(q, k, v), d_out=d_out):
                     return torch.autograd.grad(attend(), inputs, d_out)
 
-                def wait(_):
-                    torch.cuda.synchronize()
+                def median(run):
+                    return statistics.median(measure(run, lambda _: torch.cuda.synchronize()) for _ in range(TURNS))
 
                 with torch.no_grad():
-                    forward = measure(attend, wait)
-                row = {"forward": forward, "both": measure(both, wait)}
+                    forward = median(attend)
+                row = {"forward": forward, "both": median(both)}
                 print(json.dumps({"work": str(work), "name": f"{name} {torch.__version__}", **row}), flush=True)
             except Exception as error:
                 print(json.dumps({"work": str(work), "name": name, "error": f"{error}"[:200]}), flush=True)
 
 
-def run_torch(only: str, record: Callable) -> None:
+def run_torch(only: str, works: str) -> list[tuple[str, str, dict[str, float] | str]]:
+    """(work, implementation, seconds or reason) of each measurement of torch."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    command = [sys.executable, __file__, "--torch-rows", "--only", only, "--works", works]
     try:
-        process = subprocess.run(
-            [sys.executable, __file__, "--torch-rows", "--only", only], capture_output=True, text=True, timeout=60
-        )
+        process = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     except subprocess.TimeoutExpired:
-        print("torch: took more than 60 s")
-        return
-    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]
+        print("torch: took more than 180 s")
+        return []
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     if not lines:
         print("torch:", (process.stderr.strip().splitlines() or ["no rows"])[-1])
-    works = {str(work): work for work in WORKS}
-    for row in map(json.loads, lines):
-        record(works[row["work"]], row["name"], row.get("error") or {k: row[k] for k in ("forward", "both")})
-
-
-# --- our kernels one by one ---------------------------------------------------------------------------------------
-
-
-def time_parts(work: Work, tiling: Any) -> dict[str, float]:
-    """Milliseconds of our forward, dQ, and dK with dV kernels."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.attention import mosaic, mosaic_backward, mosaic_forward, tiles
-    from pallas_kernels.attention.request import Mask, Options, Segments
-
-    mask = Mask(work.causal, work.window)
-    plan = mosaic._Plan(Options(mask, work.head_dim**-0.5), work.length, work.length, tiling, False)
-    q, k, v, d_out = jax_arrays(work)
-    ids = work.segment_ids()
-    segments = None if ids is None else Segments(jnp.asarray(ids), jnp.asarray(ids))
-    zeros = jnp.zeros((work.batch, work.heads, work.length), jnp.float32)
-    residuals = mosaic_backward.Residuals(q, k, v, d_out, zeros + 5.0, zeros)
-    parts = {}
-
-    def add(name: str, config: Any, ranges: Any, kernel: Callable, *arguments: Any) -> None:
-        try:
-            function = jax.jit(functools.partial(kernel, config))
-            table = ranges(mask, plan.blocks(config), segments)
-            parts[name] = 1e3 * measure(lambda: function(*arguments, table, segments), jax.block_until_ready)
-        except Exception as error:
-            print(f"   {name}: {type(error).__name__}: {str(error)[:200]}")
-
-    groups = tiling.forward_warpgroups
-    forward = plan.config(64 * groups, tiling.forward_keys, tiling.forward_stages, groups)
-    add("forward", forward, tiles.key_ranges, mosaic_forward.forward, q, k, v)
-    query = plan.config(128, tiling.query_keys, tiling.query_stages)
-    add("d_q", query, tiles.key_ranges, mosaic_backward.query_gradient, residuals)
-    key = plan.config(tiling.key_queries, 128, tiling.key_stages)
-    add("d_k, d_v", key, tiles.query_ranges, mosaic_backward.key_value_gradient, residuals)
-    return parts
-
-
-def tune() -> None:
-    from pallas_kernels.attention.mosaic import Tiling
-
-    candidates = {
-        128: [Tiling(), Tiling(forward_keys=64, forward_stages=4, query_keys=128), Tiling(2, 64, 3, 64, 3, 64, 3),
-              Tiling(2, 96, 2, 96, 2, 32, 4)],
-        64: [Tiling(2, 128, 4, 128, 2, 64, 3), Tiling(3, 128, 3, 64, 4, 128, 2), Tiling(2, 192, 3, 128, 3, 64, 4),
-             Tiling(3, 64, 4, 192, 2, 128, 3)],
-    }  # fmt: skip
-    for work in (WORKS[0], WORKS[2], WORKS[3], WORKS[4]):
-        for tiling in candidates[work.head_dim]:
-            if time.monotonic() - START > SECONDS:
-                return
-            parts = time_parts(work, tiling)
-            words = " ".join(
-                f"{name} {ms:.3f} ms ({factor * work.flops() / ms / 1e9:.0f} TFLOP/s)"
-                for (name, ms), factor in zip(parts.items(), (1.0, 1.0, 1.5), strict=False)
-            )
-            print(f"{work} {dataclasses.astuple(tiling)}: {words}", flush=True)
+    return [
+        (row["work"], row["name"], row.get("error") or {part: row[part] for part in ("forward", "both")})
+        for row in lines
+    ]
 
 
 # --- table --------------------------------------------------------------------------------------------------------
 
 
-def environment() -> dict[str, Any]:
+def rows_of(work: Work, name: str, result: dict[str, float] | str) -> list[dict[str, Any]]:
+    """Prints a line and returns its rows; a string is the reason why there is no number."""
     import jax
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    ).stdout.strip()
-    return {
-        "device": jax.devices()[0].device_kind,
-        "devices": 1,
-        "versions": {"python": sys.version.split()[0], "jax": jax.__version__},
-        "commit": commit or "unknown",
-        "command": "python " + " ".join(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def record_row(common: dict, work: Work, name: str, result: dict[str, float] | str) -> None:
-    """Prints a line and appends a row; a string is the reason why there is no number."""
     if isinstance(result, str):
-        print(f"  {name:28s} {result[:160]}", flush=True)
-        return
-    forward, both = (factor * work.flops() / result[key] / 1e12 for key, factor in (("forward", 1.0), ("both", 3.5)))
-    print(
-        f"  {name:28s} forward {forward:6.1f} TFLOP/s {1e3 * result['forward']:8.3f} ms   "
-        f"forward+backward {both:6.1f} TFLOP/s {1e3 * result['both']:8.3f} ms",
-        flush=True,
-    )
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("a") as file:
-        for part, tflops, seconds in (
-            ("forward", forward, result["forward"]),
-            ("forward+backward", both, result["both"]),
-        ):
-            row = {"work": f"attention {part} {work}", "implementation": name}
-            row |= {"tflops_per_device": round(tflops, 1), "milliseconds": round(1e3 * seconds, 4)}
-            file.write(json.dumps(row | common) + "\n")
+        print(f"  {name:32s} {result[:160]}", flush=True)
+        return []
+    rows, words = [], []
+    for part, factor in (("forward", 1.0), ("both", 3.5)):
+        seconds, title = result[part], "forward" if part == "forward" else "forward+backward"
+        tflops = factor * work.flops() / seconds / 1e12
+        words.append(f"{title} {tflops:6.1f} TFLOP/s {1e3 * seconds:8.3f} ms")
+        rows.append({
+            "work": f"attention {title} {work}", "implementation": name, "device": jax.devices()[0].device_kind,
+            "devices": 1, "tflops_per_device": round(tflops, 1), "milliseconds": round(1e3 * seconds, 4),
+        })  # fmt: skip
+    print(f"  {name:32s} {'   '.join(words)}", flush=True)
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="implementations whose name contains this")
-    parser.add_argument("--tune", action="store_true", help="time our kernels for several block sizes")
+    parser.add_argument("--works", default="", help="shapes whose name contains this")
     parser.add_argument("--skip-checks", action="store_true", help="no comparison with float32 first")
     parser.add_argument("--torch-rows", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.torch_rows:
-        torch_rows(arguments.only)
+        torch_rows(arguments.only, arguments.works)
         return 0
     import jax
+
+    from benchmarks.rows import append_rows
 
     if jax.default_backend() != "gpu":
         print("needs an NVIDIA GPU and jax[cuda13]", file=sys.stderr)
         return 2
-    if arguments.tune:
-        tune()
-        return 0
     failed = set() if arguments.skip_checks else check_errors(arguments.only)
-    record = functools.partial(record_row, environment())
     for work in WORKS:
+        if arguments.works not in str(work):
+            continue
         print(work, flush=True)
-        for name, make in jax_implementations(work).items():
-            if arguments.only not in name:
-                continue
-            if time.monotonic() - START > SECONDS:
-                print("  (out of time)")
-                return 1
-            try:
-                record(work, name, time_jax(work, name, make))
-            except Exception as error:
-                message = str(error).strip().splitlines() or [traceback.format_exc(limit=1)]
-                record(work, name, f"{type(error).__name__}: {message[0]}")
-        if arguments.only in "jaxstack mosaic":
-            from pallas_kernels.attention.mosaic import TILINGS
-
-            try:
-                print(
-                    "   ours by kernel, ms:",
-                    {k: round(ms, 3) for k, ms in time_parts(work, TILINGS[work.head_dim]).items()},
-                )
-            except Exception as error:
-                print("   ours by kernel:", type(error).__name__, str(error)[:200])
+        for name, result in time_jax(work, arguments.only).items():
+            append_rows("attention", rows_of(work, name, result))
     print("torch")
-    run_torch(arguments.only, record)
+    works = {str(work): work for work in WORKS}
+    for work, name, result in run_torch(arguments.only, arguments.works):
+        print(work)
+        append_rows("attention", rows_of(works[work], name, result))
     print("failed checks:", ", ".join(sorted(failed)) or "none")
     return 1 if failed else 0
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxstack.models.transformer import HEAD_AXES, Transformer
 from jaxstack.parallel import with_local_batch
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import linear_cross_entropy_sum
 
 IGNORE = -100
 """Label of a position that does not count."""
@@ -40,14 +40,15 @@ def language_model_loss(
         dropout_key=key,
     )
 
-    def token_losses(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         cap = model.config.final_logit_softcapping
-        return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, z_loss=z_loss, soft_cap=cap)
+        total = linear_cross_entropy_sum(hidden, weight, labels, ignore_index=IGNORE, z_loss=z_loss, soft_cap=cap)
+        return total[None]
 
     with jax.named_scope("loss"):
-        stored = model.stored_output_weight()
-        losses = with_local_batch(token_losses, stored, HEAD_AXES, model.dtype, hidden, batch["labels"])
-    return LossSum(jnp.sum(losses), jnp.sum(batch["labels"] != IGNORE, dtype=jnp.float32))
+        stored, labels = model.stored_output_weight(), batch["labels"]
+        losses = with_local_batch(loss_of_rows, stored, HEAD_AXES, model.dtype, hidden, labels, as_stored=True)
+    return LossSum(jnp.sum(losses), jnp.sum(labels != IGNORE, dtype=jnp.float32))
 
 
 def as_loss_sum(value: Any) -> LossSum:

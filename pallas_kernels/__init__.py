@@ -10,10 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pallas_kernels.attention.api import flash_attention as flash_attention
     from pallas_kernels.attention.remat import save_attention as save_attention
+    from pallas_kernels.attention.sparse import block_sparse_attention as block_sparse_attention
+    from pallas_kernels.attention.sparse import longformer_attention as longformer_attention
     from pallas_kernels.cross_entropy.api import linear_cross_entropy as linear_cross_entropy
+    from pallas_kernels.cross_entropy.api import linear_cross_entropy_sum as linear_cross_entropy_sum
     from pallas_kernels.dispatch import Choice as Choice
     from pallas_kernels.dispatch import NotSupported as NotSupported
     from pallas_kernels.dispatch import record_choices as record_choices
+    from pallas_kernels.feature_attention.api import linear_attention as linear_attention
+    from pallas_kernels.feature_attention.api import performer_attention as performer_attention
+    from pallas_kernels.feature_attention.favor import random_projection as random_projection
+    from pallas_kernels.feature_attention.state import LinearState as LinearState
+    from pallas_kernels.feature_attention.state import empty_linear_state as empty_linear_state
     from pallas_kernels.pointwise.gated import swiglu as swiglu
     from pallas_kernels.pointwise.norm import rms_norm as rms_norm
     from pallas_kernels.pointwise.rotary import apply_rotary as apply_rotary
@@ -23,13 +31,21 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Choice": "dispatch",
+    "LinearState": "feature_attention.state",
     "NotSupported": "dispatch",
     "Target": "target",
     "apply_rotary": "pointwise.rotary",
+    "block_sparse_attention": "attention.sparse",
     "current_target": "target",
+    "empty_linear_state": "feature_attention.state",
     "flash_attention": "attention.api",
+    "linear_attention": "feature_attention.api",
     "linear_cross_entropy": "cross_entropy.api",
+    "linear_cross_entropy_sum": "cross_entropy.api",
+    "longformer_attention": "attention.sparse",
     "lowering_platform": "target",
+    "performer_attention": "feature_attention.api",
+    "random_projection": "feature_attention.favor",
     "record_choices": "dispatch",
     "rms_norm": "pointwise.norm",
     "save_attention": "attention.remat",

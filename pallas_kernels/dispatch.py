@@ -23,6 +23,8 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.target import automatic_axes
+
 _PACKAGE_DIRECTORY = str(Path(__file__).parent)
 _JAX_DIRECTORY = str(Path(str(jax.__file__)).parent)
 _recorders: contextvars.ContextVar[tuple[list["Choice"], ...]] = contextvars.ContextVar("recorders", default=())
@@ -43,6 +45,7 @@ class Backend:
             supported.
         call: computes the request.
         yields: why another row is the better choice; None where this one is.
+        opaque: whether it is a custom call that XLA cannot partition: it is refused where XLA would have to.
     """
 
     name: str
@@ -50,6 +53,11 @@ class Backend:
     refuses: Callable[[Any], str | None]
     call: Callable[..., Any]
     yields: Callable[[Any], str | None] = lambda request: None
+    opaque: bool = False
+
+    def reason_against(self, request: Any) -> str | None:
+        """Why this row cannot compute the request here: its own rules, or the partitioning around the call."""
+        return self.refuses(request) or (_partitioned() if self.opaque else None)
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ def _named(operation: str, backends: Sequence[Backend], name: str, request: Any)
         raise NotSupported(
             f"{operation} has no implementation {name!r}; {hint}known: {known}, or None to choose by itself"
         )
-    reason = by_name[name].refuses(request)
+    reason = by_name[name].reason_against(request)
     if reason is not None:
         raise NotSupported(
             f"{operation}(implementation={name!r}) cannot compute {request}: {reason}; "
@@ -136,12 +144,23 @@ def _first_that_accepts(
 ) -> tuple[Backend, tuple[tuple[str, str], ...]]:
     refused: list[tuple[str, str]] = []
     for backend in backends:
-        reason = backend.refuses(request) or backend.yields(request)
+        reason = backend.reason_against(request) or backend.yields(request)
         if reason is None:
             return backend, tuple(refused)
         refused.append((backend.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refused)
     raise NotSupported(f"no implementation of {operation} computes {request}: {reasons}")
+
+
+def _partitioned() -> str | None:
+    axes = automatic_axes()
+    if not axes:
+        return None
+    shown = ", ".join(f"{name}={size}" for name, size in axes.items())
+    return (
+        f"is one custom call, which XLA cannot partition over the mesh in context ({shown}): call it inside "
+        f"jax.shard_map over these axes, so that it gets each device's own part"
+    )
 
 
 def _call_site() -> str:

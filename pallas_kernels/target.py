@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 _PLATFORMS = {"cpu": "cpu", "cuda": "cuda", "gpu": "cuda", "rocm": "rocm", "tpu": "tpu"}
+_HOPPER_MULTIPROCESSORS = 132
 _declared_target = jax.make_user_context(None)
 
 
@@ -70,3 +71,26 @@ def current_target() -> Target:
         return Target("rocm")
     major, minor = version.split(".")[:2]
     return Target("cuda", (int(major), int(minor)))
+
+
+def device_kind() -> str:
+    """The name that jax gives the device that is lowered for, e.g. "NVIDIA H200"; "" where it is only declared."""
+    return "" if _declared_target.value is not None else str(jax.local_devices()[0].device_kind)
+
+
+def automatic_axes() -> dict[str, int]:
+    """Axes, name -> size, over which what is being traced is partitioned by XLA and not by `shard_map`, where known.
+
+    A function under `jax.jit` whose arguments alone are sharded does not know: only a mesh in context tells
+    (`jax.set_mesh`, or a `shard_map` around that takes some of the axes).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return {name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes}
+
+
+def multiprocessors() -> int:
+    """How many the target has, as far as this machine knows: those of its first GPU, else of an H100 or H200."""
+    declared = _declared_target.value
+    if declared is None and jax.default_backend() == "gpu":
+        return int(getattr(jax.local_devices()[0], "core_count", _HOPPER_MULTIPROCESSORS))
+    return _HOPPER_MULTIPROCESSORS

@@ -197,7 +197,8 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
         choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
         return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"
     if code in ("union_tag_invalid", "union_tag_not_found"):
-        choices = re.findall(r"'([^']*)'", problem["ctx"].get("expected_tags", ""))
+        members = _components_in(_annotation(owner, path[-1]))
+        choices = [str(member.model_fields["name"].default) for member in members]
         name = found.get("name") if isinstance(found, dict) else found
         return f"{where}.name cannot be {name!r}; {nearest(str(name), choices)}"
     if code == "value_error":

@@ -1,9 +1,11 @@
 """One Transformer layer: attention and MLP around the residual stream."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
-from jaxstack.models.attention import Attention, Context, LayerCache
+from jaxstack.models.attention import Attention, Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.norm import NORMS
@@ -25,8 +27,8 @@ class Block(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(
-        self, x: jax.Array, context: Context, cache: LayerCache | None = None, key: jax.Array | None = None
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x: jax.Array, context: Context, cache: Any = None, key: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """x [B, T, D] -> ([B, T, D], cache). `key` draws the dropout masks; without it there is no dropout."""
         keys = jax.random.split(key) if key is not None and self.dropout else (None, None)
         with jax.named_scope("attention"):

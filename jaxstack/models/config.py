@@ -5,6 +5,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from jaxstack.config import Component
+from jaxstack.models.attention_kinds import AnyAttention, Softmax
+from jaxstack.models.attention_kinds.base import Heads
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -59,8 +61,10 @@ class ModelConfig(Component):
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
 
+    attention: AnyAttention = Softmax()
+    """Attention kind of all layers, by `name`: see `jaxstack/models/attention_kinds/`."""
     layer_types: tuple[LayerType, ...] = ("full_attention",)
-    """Attention kind of each layer, repeated over the depth."""
+    """With softmax attention, whether each layer sees all keys or a window; repeated over the depth."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Keys that a query of a sliding_attention layer sees, itself included."""
     qkv_bias: bool = False
@@ -117,6 +121,7 @@ class ModelConfig(Component):
                 f"layer_types must have between 1 and num_layers ({self.num_layers}) entries; found "
                 f"{len(self.layer_types)}."
             )
+        self.attention.check(self)
         return self
 
     @property
@@ -142,6 +147,18 @@ class ModelConfig(Component):
     def attention_scale(self) -> float:
         """What attention scores are multiplied with."""
         return (self.query_pre_attn_scalar or self.width_per_head) ** -0.5
+
+    def heads(self, window: int | None) -> Heads:
+        """What a layer with this window gives its attention kind."""
+        return Heads(
+            num_heads=self.num_heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.width_per_head,
+            scale=self.attention_scale,
+            soft_cap=self.attn_logit_softcapping,
+            window=window,
+            implementation=self.attention_implementation,
+        )
 
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, the keys that a query sees (None: all before it)."""

@@ -1,7 +1,8 @@
 """Parameters and model FLOPs, computed from the configuration alone.
 
 FLOPs follow the convention that is printed with every run: 6 x matmul parameters (the input embedding not counted, the
-output head counted) plus causal attention at half of 12 x layers x sequence x (heads x head_dim), a token.
+output head counted) plus attention, which its kind counts: full causal attention at half of 12 x layers x sequence x
+(heads x head_dim), a token.
 """
 
 import dataclasses
@@ -40,11 +41,9 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """Forward and backward FLOPs a trained token costs; recomputation is not counted.
 
-    A layer with a window counts the keys that its queries see on average, w - w^2 / 2T; without one that is T / 2.
+    Softmax attention counts the keys that a query sees on average: T / 2, with a window w - w^2 / 2T, in a block-sparse
+    layout those of its blocks. Linear attention and Performer count their recurrence, whatever the length.
     """
-    length = sequence_length
-    keys = 0.0
-    for window in config.windows():
-        seen = min(window or length, length)
-        keys += seen - seen * seen / (2 * length)
-    return 6.0 * count_parameters(config).matmul + 12.0 * keys * config.num_heads * config.width_per_head
+    layers = (config.heads(window) for window in config.windows())
+    attention = sum(config.attention.flops_per_token(heads, sequence_length) for heads in layers)
+    return 6.0 * count_parameters(config).matmul + attention

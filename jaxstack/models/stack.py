@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxstack.models.attention import Context, LayerCache
+from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.parallel import gather_weight
 
-Caches = list[LayerCache] | None
-"""One entry a stack (leading layers dim) or a single block, in the order of `Stack.layers`."""
+Caches = list[Any] | None
+"""One cache of the attention kind a stack (leading layers dim) or a single block, in the order of `Stack.layers`."""
 
 
 def gather_weights(state: Any, dtype: Any) -> Any:
@@ -85,7 +85,7 @@ class Stack(nnx.Module):
 
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
-    ) -> tuple[jax.Array, list[LayerCache]]:
+    ) -> tuple[jax.Array, list[Any]]:
         split = [nnx.split(self.layers[i]) for i in range(self.period)]
         states = [state for _, state in split]
 
@@ -109,7 +109,7 @@ def _block_maker(config: ModelConfig, window: int | None) -> Callable[[nnx.Rngs]
 
 
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
-    def run(x: jax.Array, state: Any, cache: LayerCache | None, key: jax.Array | None) -> Any:
+    def run(x: jax.Array, state: Any, cache: Any, key: jax.Array | None) -> Any:
         block = nnx.merge(graphdef, gather_weights(state, dtype))
         x = checkpoint_name(x, "block_input")
         return block(x, context, cache, key)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.models.attention import CacheSlots, Context, LayerCache
+from jaxstack.models.attention import Context
+from jaxstack.models.attention_kinds.base import CacheSlots
 from jaxstack.models.block import drop
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.embedding import Embedding
@@ -20,9 +21,9 @@ HEAD_AXES = ("embed", "vocab")
 
 
 class Cache(nnx.Pytree):
-    """Keys and values of all layers, for decoding: `layers` as `Stack.layers`, `positions` [B, S], `length` []."""
+    """What all layers keep for decoding: `layers` as `Stack.layers`, `positions` [B, S], `length` []."""
 
-    def __init__(self, layers: list[LayerCache], positions: jax.Array, length: jax.Array):
+    def __init__(self, layers: list[Any], positions: jax.Array, length: jax.Array):
         self.layers = nnx.data(layers)
         self.positions = nnx.data(positions)
         self.length = nnx.data(length)
@@ -99,24 +100,23 @@ class Transformer(nnx.Module):
           cache: from `make_cache`; the caller sees to it that `cache.length + T` fits.
         """
         stored = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1)
-        context = Context(positions, self._angles(positions), None, CacheSlots(stored, cache.length))
+        context = Context(positions, self._angles(positions), None, CacheSlots(positions, stored, cache.length))
         x, layers = self._run(tokens, context, list(cache.layers), None)
         x = x[:, -1:] if last_only else x
         return self.logits(x), Cache(layers or [], stored, cache.length + tokens.shape[1])
 
     def make_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `length` tokens of each of `batch` sequences."""
-        config, stack = self.config, self.decoder
-        shape = (batch, length, config.kv_heads, config.width_per_head)
+        stack = self.decoder
 
-        def empty(stacked: bool) -> LayerCache:
-            full = (stack.repeats, *shape) if stacked else shape
-            names = ("batch", None, "act_kv_heads", "act_head_dim")
-            return LayerCache(
-                *(shard(jnp.zeros(full, self.dtype), *((None, *names) if stacked else names)) for _ in range(2))
-            )
+        def empty(index: int) -> Any:
+            layer = stack.layers[index].attention
+            cache = layer.kind.make_cache(layer.heads, batch, length, self.dtype)
+            if stack.repeats == 1 or index >= stack.period:
+                return cache
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (stack.repeats, *x.shape)), cache)
 
-        layers = [empty(stack.repeats > 1 and i < stack.period) for i in range(len(stack.layers))]
+        layers = [empty(index) for index in range(len(stack.layers))]
         return Cache(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
 
     def logits(self, hidden: jax.Array) -> jax.Array:

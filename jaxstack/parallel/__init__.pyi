@@ -1,3 +1,4 @@
+from .attention_island import with_local_heads as with_local_heads
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
 from .island import with_local_batch as with_local_batch

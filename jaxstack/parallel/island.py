@@ -20,18 +20,22 @@ def with_local_batch(
     dtype: Any,
     *batched: jax.Array,
     tensor: bool = False,
+    as_stored: bool = False,
 ) -> jax.Array:
     """`function(weight, *batched)`, computed on each device's rows of the batch.
 
     Args:
       function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's rows; returns an array
-        whose first dim are these rows. With `tensor`, its weight is this device's part along the tensor axis, and its
-        result must be equal on all devices of that axis.
+        whose first dim are these rows, or 1 for something of all of them, as a sum. With `tensor`, its weight is this
+        device's part along the tensor axis, and its result must be equal on all devices of that axis. With `as_stored`
+        its weight has the stored dtype unless it is gathered, so that the gradient need not be rounded to `dtype`.
       weight: a stored parameter with logical axes `names`.
       batched: arrays whose first dim is the batch.
     """
     rules = current_rules()
     axes = [a for a in ("data", "fsdp", *(["tensor"] if tensor else [])) if rules and _is_free(rules, a)]
+    if as_stored and (rules is None or not _is_free(rules, "fsdp")):
+        dtype = weight.dtype
     if rules is None or not axes:
         return function(gather_weight(weight, names, dtype), *batched)
     stored = rules.parameter_spec(names, weight.shape)

@@ -1,13 +1,38 @@
 """`flash_attention`: exact attention by the first backend of the table that can."""
 
+from collections.abc import Callable
+
 import jax
 
-from pallas_kernels.attention import cudnn, mosaic, reference, xla, xla_dense
-from pallas_kernels.attention.request import make_request
+from pallas_kernels.attention import cudnn, mosaic, reference, triton, xla, xla_dense
+from pallas_kernels.attention.masks import Mask, refuses_all_but_bands
+from pallas_kernels.attention.request import Request, check_window, make_request
 from pallas_kernels.dispatch import Backend, select
 
+
+def _for_bands(refuses: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
+    """The refusals of a backend that knows of no global tokens and no layout."""
+    return lambda request: refuses_all_but_bands(request.options.mask) or refuses(request)
+
+
 BACKENDS = (
+    Backend(
+        "mosaic",
+        "our Hopper kernels: every mask skips tiles, in the backward too",
+        mosaic.refuses,
+        mosaic.attend,
+        mosaic.yields,
+        opaque=True,
+    ),
     Backend("cudnn", "the fastest on NVIDIA GPUs where its interface suffices", cudnn.refuses, cudnn.attend),
+    Backend(
+        "triton",
+        "one kernel that skips what any mask hides; short sequences too, as it launches less than `xla_dense`",
+        _for_bands(triton.refuses),
+        triton.attend,
+        triton.yields,
+        opaque=True,
+    ),
     Backend(
         "xla_dense",
         "the fastest for short sequences: one softmax, no rescaling",
@@ -17,11 +42,12 @@ BACKENDS = (
     ),
     Backend("xla", "everything on every device, memory linear in the length", xla.refuses, xla.attend),
     Backend(
-        "mosaic",
-        "our Hopper kernels, not yet measured on a GPU: only when asked for by name",
+        "mosaic_deterministic",
+        "as mosaic, with gradients that are bit-equal in every run, which costs time: only when asked for by name",
         mosaic.refuses,
-        mosaic.attend,
-        lambda request: "not yet measured against cuDNN",
+        mosaic.attend_deterministic,
+        lambda request: "runs only when asked for by name",
+        opaque=True,
     ),
     Backend(
         "reference",
@@ -80,8 +106,7 @@ def flash_attention(
         q,
         k,
         v,
-        causal=causal,
-        window=window,
+        mask=Mask(bool(causal), None if window is None else check_window(window)),
         segment_ids=segment_ids,
         scale=scale,
         soft_cap=soft_cap,

@@ -36,6 +36,8 @@ def _refuses_options(request: Request) -> str | None:
         return "has no soft cap"
     if request.return_lse:
         return "jax rounds its log-sum-exp to the input's dtype and drops the cotangent"
+    if not mask.is_band:
+        return f"has no windows on both sides, global tokens or block layouts, got: {mask}"
     if mask.window is not None and not mask.causal:
         return "has a window only together with causal=True"
     if mask.causal and request.query_length != request.key_length:

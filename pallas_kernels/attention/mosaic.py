@@ -1,4 +1,4 @@
-"""Attention by our own Hopper kernels: every mask skips tiles in the forward and in both parts of the backward."""
+"""Attention by our own Hopper kernels: every mask skips tiles, in the forward and in the backward."""
 
 import dataclasses
 import importlib.util
@@ -9,43 +9,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Request, Segments
-from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
+from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
+from pallas_kernels.attention.tilings import Tiling, choose_tiling, mask_kind
+from pallas_kernels.target import multiprocessors
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _LEAST_JAX = (0, 11)
+_LARGEST_BLOCK = 128
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Block sizes of the three kernels. A computing warpgroup has 64 rows: of queries, or of keys in dK and dV.
-
-    Attributes:
-        forward_warpgroups, forward_keys, forward_stages: of the forward.
-        query_keys, query_stages: of the dQ kernel, which has two computing warpgroups.
-        key_queries, key_stages: of the dK and dV kernel, which has two computing warpgroups.
-        key_value_together: whether one kernel computes both dK and dV; two do where the registers are too few.
-    """
-
-    forward_warpgroups: int = 2
-    forward_keys: int = 128
-    forward_stages: int = 2
-    query_keys: int = 64
-    query_stages: int = 2
-    key_queries: int = 64
-    key_stages: int = 2
-    key_value_together: bool = True
-
-
-TILINGS = {
-    64: Tiling(forward_stages=4, query_keys=128, key_stages=3),
-    80: Tiling(),
-    96: Tiling(),
-    128: Tiling(),
-    192: Tiling(forward_keys=64, query_keys=64, key_value_together=False),
-    256: Tiling(forward_keys=64, query_keys=32, key_queries=32, key_value_together=False),
-}
 
 
 def refuses(request: Request) -> str | None:
@@ -61,13 +33,43 @@ def refuses(request: Request) -> str | None:
         return f"takes bfloat16 and float16, got {request.q.dtype}"
     if request.head_dim not in HEAD_DIMS:
         return f"the head dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {request.head_dim}"
+    return _refuses_mask(request)
+
+
+def _refuses_mask(request: Request) -> str | None:
+    mask = request.options.mask
+    if mask.global_tokens and request.segments is not None:
+        return "has no global tokens together with segments"
+    shift = request.key_length - request.query_length
+    if mask.layout is not None and (mask.layout.block_size % _LARGEST_BLOCK or shift % _LARGEST_BLOCK):
+        return (
+            f"no border of a layout's blocks may go through a tile: block size and S - T must be multiples of "
+            f"{_LARGEST_BLOCK}, got {mask.layout.block_size} and {shift}"
+        )
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T]."""
-    plan = _Plan(request.options, request.query_length, request.key_length, TILINGS[request.head_dim], INTERPRET)
+def yields(request: Request) -> str | None:
+    """cuDNN is faster for some shapes (docs/performance.md)."""
+    del request
+    return None
+
+
+def attend_deterministic(request: Request) -> tuple[jax.Array, jax.Array]:
+    """`attend` with the backward in two kernels, whose gradients are bit-equal in every run."""
+    return attend(request, dataclasses.replace(_tiling(request), fused_queries=0))
+
+
+def attend(request: Request, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, H] and lse [B, N, T], in blocks of `tiling` (default: what the tables say)."""
+    tiling = tiling or _tiling(request)
+    plan = _Plan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
     return _differentiable(plan, request.q, request.k, request.v, request.segments)
+
+
+def _tiling(request: Request) -> Tiling:
+    kind = mask_kind(request.options.mask, request.segments is not None)
+    return choose_tiling(request.head_dim, kind, request.key_length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +93,8 @@ class _Plan:
             key_block,
             stages,
             warpgroups,
-            self.interpret,
+            programs=2 if self.interpret else multiprocessors(),
+            interpret=self.interpret,
         )
 
     def blocks(self, config: Any) -> Blocks:
@@ -119,13 +122,13 @@ def _attend(
     config = plan.config(
         64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
     )
-    ranges = key_ranges(plan.options.mask, plan.blocks(config), segments)
+    schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
     out, lse = forward(
         config,
         _pad(q, config.query_block),
         _pad(k, config.key_block),
         _pad(v, config.key_block),
-        ranges,
+        schedule,
         _pad_segments(segments, config),
     )
     return out[:, : plan.length], lse[..., : plan.length]
@@ -140,6 +143,7 @@ def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
     from pallas_kernels.attention.mosaic_backward import (
         NO_KEY,
         Residuals,
+        copies_of_query_gradient,
         key_value_gradient,
         query_gradient,
     )
@@ -161,15 +165,27 @@ def _backward_rule(plan: _Plan, saved: tuple, cotangents: tuple) -> tuple:
             _pad(delta, rows, 2),
         )
 
-    tiling, mask = plan.tiling, plan.options.mask
-    config = plan.config(128, tiling.query_keys, tiling.query_stages)
-    ranges = key_ranges(mask, plan.blocks(config), segments)
-    d_q = query_gradient(config, padded(config), ranges, _pad_segments(segments, config))
-    config = plan.config(tiling.key_queries, 128, tiling.key_stages)
-    ranges = query_ranges(mask, plan.blocks(config), segments)
-    launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))
-    arrays = padded(config), ranges, _pad_segments(segments, config)
-    d_k, d_v = (gradient for wanted in launches for gradient in key_value_gradient(config, *arrays, wanted))
+    mask = plan.options.mask
+
+    def of_keys(queries: int, stages: int) -> tuple[Any, tuple]:
+        config = plan.config(queries, 128, stages)
+        schedule = query_schedule(mask, plan.blocks(config), segments)
+        return config, (padded(config), schedule, _pad_segments(segments, config))
+
+    tiling = plan.tiling
+    if tiling.fused_queries:
+        config, arrays = of_keys(tiling.fused_queries, tiling.fused_stages)
+        copies = copies_of_query_gradient(config)
+        sums = jax.new_ref(jnp.zeros((copies, *arrays[0].q.shape), jnp.float32))
+        d_k, d_v = key_value_gradient(config, *arrays, d_q=sums)
+        d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)
+    else:
+        config = plan.config(128, tiling.query_keys, tiling.query_stages)
+        schedule = key_schedule(mask, plan.blocks(config), segments)
+        d_q = query_gradient(config, padded(config), schedule, _pad_segments(segments, config))
+        config, arrays = of_keys(tiling.key_queries, tiling.key_stages)
+        launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))
+        d_k, d_v = (gradient for wanted in launches for gradient in key_value_gradient(config, *arrays, wanted=wanted))
     return d_q[:, : plan.length], d_k[:, : plan.key_length], d_v[:, : plan.key_length], None
 
 

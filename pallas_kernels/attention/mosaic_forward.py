@@ -1,12 +1,15 @@
-"""The forward of attention for Hopper: wgmma, TMA, a loading warpgroup and two computing ones that take turns.
+"""The forward of attention for Hopper: wgmma, TMA, one warpgroup that loads and others that compute.
 
-Each program owns one block of queries of one head. One warpgroup streams the visible key and value blocks into a
-ring of shared memory buffers; each of the others keeps 64 queries' running maximum, sum and output in registers.
-While one of them is in its softmax the other has the tensor cores (the ping-pong schedule of FlashAttention-3,
-Shah et al., arXiv:2407.08608).
+One program runs on each multiprocessor and takes blocks of queries in turn, the ones with the most keys first. Its
+loading warpgroup streams the queries and the visible blocks of keys and values into rings of shared memory buffers,
+well ahead of the others; each of those keeps 64 queries' running maximum, sum and output in registers. The softmax of
+a tile runs beside the product of the weights and values of the tile before (FlashAttention-3, Shah et al.,
+arXiv:2407.08608). A run of blocks is visited from its last to its first, so that the block that a causal mask cuts
+comes before the loop.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +17,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import mosaic_pieces as pieces
-from pallas_kernels.attention.mosaic_pieces import ROWS, Config
+from pallas_kernels.attention.mosaic_pieces import ROWS, Config, Visits
 from pallas_kernels.attention.request import Segments
 from pallas_kernels.mosaic_api import pl, plgpu
 
+_TILE_BYTES = 220 * 2**10  # Of 227 KiB shared memory; the rest is for the small arrays.
+
+
+class _Inputs(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    schedule: Any
+    ids: Any
+
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; one row of the leading dimension per warpgroup or per stage."""
+    """Shared memory and its barriers; the leading dimension counts stages, of `q` also warpgroups."""
 
     q: Any
     lse: Any
@@ -31,174 +44,205 @@ class _Buffers(NamedTuple):
     q_full: Any
     k_full: Any
     v_full: Any
+    q_empty: Any
     k_empty: Any
     v_empty: Any
-    turn: Any
+
+
+class _Item(NamedTuple):
+    """One block of queries of one head: the `number`-th of this program, which visited `before` tiles until then."""
+
+    number: Any
+    before: Any
+    batch: Any
+    head: Any
+    block: Any
+    visits: Visits
 
 
 def forward(
-    config: Config, q: jax.Array, k: jax.Array, v: jax.Array, ranges: jax.Array, segments: Segments | None
+    config: Config, q: jax.Array, k: jax.Array, v: jax.Array, schedule: tuple, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T] (natural logarithm, -inf for rows without a visible key).
 
     Args:
         q: [B, T, N, H] with T a multiple of the query block.
         k, v: [B, S, K, H] with S a multiple of the key block.
-        ranges: int32 [B or 1, T / query block, 4] of `tiles.key_ranges`.
+        schedule: that of `tiles.key_schedule`.
         segments: int32 [B, T] and [B, S], or None.
     """
     batch, length, num_heads, _ = q.shape
-    out_type = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32),
-    )
-    inputs = (q, k, v, ranges) if segments is None else (q, k, v, ranges, *segments)
+    items = num_heads * batch * (length // config.query_block)
     kernel = config.kernel(
-        functools.partial(_body, config, segments is not None),
-        out_type=out_type,
-        grid=(num_heads, length // config.query_block, batch),
-        grid_names=("head", "query_block", "batch"),
+        functools.partial(_body, config),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32),
+        ),
+        grid=(min(items, config.programs),),
+        grid_names=("program",),
         scratch_types=_scratch(config, q, segments is not None),
     )
-    return kernel(*inputs)
+    return kernel(_Inputs(q, k, v, schedule, segments))
 
 
-def _scratch(config: Config, q: jax.Array, has_segments: bool) -> _Buffers:
+def _scratch(config: Config, q: jax.Array, packed: bool) -> _Buffers:
     head_dim, groups, stages = q.shape[-1], config.warpgroups, config.stages
-    arrivals = 2 if has_segments else 1
+    row_bytes = head_dim * q.dtype.itemsize
+    left = _TILE_BYTES - 2 * stages * config.key_block * row_bytes
+    query_stages = 2 if 2 * groups * ROWS * row_bytes <= left else 1
+    arrivals = 2 if packed else 1
     return _Buffers(
-        q=pieces.tiled_smem(config, (groups, ROWS, head_dim), q.dtype),
-        lse=plgpu.SMEM((groups, ROWS), jnp.float32),
+        q=pieces.tiled_smem(config, (query_stages, groups, ROWS, head_dim), q.dtype),
+        lse=plgpu.SMEM((query_stages, groups, ROWS), jnp.float32),
         k=pieces.tiled_smem(config, (stages, config.key_block, head_dim), q.dtype),
         v=pieces.tiled_smem(config, (stages, config.key_block, head_dim), q.dtype),
-        query_ids=plgpu.SMEM((groups, ROWS), jnp.int32) if has_segments else None,
-        key_ids=plgpu.SMEM((stages, config.key_block), jnp.int32) if has_segments else None,
-        q_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=groups),
+        query_ids=plgpu.SMEM((query_stages, groups, ROWS), jnp.int32) if packed else None,
+        key_ids=plgpu.SMEM((stages, config.key_block), jnp.int32) if packed else None,
+        q_full=plgpu.Barrier(num_arrivals=arrivals * groups, num_barriers=query_stages),
         k_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         v_full=plgpu.Barrier(num_barriers=stages),
+        q_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=query_stages),
         k_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
-        turn=plgpu.Barrier(num_arrivals=groups),
     )
 
 
-def _body(config: Config, has_segments: bool, *refs: Any) -> None:
-    inputs, (out, lse, *scratch) = refs[: 6 if has_segments else 4], refs[6 if has_segments else 4 :]
+def _body(config: Config, inputs: _Inputs, out: Any, lse: Any, *scratch: Any) -> None:
     buffers = _Buffers(*scratch)
     warpgroup = lax.axis_index("warpgroup")
-    batch, head = lax.axis_index("batch"), lax.axis_index("head")
-    # The last blocks of queries have the most causal work: they start first.
-    block = inputs[0].shape[1] // config.query_block - 1 - lax.axis_index("query_block")
-    row = batch if inputs[3].shape[0] > 1 else 0
-    limits = [inputs[3][row, block, index] for index in range(4)]
 
     @pl.when(warpgroup < config.warpgroups)
     def _():
         config.share_registers(computing=True)
-        _compute(config, inputs, (out, lse), buffers, (batch, head, block), limits)
+        _for_each_item(config, inputs, functools.partial(_compute, config, inputs, (out, lse), buffers))
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
         config.share_registers(computing=False)
-        group = inputs[0].shape[2] // inputs[1].shape[2]
-        _load(config, inputs, buffers, batch, lax.div(head, group), limits)
+        items, tiles = _for_each_item(config, inputs, functools.partial(_load, config, inputs, buffers))
+        pieces.drain(buffers.q.shape[0], items, buffers.q_empty)
+        pieces.drain(config.stages, tiles, buffers.k_empty, buffers.v_empty)
 
 
-def _load(config: Config, inputs: Any, buffers: _Buffers, batch: Any, kv_head: Any, limits: list) -> None:
-    """Streams the key and value blocks through the ring of buffers."""
-    first, _, _, end = limits
+def _for_each_item(config: Config, inputs: _Inputs, visit: Any) -> tuple[Any, Any]:
+    """Calls visit(item) for this program's blocks; returns how many they were and how many tiles they visited."""
+    batches, length, heads, _ = inputs.q.shape
+    blocks = length // config.query_block
+    programs = min(heads * batches * blocks, config.programs)
+    program = lax.axis_index("program")
 
-    def step(tile: jax.Array, _: None) -> None:
-        count = tile - first
+    def step(number: jax.Array, before: jax.Array) -> jax.Array:
+        index = number * programs + program
+        # The last blocks of queries have the most causal work: they come first.
+        block = blocks - 1 - lax.div(index, heads * batches)
+        batch = lax.rem(lax.div(index, heads), batches)
+        visits = pieces.read_visits(inputs.schedule, batch, block, descending=True)
+        visit(_Item(number, before, batch, lax.rem(index, heads), block, visits))
+        return before + visits.count
+
+    items = lax.div(heads * batches * blocks - 1 - program, programs) + 1
+    return items, lax.fori_loop(0, items, step, jnp.int32(0))
+
+
+def _load(config: Config, inputs: _Inputs, buffers: _Buffers, item: _Item) -> None:
+    """Queries, then the key and value blocks that they see."""
+    kv_head = lax.div(item.head, inputs.q.shape[2] // inputs.k.shape[2])
+    stages = buffers.q.shape[0]
+    slot = lax.rem(item.number, stages)
+
+    @pl.when(item.number >= stages)
+    def _():
+        plgpu.barrier_wait(buffers.q_empty.at[slot])
+
+    for group in range(config.warpgroups):
+        rows = pl.ds(item.block * config.query_block + group * ROWS, ROWS)
+        full = buffers.q_full.at[slot]
+        plgpu.copy_gmem_to_smem(inputs.q.at[item.batch, rows, item.head], buffers.q.at[slot, group], full)
+        if buffers.query_ids is not None:
+            plgpu.copy_gmem_to_smem(inputs.ids.query.at[item.batch, rows], buffers.query_ids.at[slot, group], full)
+
+    def step(index: jax.Array, _: None) -> None:
+        count = item.before + index
         slot = lax.rem(count, config.stages)
-        keys = pl.ds(tile * config.key_block, config.key_block)
+        part = item.batch, pl.ds(item.visits.tile(index) * config.key_block, config.key_block), kv_head
 
         @pl.when(count >= config.stages)
         def _():
             plgpu.barrier_wait(buffers.k_empty.at[slot])
 
-        plgpu.copy_gmem_to_smem(inputs[1].at[batch, keys, kv_head], buffers.k.at[slot], buffers.k_full.at[slot])
+        plgpu.copy_gmem_to_smem(inputs.k.at[part], buffers.k.at[slot], buffers.k_full.at[slot])
         if buffers.key_ids is not None:
-            plgpu.copy_gmem_to_smem(inputs[5].at[batch, keys], buffers.key_ids.at[slot], buffers.k_full.at[slot])
+            plgpu.copy_gmem_to_smem(inputs.ids.key.at[part[:2]], buffers.key_ids.at[slot], buffers.k_full.at[slot])
 
         @pl.when(count >= config.stages)
         def _():
             plgpu.barrier_wait(buffers.v_empty.at[slot])
 
-        plgpu.copy_gmem_to_smem(inputs[2].at[batch, keys, kv_head], buffers.v.at[slot], buffers.v_full.at[slot])
+        plgpu.copy_gmem_to_smem(inputs.v.at[part], buffers.v.at[slot], buffers.v_full.at[slot])
 
-    lax.fori_loop(first, end, step, None)
-    pieces.drain(config, end - first, (buffers.k_empty, buffers.v_empty))
+    lax.fori_loop(0, item.visits.count, step, None)
 
 
-def _compute(config: Config, inputs: Any, outputs: Any, buffers: _Buffers, place: tuple, limits: list) -> None:
-    """One warpgroup's 64 queries against all blocks of keys in the limits."""
-    batch, head, block = place
+class _Rows(NamedTuple):
+    """What a warpgroup knows of its 64 queries."""
+
+    q: Any
+    first_query: jax.Array
+    query_ids: jax.Array | None
+    item: _Item
+
+
+class _State(NamedTuple):
+    """The softmax of the tiles seen so far; the product of `weights` with its values is still to be added."""
+
+    acc: jax.Array
+    maximum: jax.Array
+    total: jax.Array
+    weights: jax.Array
+
+
+def _compute(config: Config, inputs: _Inputs, outputs: Any, buffers: _Buffers, item: _Item) -> None:
+    """One warpgroup's 64 queries against all the blocks that they see."""
     warpgroup = lax.axis_index("warpgroup")
-    first_query = block * config.query_block + warpgroup * ROWS
-    rows = pl.ds(first_query, ROWS)
-    q = buffers.q.at[warpgroup]
-    plgpu.copy_gmem_to_smem(inputs[0].at[batch, rows, head], q, buffers.q_full.at[warpgroup])
+    slot = lax.rem(item.number, buffers.q.shape[0])
+    first_query = item.block * config.query_block + warpgroup * ROWS
+    q = buffers.q.at[slot, warpgroup]
+    plgpu.barrier_wait(buffers.q_full.at[slot])
     query_ids = None
     if buffers.query_ids is not None:
-        ids = buffers.query_ids.at[warpgroup]
-        plgpu.copy_gmem_to_smem(inputs[4].at[batch, rows], ids, buffers.q_full.at[warpgroup])
-    plgpu.barrier_wait(buffers.q_full.at[warpgroup])
-    if buffers.query_ids is not None:
-        query_ids = plgpu.load(buffers.query_ids.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
-
-    first, first_whole, end_whole, end = limits
-    pl.when(warpgroup == 1)(lambda: _take_turns(buffers))
-    state = (
+        query_ids = plgpu.load(buffers.query_ids.at[slot, warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
+    mine = _Rows(q, first_query, query_ids, item)
+    state = _State(
         pieces.zeros(ROWS, q.shape[-1]),
         pieces.row_values(pieces.fill(config) * config.factor, ROWS),
         pieces.row_values(0.0, ROWS),
+        pieces.zeros(ROWS, config.key_block).astype(q.dtype),
     )
-
-    def step(masked: bool, tile: jax.Array, state: tuple) -> tuple:
-        return _attend_tile(config, buffers, state, tile, first, masked, first_query, query_ids)
-
-    state = lax.fori_loop(first, first_whole, functools.partial(step, True), state)
-    state = lax.fori_loop(first_whole, end_whole, functools.partial(step, False), state)
-    state = lax.fori_loop(end_whole, end, functools.partial(step, True), state)
-    pl.when(warpgroup == 0)(lambda: _take_turns(buffers))
-    _store(config, outputs, buffers, (batch, rows, head), state)
+    some = jnp.minimum(item.visits.count, 1)
+    state = lax.fori_loop(0, some, functools.partial(_first_tile, config, buffers, mine), state)
+    state = item.visits.fold(functools.partial(_attend_tile, config, buffers, mine), state, some)
+    state = lax.fori_loop(0, some, functools.partial(_last_product, config, buffers, mine), state)
+    _store(config, outputs, buffers, mine, state)
+    plgpu.barrier_arrive(buffers.q_empty.at[slot])
 
 
-def _take_turns(buffers: _Buffers) -> None:
-    """Both computing warpgroups meet here; one is half a step ahead, so that they alternate."""
-    plgpu.barrier_arrive(buffers.turn)
-    plgpu.barrier_wait(buffers.turn)
+def _masked(
+    config: Config, buffers: _Buffers, mine: _Rows, index: jax.Array, slot: jax.Array, scores: jax.Array
+) -> jax.Array:
+    ids = None
+    if mine.query_ids is not None:
+        key_ids = plgpu.load(buffers.key_ids.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+        ids = pieces.along_rows(mine.query_ids, scores), pieces.along_columns(key_ids, scores)
+    first_key = mine.item.visits.tile(index) * config.key_block
+    return pieces.mask_tile(config, scores, pieces.fill(config), mine.first_query, first_key, ids)
 
 
-def _attend_tile(
-    config: Config,
-    buffers: _Buffers,
-    state: tuple,
-    tile: jax.Array,
-    first: jax.Array,
-    masked: bool,
-    first_query: jax.Array,
-    query_ids: jax.Array | None,
-) -> tuple:
-    acc, maximum, total = state
-    slot = lax.rem(tile - first, config.stages)
-    q, k = buffers.q.at[lax.axis_index("warpgroup")], buffers.k.at[slot]
-    plgpu.barrier_wait(buffers.k_full.at[slot])
-
-    def products(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, q, k.transpose((1, 0)))
-        _take_turns(buffers)
-
-    scores = pieces.cap(config, pieces.multiply((ROWS, config.key_block), products))
-    if masked:
-        ids = None
-        if query_ids is not None:
-            key_ids = plgpu.load(buffers.key_ids.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-            ids = pieces.along_rows(query_ids, scores), pieces.along_columns(key_ids, scores)
-        scores = pieces.mask_tile(config, scores, pieces.fill(config), first_query, tile * config.key_block, ids)
-    pieces.release(config, buffers.k_empty.at[slot])
-
+def _softmax(
+    config: Config, scores: jax.Array, maximum: jax.Array, total: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """New maximum and total, the factor for what was summed before, and the float32 weights of the tile."""
     # With a positive factor the maximum commutes with it, and weight = exp2(score * factor - maximum) is one
     # fused multiply-add and one exponential.
     factor = config.factor
@@ -207,29 +251,77 @@ def _attend_tile(
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * factor)
     shrink = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(scores * factor - pieces.along_rows(new_maximum, scores))
-    total = total * shrink + weights.sum(axis=1)
-    acc = acc * pieces.along_rows(shrink, acc)
-    narrow = weights.astype(q.dtype)
-    acc, total, new_maximum, narrow = lax.optimization_barrier((acc, total, new_maximum, narrow))
-    plgpu.barrier_arrive(buffers.turn)
+    return new_maximum, total * shrink + weights.sum(axis=1), shrink, weights
+
+
+def _first_tile(config: Config, buffers: _Buffers, mine: _Rows, index: jax.Array, state: _State) -> _State:
+    slot = lax.rem(mine.item.before + index, config.stages)
+    plgpu.barrier_wait(buffers.k_full.at[slot])
+
+    def issue(accumulator: Any) -> None:
+        plgpu.wgmma(accumulator, mine.q, buffers.k.at[slot].transpose((1, 0)))
+
+    scores = pieces.cap(config, pieces.multiply((ROWS, config.key_block), issue))
+    scores = _masked(config, buffers, mine, index, slot, scores)
+    pieces.release(config, buffers.k_empty.at[slot])
+    maximum, total, _, weights = _softmax(config, scores, state.maximum, state.total)
     plgpu.barrier_wait(buffers.v_full.at[slot])
-    plgpu.barrier_wait(buffers.turn)
-    (acc,) = pieces.add_products(config, (acc,), (lambda: narrow, buffers.v.at[slot]))
+    return _State(state.acc, maximum, total, weights.astype(state.weights.dtype))
+
+
+def _attend_tile(
+    config: Config, buffers: _Buffers, mine: _Rows, masked: bool, index: jax.Array, state: _State
+) -> _State:
+    """The softmax of this tile while the tensor cores add the product of the one before."""
+    count = mine.item.before + index
+    slot, slot_before = lax.rem(count, config.stages), lax.rem(count - 1, config.stages)
+    plgpu.barrier_wait(buffers.k_full.at[slot])
+
+    def issue_scores(scores: Any) -> None:
+        plgpu.wgmma(scores, mine.q, buffers.k.at[slot].transpose((1, 0)))
+
+    def consume(products: jax.Array) -> tuple:
+        scores = pieces.cap(config, products)
+        if masked:
+            scores = _masked(config, buffers, mine, index, slot, scores)
+        pieces.release(config, buffers.k_empty.at[slot])
+        softmax = lax.optimization_barrier(_softmax(config, scores, state.maximum, state.total))
+        # The next tile needs the values of this one. Waiting here, and not there, also keeps the compiler from
+        # waiting for the product before the softmax: it moves nothing past the loop of a wait.
+        plgpu.barrier_wait(buffers.v_full.at[slot])
+        return softmax
+
+    (maximum, total, shrink, weights), acc = pieces.multiply_while_adding(
+        config,
+        (ROWS, config.key_block),
+        issue_scores,
+        (state.acc, state.weights, buffers.v.at[slot_before]),
+        consume,
+    )
+    pieces.release(config, buffers.v_empty.at[slot_before])
+    acc = acc * pieces.along_rows(shrink, acc)
+    return _State(acc, maximum, total, weights.astype(state.weights.dtype))
+
+
+def _last_product(config: Config, buffers: _Buffers, mine: _Rows, _: jax.Array, state: _State) -> _State:
+    slot = lax.rem(mine.item.before + mine.item.visits.count - 1, config.stages)
+    (acc,) = pieces.add_products(config, (state.acc,), (lambda: state.weights, buffers.v.at[slot]))
     pieces.release(config, buffers.v_empty.at[slot])
-    return acc, new_maximum, total
+    return state._replace(acc=acc)
 
 
-def _store(config: Config, outputs: Any, buffers: _Buffers, place: tuple, state: tuple) -> None:
-    out, lse = outputs
-    batch, rows, head = place
-    acc, maximum, total = state
-    warpgroup = lax.axis_index("warpgroup")
+def _store(config: Config, outputs: Any, buffers: _Buffers, mine: _Rows, state: _State) -> None:
+    """Output and log-sum-exp, by way of the queries' buffer, which is free again when this returns."""
+    (out, lse), item = outputs, mine.item
+    acc, maximum, total, _ = state
     empty = maximum < pieces.empty_below(config)
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
-    buffers.q.at[warpgroup][...] = (acc * pieces.along_rows(inverse, acc)).astype(out.dtype)
+    mine.q[...] = (acc * pieces.along_rows(inverse, acc)).astype(out.dtype)
     logarithm = (maximum + jnp.log2(jnp.where(empty, 1.0, total))) * (1.0 / pieces.LOG2E)
-    buffers.lse.at[warpgroup][...] = jnp.where(empty, -jnp.inf, logarithm)
+    sums = buffers.lse.at[lax.rem(item.number, buffers.q.shape[0]), lax.axis_index("warpgroup")]
+    sums[...] = jnp.where(empty, -math.inf, logarithm)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers.q.at[warpgroup], out.at[batch, rows, head])
-    plgpu.copy_smem_to_gmem(buffers.lse.at[warpgroup], lse.at[batch, head, rows])
-    plgpu.wait_smem_to_gmem(0)
+    rows = pl.ds(mine.first_query, ROWS)
+    plgpu.copy_smem_to_gmem(mine.q, out.at[item.batch, rows, item.head])
+    plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, rows])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -3,10 +3,12 @@
 The kernels work in powers of two: exp(x) is exp2(x * log2(e)), and the factor is folded into the scale.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ class Config:
         query_block: queries of a tile.
         stages: tiles that are in flight from global memory.
         warpgroups: that compute; one more loads.
+        programs: that run at a time, one on each multiprocessor.
         interpret: whether the kernel is interpreted on a CPU.
     """
 
@@ -42,6 +45,7 @@ class Config:
     key_block: int
     stages: int = 2
     warpgroups: int = 2
+    programs: int = 132
     interpret: bool = False
 
     @property
@@ -69,12 +73,46 @@ class Config:
         )
 
 
-def tiled_smem(config: Config, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory of shape [..., rows, columns] in the tiled and swizzled form that wgmma and TMA take."""
+class Visits(NamedTuple):
+    """The tiles of one block of queries or keys, counted from 0; those in [whole, end_whole) need no mask."""
+
+    count: Any
+    whole: Any
+    end_whole: Any
+    tile: Callable[[Any], Any]
+
+    def fold(self, step: Callable, state: Any, start: Any = 0) -> Any:
+        """Folds step(masked, count, state) over the tiles from `start` on."""
+        whole, end_whole = jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start)
+        state = lax.fori_loop(start, whole, functools.partial(step, True), state)
+        state = lax.fori_loop(whole, end_whole, functools.partial(step, False), state)
+        return lax.fori_loop(end_whole, self.count, functools.partial(step, True), state)
+
+
+def read_visits(schedule: tuple, batch: Any, block: Any, descending: bool = False) -> Visits:
+    """What `tiles.key_ranges` says of a block (in descending order if asked for), or what `tiles.key_lists` says."""
+    table = schedule[0]
+    row = batch if table.shape[0] > 1 else 0
+    if len(schedule) == 2:
+        counts = schedule[1]
+        return Visits(counts[row, block, 1], 0, counts[row, block, 0], lambda count: table[row, block, count])
+    first, first_whole, end_whole, end = (table[row, block, index] for index in range(4))
+    if descending:
+        return Visits(end - first, end - end_whole, end - first_whole, lambda count: end - 1 - count)
+    return Visits(end - first, first_whole - first, end_whole - first, lambda count: first + count)
+
+
+def tiled_smem(config: Config, shape: tuple[int, ...], dtype: Any, slice_columns: int = 0) -> Any:
+    """Shared memory of shape [..., rows, columns] in the tiled and swizzled form that wgmma and TMA take.
+
+    `slice_columns`: what products take of the columns (of this operand, or of the other one, whose form must be the
+    same) at a time; 0 for all of them.
+    """
     bits = jnp.dtype(dtype).itemsize * 8
     # A product that sums over the rows of a tile needs at least one swizzle's worth of them.
     rows_bytes = min(config.query_block, config.key_block) * bits // 8
-    swizzle = min(plgpu.find_swizzle(shape[-1] * bits), rows_bytes)
+    swizzle = min(plgpu.find_swizzle(shape[-1] * bits), plgpu.find_swizzle((slice_columns or shape[-1]) * bits))
+    swizzle = min(swizzle, rows_bytes)
     transforms = (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -125,6 +163,32 @@ def multiply_two(
     return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
 
 
+def multiply_while_adding(
+    config: Config,
+    shape: tuple[int, int],
+    issue: Callable[[Any], None],
+    product: tuple[jax.Array, jax.Array, Any],
+    consume: Callable[[jax.Array], Any],
+) -> tuple[Any, jax.Array]:
+    """consume(value of the product that `issue` starts), and accumulator + left @ right, which runs meanwhile.
+
+    `product` is (accumulator, left in registers, right in shared memory).
+    """
+    accumulator, left, right = product
+    if config.interpret:
+        scores = multiply(shape, issue)
+        return consume(scores), accumulator + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+
+    def scoped(scores: Any, sums: Any) -> tuple[Any, jax.Array]:
+        sums[...] = accumulator
+        issue(scores)
+        plgpu.wgmma(sums, left, right)
+        result = consume(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+        return result, plgpu.wgmma_accumulator_load(sums, wait_n=0)
+
+    return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32), plgpu.ACC(accumulator.shape, jnp.float32))
+
+
 def add_products(
     config: Config, accumulators: tuple[jax.Array, ...], *products: tuple[Callable[[], jax.Array], Any]
 ) -> tuple[jax.Array, ...]:
@@ -147,16 +211,16 @@ def add_products(
 
 
 def weight_gradient(
-    config: Config, weights: jax.Array, d_weights: jax.Array, delta: jax.Array, capped: jax.Array
+    config: Config, weights: jax.Array, d_weights: jax.Array, delta: jax.Array, capped: jax.Array | None
 ) -> jax.Array:
     """The gradient of the products q.k, less the factor `Options.scale`, from that of the softmax weights.
 
     Args:
         weights, d_weights, delta: of one shape, `delta` broadcast.
-        capped: tanh of the scaled products; only used where there is a soft cap.
+        capped: tanh of the scaled products; None without a soft cap.
     """
     gradient = weights * (d_weights - delta)
-    if config.options.soft_cap is not None:
+    if capped is not None:
         gradient = gradient * (1.0 - capped * capped)
     return gradient
 
@@ -170,14 +234,14 @@ def release(config: Config, barrier: Any) -> None:
     plgpu.barrier_arrive(barrier)
 
 
-def drain(config: Config, count: jax.Array, barriers: tuple) -> None:
-    """The loading warpgroup waits until the last of `count` tiles are consumed: no barrier ends half observed."""
+def drain(stages: int, count: jax.Array, *barriers: Any) -> None:
+    """The loading warpgroup waits until the last of `count` buffers are consumed: no barrier ends half observed."""
 
     def wait(index: jax.Array, _: None) -> None:
         for barrier in barriers:
-            plgpu.barrier_wait(barrier.at[lax.rem(index, config.stages)])
+            plgpu.barrier_wait(barrier.at[lax.rem(index, stages)])
 
-    lax.fori_loop(jnp.maximum(count - config.stages, 0), count, wait, None)
+    lax.fori_loop(jnp.maximum(count - stages, 0), count, wait, None)
 
 
 def cap(config: Config, products: jax.Array) -> jax.Array:
@@ -207,7 +271,7 @@ def mask_tile(
     ids: tuple[jax.Array, jax.Array] | None,
     keys_are_rows: bool = False,
 ) -> jax.Array:
-    """`values` of a tile with `hidden` where a key is not visible.
+    """`values` of a tile with `hidden` where a key is not visible. (A layout hides whole tiles, never a part of one.)
 
     Args:
         values: [queries, keys], or [keys, queries] with `keys_are_rows`.
@@ -217,17 +281,23 @@ def mask_tile(
     mask = config.options.mask
     query_dim, key_dim = (1, 0) if keys_are_rows else (0, 1)
 
-    def positions(dim: int, first: jax.Array) -> jax.Array:
+    def positions(dim: int, first: Any) -> jax.Array:
         return plgpu.broadcasted_iota(jnp.int32, values.shape, dim, layout=plgpu.Layout.WGMMA) + first
 
-    queries = positions(query_dim, first_query + (config.key_length - config.length))
-    keys = positions(key_dim, first_key)
+    offset = config.key_length - config.length
     if config.key_length % config.key_block:
-        values = jnp.where(keys < config.key_length, values, hidden)
+        values = jnp.where(positions(key_dim, first_key) < config.key_length, values, hidden)
+    distance = positions(query_dim, first_query - first_key + offset) - positions(key_dim, 0)
     if mask.causal:
-        values = jnp.where(keys <= queries, values, hidden)
-    if mask.window is not None:
-        values = jnp.where(keys > queries - mask.window, values, hidden)
+        values = jnp.where(distance >= 0, values, hidden)
+    near = [] if mask.window is None else [distance < mask.window]
+    near += [] if mask.window_after is None else [distance > -mask.window_after]
+    if near:
+        seen = functools.reduce(operator.and_, near)
+        if mask.global_tokens:
+            seen = seen | (positions(query_dim, first_query + offset) < mask.global_tokens)
+            seen = seen | (positions(key_dim, first_key) < mask.global_tokens)
+        values = jnp.where(seen, values, hidden)
     if ids is not None:
         values = jnp.where(ids[0] == ids[1], values, hidden)
     return values

@@ -34,10 +34,15 @@ def attend(request: Request) -> tuple[jax.Array, jax.Array]:
 
 def _visible(request: Request) -> jax.Array:
     """Boolean [B or 1, 1, T, S]."""
-    length, key_length = request.query_length, request.key_length
-    positions = jnp.arange(length) + key_length - length
-    visible = request.options.mask.visible(positions, jnp.arange(key_length))
-    visible = jnp.ones((1, 1, length, key_length), bool) if visible is None else visible[None, None]
-    if request.segments is not None:
-        visible = visible & (request.segments.query[:, None, :, None] == request.segments.key[:, None, None, :])
-    return visible
+    length, key_length, mask, segments = (
+        request.query_length,
+        request.key_length,
+        request.options.mask,
+        request.segments,
+    )
+    positions, key_positions = jnp.arange(length) + key_length - length, jnp.arange(key_length)
+    visible = mask.visible(positions, key_positions, segments.global_tokens(mask) if segments is not None else None)
+    visible = jnp.ones((1, length, key_length), bool) if visible is None else visible.reshape(-1, length, key_length)
+    if segments is not None:
+        visible = visible & (segments.query[:, :, None] == segments.key[:, None, :])
+    return visible[:, None]

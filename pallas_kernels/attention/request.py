@@ -10,35 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.masks import Mask
 from pallas_kernels.target import Target, current_target
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Which keys a query sees, as far as it is known before running.
-
-    Query t stands at position t + S - T, the keys at 0..S-1: the last query is aligned with the last key.
-
-    Attributes:
-        causal: a query sees no key after its position.
-        window: a query sees no key `window` or more positions before its own; None for no limit.
-    """
-
-    causal: bool = True
-    window: int | None = None
-
-    def visible(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array | None:
-        """Boolean [T, S] for int32 positions [T] and [S]; None where every key is visible."""
-        visible = None
-        distance = query_positions[:, None] - key_positions[None, :]
-        if self.causal:
-            visible = distance >= 0
-        if self.window is not None:
-            near = distance < self.window
-            visible = near if visible is None else visible & near
-        return visible
 
 
 class Segments(NamedTuple):
@@ -46,6 +21,20 @@ class Segments(NamedTuple):
 
     query: jax.Array  # [B, T]
     key: jax.Array  # [B, S]
+
+    def global_tokens(self, mask: Mask) -> tuple[jax.Array, jax.Array] | None:
+        """Boolean [B, T] and [B, S]: the first `mask.global_tokens` of each document; None where there are none."""
+        if not mask.global_tokens:
+            return None
+        query, key = (_place_in_document(ids) < mask.global_tokens for ids in self)
+        return query, key
+
+
+def _place_in_document(ids: jax.Array) -> jax.Array:
+    """How many neighbours of the same number stand before each of [B, T]."""
+    places = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return places - jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
 
 
 @dataclass(frozen=True)
@@ -90,11 +79,7 @@ class Request:
         return self.q.shape[3]
 
     def __str__(self) -> str:
-        mask = self.options.mask
-        words = [f"q {list(self.q.shape)} k {list(self.k.shape)} {self.q.dtype.name}"]
-        words.append("causal" if mask.causal else "full")
-        if mask.window is not None:
-            words.append(f"window {mask.window}")
+        words = [f"q {list(self.q.shape)} k {list(self.k.shape)} {self.q.dtype.name}", str(self.options.mask)]
         if self.segments is not None:
             words.append("segments")
         if self.options.soft_cap is not None:
@@ -109,44 +94,48 @@ def make_request(
     k: jax.Array,
     v: jax.Array,
     *,
-    causal: bool,
-    window: int | None,
+    mask: Mask,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None,
     scale: float | None,
     soft_cap: float | None,
     return_lse: bool,
 ) -> Request:
-    """Checks the arguments of `flash_attention` and fills in the default scale.
+    """Checks the arguments of a call and fills in the default scale.
 
     Raises:
         ValueError: a rule is broken; the message names it, the values and the way out.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
-    _check_arrays(q, k, v)
-    _check_window(window)
+    check_arrays(q, k, v)
     if scale is None:
         scale = 1.0 / math.sqrt(q.shape[-1])
     if soft_cap is not None and not _static_number("soft_cap", soft_cap) > 0:
         raise ValueError(f"soft_cap must be greater than 0, got {soft_cap}; give None for no cap")
-    options = Options(
-        Mask(bool(causal), None if window is None else int(window)),
-        _static_number("scale", scale),
-        None if soft_cap is None else float(soft_cap),
-    )
+    options = Options(mask, _static_number("scale", scale), None if soft_cap is None else float(soft_cap))
     segments = _check_segments(segment_ids, q, k)
+    if mask.global_tokens and segments is not None and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"with segment_ids the global tokens are the first of each document, which needs T = S; "
+            f"got T {q.shape[1]}, S {k.shape[1]}; give all queries, or no segment_ids"
+        )
     return Request(q, k, v, segments, options, bool(return_lse), current_target())
 
 
-def _check_window(window: int | None) -> None:
-    if window is None:
-        return
-    if isinstance(window, (bool, jax.Array)) or not hasattr(window, "__index__"):
+def check_window(window: int) -> int:
+    """`window` as a Python integer; raises ValueError where it is none or below 1."""
+    if not is_static_integer(window):
         raise ValueError(f"window must be a Python integer, known while tracing; got {window!r}")
     if window < 1:
         raise ValueError(
             f"window counts the keys that a query sees, itself included, so it must be at least 1; "
             f"got {window}; give None for no window"
         )
+    return int(window)
+
+
+def is_static_integer(value: object) -> bool:
+    """Whether a value is an integer that is known while tracing (numpy's count, booleans do not)."""
+    return hasattr(value, "__index__") and not isinstance(value, bool | jax.Array)
 
 
 def _static_number(name: str, value: float) -> float:
@@ -155,7 +144,8 @@ def _static_number(name: str, value: float) -> float:
     return float(value)
 
 
-def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Raises ValueError where shapes or dtypes of q [B, T, N, H] and k, v [B, S, K, H] do not fit together."""
     shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q must be [B, T, N, H] and k, v [B, S, K, H]; {shapes}; add the missing dims of size 1")

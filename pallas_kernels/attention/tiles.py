@@ -4,13 +4,18 @@ A tile is a pair of a query block and a key block. It is whole where every query
 mask or the end of the keys goes through it, and skipped where nothing is visible.
 """
 
+import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention.request import Mask, Segments
+from pallas_kernels.attention.masks import Mask
+from pallas_kernels.attention.request import Segments
+
+_FAR = 2**62
 
 
 class Blocks(NamedTuple):
@@ -22,27 +27,6 @@ class Blocks(NamedTuple):
     key_block: int
 
 
-def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Boolean [query blocks, key blocks]: whether some pair of the tile is visible, whether every pair is."""
-    length, key_length, query_block, key_block = blocks
-    rows = np.arange(-(-length // query_block))[:, None]
-    columns = np.arange(-(-key_length // key_block))[None, :]
-    offset = key_length - length
-    first_query = rows * query_block + offset
-    last_query = np.minimum((rows + 1) * query_block, length) - 1 + offset
-    first_key = columns * key_block
-    last_key = np.minimum((columns + 1) * key_block, key_length) - 1
-    some = np.ones((rows.size, columns.size), bool)
-    every = np.broadcast_to((columns + 1) * key_block <= key_length, some.shape).copy()
-    if mask.causal:
-        some &= first_key <= last_query
-        every &= last_key <= first_query
-    if mask.window is not None:
-        some &= last_key > first_query - mask.window
-        every &= first_key > last_query - mask.window
-    return some, every & some
-
-
 def visible_pairs(
     mask: Mask, length: int, key_length: int, query_block: int, key_block: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -52,25 +36,71 @@ def visible_pairs(
 
 
 def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
-    """For each query block, the key blocks to visit: int32 [B or 1, query blocks, 4].
+    """For each query block, the key blocks to visit: int32 [B or 1, query blocks, 4]. For masks that are a band.
 
     The four numbers are (first, first whole, end of the whole, end): blocks in [first whole, end of the whole) need
     no mask, the others of [first, end) do. With segments the range spans all blocks that share a segment number
     with the query block, which for documents in order is exactly those that are visible.
     """
-    return _ranges(*_with_segments(mask, blocks, segments))
+    return _ranges(*visible_tiles(mask, blocks, segments))
 
 
 def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
     """For each key block, the query blocks to visit: int32 [B or 1, key blocks, 4], as in `key_ranges`."""
-    some, every = _with_segments(mask, blocks, segments)
+    some, every = visible_tiles(mask, blocks, segments)
     return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2))
 
 
-def _with_segments(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Any, Any]:
-    some, every = (visible[None] for visible in _visibility(mask, blocks))
+def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
+    """For each query block, the key blocks to visit, for any mask: the blocks need not be neighbours.
+
+    Returns:
+        tiles: int32 [B or 1, query blocks, most], block numbers: the whole ones, then the cut ones, each in ascending
+            order; what follows is 0.
+        counts: int32 [B or 1, query blocks, 2], how many are whole, and how many there are in all.
+    """
+    some, every = visible_tiles(mask, blocks, segments)
+    most = possible_tiles(mask, blocks, segments is not None).sum(axis=1).max()
+    return _lists(some, every, int(most))
+
+
+def query_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
+    """For each key block, the query blocks to visit, as in `key_lists`: int32 [B or 1, key blocks, ...]."""
+    some, every = visible_tiles(mask, blocks, segments)
+    most = possible_tiles(mask, blocks, segments is not None).sum(axis=0).max()
+    return _lists(some.swapaxes(-1, -2), every.swapaxes(-1, -2), int(most))
+
+
+def key_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
+    """(`key_ranges`,) where the visible tiles are a run, else `key_lists`."""
+    return (key_ranges(mask, blocks, segments),) if mask.is_band else key_lists(mask, blocks, segments)
+
+
+def query_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
+    """(`query_ranges`,) where the visible tiles are a run, else `query_lists`."""
+    return (query_ranges(mask, blocks, segments),) if mask.is_band else query_lists(mask, blocks, segments)
+
+
+def possible_tiles(mask: Mask, blocks: Blocks, segmented: bool) -> np.ndarray:
+    """Boolean [query blocks, key blocks]: the tiles that may hold a visible pair, whatever the segments are."""
+    if segmented and mask.global_tokens:
+        mask = dataclasses.replace(mask, window=None, window_after=None, global_tokens=0)
+    return _visibility(mask, blocks)[0]
+
+
+def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Any, Any]:
+    """Boolean [B or 1, query blocks, key blocks]: whether some pair of the tile is visible, whether every pair is.
+
+    Exact without segments (numpy). With them (jax) a tile may be called cut that is whole or hides everything.
+    """
     if segments is None:
-        return some, every
+        some, every = _visibility(mask, blocks)
+        return some[None], every[None]
+    some, every = (visible[None] for visible in _visibility(dataclasses.replace(mask, global_tokens=0), blocks))
+    marks = segments.global_tokens(mask)
+    if marks is not None:
+        query, key = _any(marks[0], blocks.query_block), _any(marks[1], blocks.key_block)
+        some = some | (possible_tiles(mask, blocks, True) & (query[:, :, None] | key[:, None, :]))
     low_query, high_query = _extremes(segments.query, blocks.query_block)
     low_key, high_key = _extremes(segments.key, blocks.key_block)
     low_query, high_query = low_query[:, :, None], high_query[:, :, None]
@@ -78,6 +108,91 @@ def _with_segments(mask: Mask, blocks: Blocks, segments: Segments | None) -> tup
     share = (low_query <= high_key) & (low_key <= high_query)
     one = (low_query == high_query) & (low_key == high_key) & (low_query == low_key)
     return some & share, every & one
+
+
+@functools.lru_cache(maxsize=64)
+def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """Boolean [query blocks, key blocks]: whether some pair of the tile is visible, whether every pair is.
+
+    Tiles are cut further at the borders of the layout's blocks into cells, on which the layout is constant and the
+    other rules are inequalities.
+    """
+    length, key_length, query_block, key_block = blocks
+    offset = key_length - length
+    size = mask.layout.block_size if mask.layout is not None else None
+    rows, row_tiles = _cells(length, query_block, size, offset)
+    columns, column_tiles = _cells(key_length, key_block, size, 0)
+    rows = rows + offset
+    some, every = _cell_visibility(mask, rows[:, :, None], columns[:, None, :])
+    if mask.layout is not None and size is not None:
+        seen = mask.layout.pattern[np.ix_(rows[0] // size, columns[0] // size)]
+        some, every = some & seen, every & seen
+    some = np.logical_or.reduceat(np.logical_or.reduceat(some, row_tiles, axis=0), column_tiles, axis=1)
+    every = np.logical_and.reduceat(np.logical_and.reduceat(every, row_tiles, axis=0), column_tiles, axis=1)
+    ends = (np.arange(every.shape[1]) + 1) * key_block
+    every &= ends <= key_length
+    some.setflags(write=False)
+    every.setflags(write=False)
+    return some, every
+
+
+def _cells(length: int, block: int, size: int | None, offset: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of indices that no border of a tile or of the layout cuts.
+
+    Returns:
+        [2, cells], the first and the last index of each; [tiles], the first cell of each tile.
+    """
+    tiles = np.arange(0, length, block)
+    edges = tiles
+    if size is not None:
+        edges = np.union1d(tiles, np.arange(-offset % size, length, size))
+    return np.stack([edges, np.append(edges[1:], length) - 1]), np.searchsorted(edges, tiles)
+
+
+def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether some pair, and whether every pair, of a cell keeps all rules but the layout's.
+
+    Args:
+        rows, columns: positions (first, last), [2, rows, 1] and [2, 1, columns].
+    """
+
+    def near(first_q: Any, last_q: Any, first_k: Any, last_k: Any, band: bool) -> tuple[Any, Any]:
+        # The distances of a cell are all integers between its corners': one of them must lie within the limits.
+        low, high = (0 if mask.causal else -_FAR), _FAR
+        if band:
+            high = high if mask.window is None else mask.window - 1
+            low = low if mask.window_after is None else max(low, 1 - mask.window_after)
+        least, most = first_q - last_k, last_q - first_k
+        return (least <= high) & (most >= low), (least >= low) & (most <= high)
+
+    (first_q, last_q), (first_k, last_k) = rows, columns
+    some, every = near(first_q, last_q, first_k, last_k, True)
+    count = mask.global_tokens
+    if count:
+        reach, within = near(first_q, last_q, first_k, last_k, False)
+        from_global, _ = near(first_q, np.minimum(last_q, count - 1), first_k, last_k, False)
+        to_global, _ = near(first_q, last_q, first_k, np.minimum(last_k, count - 1), False)
+        some = some | (from_global & (first_q < count)) | (to_global & (first_k < count))
+        some = some & reach
+        _, rest = near(np.maximum(first_q, count), last_q, np.maximum(first_k, count), last_k, True)
+        every = within & (rest | (last_q < count) | (last_k < count))
+    return some, every
+
+
+def _lists(some: Any, every: Any, most: int) -> tuple[jax.Array, jax.Array]:
+    """[B or 1, rows, columns] booleans -> int32 [B or 1, rows, most] and [B or 1, rows, 2]."""
+    xp = np if isinstance(some, np.ndarray) else jnp
+    rank = xp.where(every, 0, xp.where(some, 1, 2))
+    counts = xp.stack([every.sum(axis=-1), some.sum(axis=-1)], axis=-1)
+    tiles = xp.argsort(rank, axis=-1, stable=True)[..., : max(most, 1)]
+    tiles = xp.where(xp.arange(tiles.shape[-1]) < counts[..., 1:], tiles, 0)
+    return jnp.asarray(tiles, jnp.int32), jnp.asarray(counts, jnp.int32)
+
+
+def _any(marks: jax.Array, block: int) -> jax.Array:
+    """Boolean [B, T] -> [B, blocks]."""
+    marks = jnp.pad(marks, ((0, 0), (0, -marks.shape[1] % block)))
+    return marks.reshape(marks.shape[0], -1, block).any(axis=-1)
 
 
 def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:

@@ -9,10 +9,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.attention import scores as pieces
+from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.tiles import Blocks, possible_tiles
 
 LONGEST = 1024
 _SMALLEST_BLOCK, _MOST_BLOCKS = 32, 4
@@ -55,20 +58,16 @@ def _attend(
     return out, lse
 
 
-def _blocks(options: Options, length: int, key_length: int) -> list[_Block]:
-    mask = options.mask
+def _blocks(mask: Mask, length: int, key_length: int, segmented: bool) -> list[_Block]:
     size = length
-    if mask.causal or mask.window is not None:
+    if mask != Mask(causal=False):
         size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
-    offset = key_length - length
     blocks = []
-    for start in range(0, length, size):
-        stop = min(start + size, length)
-        last_key = min(key_length, max(stop + offset, 1)) if mask.causal else key_length
-        first_key = 0
-        if mask.window is not None:
-            first_key = min(max(0, start + offset - mask.window + 1), last_key - 1)
-        blocks.append(_Block(start, stop, first_key, last_key))
+    for index, row in enumerate(possible_tiles(mask, Blocks(length, key_length, size, 1), segmented)):
+        # A block that sees no key still needs one, to be masked.
+        seen = np.flatnonzero(row) if row.any() else np.zeros(1, int)
+        stop = min((index + 1) * size, length)
+        blocks.append(_Block(index * size, stop, int(seen[0]), int(seen[-1]) + 1))
     return blocks
 
 
@@ -77,14 +76,20 @@ def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, 
     offset = k.shape[1] - q.shape[1]
     rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
     scores = pieces.raw_scores(q[:, rows], k[:, keys], options)
+    marks = segments.global_tokens(options.mask) if segments is not None else None
     visible = options.mask.visible(
-        jnp.arange(block.start, block.stop) + offset, jnp.arange(block.first_key, block.last_key)
+        jnp.arange(block.start, block.stop) + offset,
+        jnp.arange(block.first_key, block.last_key),
+        None if marks is None else (marks[0][:, rows], marks[1][:, keys]),
     )
     if segments is not None:
-        same = segments.query[:, None, None, rows, None] == segments.key[:, None, None, None, keys]
+        same = segments.query[:, rows, None] == segments.key[:, None, keys]
         visible = same if visible is None else visible & same
+    if visible is None:
+        return scores
+    visible = visible[:, None, None] if visible.ndim == 3 else visible
     # On CPU adding a bias is measured faster than selecting.
-    return scores if visible is None else scores + jnp.where(visible, 0.0, -jnp.inf).astype(scores.dtype)
+    return scores + jnp.where(visible, 0.0, -jnp.inf).astype(scores.dtype)
 
 
 def _forward(
@@ -92,9 +97,9 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """out [B, T, N, H], lse [B, N, T] and the softmax weights of each block."""
     grouped = pieces.group_heads(q, k.shape[2])
-    rows_may_be_empty = segments is not None or q.shape[1] > k.shape[1]
+    rows_may_be_empty = segments is not None or q.shape[1] > k.shape[1] or options.mask.layout is not None
     outs, lses, kept = [], [], []
-    for block in _blocks(options, q.shape[1], k.shape[1]):
+    for block in _blocks(options.mask, q.shape[1], k.shape[1], segments is not None):
         scores = _masked_scores(options, block, grouped, k, segments)
         maximum = scores.max(axis=-1)
         if rows_may_be_empty:
@@ -129,7 +134,7 @@ def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotan
     lse = pieces.finite_or_zero(lse).reshape(_grouped_rows(q, k))
     grouped, d_grouped = pieces.group_heads(q, num_kv_heads), pieces.group_heads(d_out, num_kv_heads)
     d_q, d_k, d_v = [], jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
-    for index, block in enumerate(_blocks(options, q.shape[1], k.shape[1])):
+    for index, block in enumerate(_blocks(options.mask, q.shape[1], k.shape[1], segments is not None)):
         rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
         if kept is None or options.soft_cap is not None:
             scores = _masked_scores(options, block, grouped, k, segments)

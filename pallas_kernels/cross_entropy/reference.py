@@ -6,6 +6,13 @@ import jax.numpy as jnp
 from pallas_kernels.cross_entropy.request import Request
 
 
+def refuses(request: Request) -> str | None:
+    """A vocabulary in parts: a device's own logits are not the contract."""
+    if request.options.axis_name is not None:
+        return "it reads the whole vocabulary; gather the weight and leave axis_name out"
+    return None
+
+
 def per_token_loss(request: Request) -> jax.Array:
     """Loss [...] in float32 (float64 for float64 inputs)."""
     options, labels = request.options, request.labels
@@ -18,3 +25,9 @@ def per_token_loss(request: Request) -> jax.Array:
     chosen = jnp.take_along_axis(logits, jnp.where(inside, labels, 0)[..., None], axis=-1)[..., 0]
     loss = jnp.where(inside, lse - chosen, jnp.nan) + options.z_loss * jnp.square(lse)
     return jnp.where(labels == options.ignore_index, 0.0, loss)
+
+
+def loss_sum(request: Request) -> jax.Array:
+    """Sum of the losses in float32 (float64 for float64 inputs)."""
+    losses = per_token_loss(request)
+    return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)

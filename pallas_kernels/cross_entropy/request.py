@@ -1,6 +1,7 @@
 """What one call of the fused head and loss asks for, checked.
 
-Dimensions: D model, V vocabulary; the leading dimensions of `hidden` are those of `labels`.
+Dimensions: D model, V vocabulary (of this device, where an axis name shards it); the leading dimensions of `hidden` are
+those of `labels`.
 """
 
 import math
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cross_entropy.shards import axis_size, vary_alike
 from pallas_kernels.target import Target, current_target
 
 
@@ -20,32 +22,39 @@ class Options:
         ignore_index: a label whose token has loss 0 and no gradient.
         z_loss: factor of the squared log-sum-exp that is added to the loss (PaLM, arXiv:2204.02311).
         soft_cap: logits become soft_cap * tanh(logit / soft_cap); None for no cap.
+        axis_name: the axis of a surrounding shard_map along which the vocabulary lies; None where it is whole.
     """
 
     ignore_index: int = -100
     z_loss: float = 0.0
     soft_cap: float | None = None
+    axis_name: str | None = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call, its rules already checked: hidden [..., D], weight [D, V], labels int32 [...]."""
+    """One call, its rules already checked: hidden [..., D], weight [D, V], labels int32 [...].
+
+    `token_weights` is a float array [...], or None where every token counts 1.
+    """
 
     hidden: jax.Array
     weight: jax.Array
     labels: jax.Array
+    token_weights: jax.Array | None
     options: Options
     target: Target
 
     @property
-    def logit_bytes(self) -> int:
-        """Bytes that the float32 logits of every token would take."""
-        return 4 * math.prod(self.hidden.shape[:-1]) * self.weight.shape[1]
+    def logit_count(self) -> int:
+        """Number of logits of all tokens."""
+        return math.prod(self.hidden.shape[:-1]) * self.weight.shape[1]
 
     def __str__(self) -> str:
+        along = f" along {self.options.axis_name!r}" if self.options.axis_name else ""
         return (
             f"hidden {list(self.hidden.shape)} {self.hidden.dtype.name} weight {list(self.weight.shape)} "
-            f"{self.weight.dtype.name} on {self.target}"
+            f"{self.weight.dtype.name}{along} on {self.target}"
         )
 
 
@@ -53,11 +62,10 @@ def make_request(
     hidden: jax.Array,
     weight: jax.Array,
     labels: jax.Array,
-    ignore_index: int,
-    z_loss: float,
-    soft_cap: float | None,
+    token_weights: jax.Array | None,
+    options: Options,
 ) -> Request:
-    """Checks the arguments of `linear_cross_entropy`.
+    """Checks the arguments of `linear_cross_entropy` and `linear_cross_entropy_sum`.
 
     Raises:
         ValueError: a rule is broken; the message names it, the values and the way out.
@@ -78,10 +86,31 @@ def make_request(
     for name, dtype in (("hidden", hidden.dtype), ("weight", weight.dtype)):
         if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
             raise ValueError(f"{name} must be bfloat16, float16, float32 or float64, got {dtype}; cast it first")
-    for name, value in (("z_loss", z_loss), ("soft_cap", soft_cap)):
-        if isinstance(value, jax.Array):
+    if token_weights is not None:
+        token_weights = jnp.asarray(token_weights)
+        if token_weights.shape != labels.shape or not jnp.issubdtype(token_weights.dtype, jnp.floating):
+            raise ValueError(
+                f"token_weights must be floats of the shape of labels {list(labels.shape)}; "
+                f"got {token_weights.dtype} {list(token_weights.shape)}"
+            )
+    return _request(hidden, weight, labels, token_weights, _checked(options))
+
+
+def _checked(options: Options) -> Options:
+    for name in ("z_loss", "soft_cap"):
+        if isinstance(value := getattr(options, name), jax.Array):
             raise ValueError(f"{name} must be a Python number, known while tracing; got {value}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be greater than 0, got {soft_cap}; give None for no cap")
-    options = Options(int(ignore_index), float(z_loss), None if soft_cap is None else float(soft_cap))
-    return Request(hidden, weight, labels.astype(jnp.int32), options, current_target())
+    cap = options.soft_cap
+    if cap is not None and not cap > 0:
+        raise ValueError(f"soft_cap must be greater than 0, got {cap}; give None for no cap")
+    axis_size(options.axis_name)
+    cap = None if cap is None else float(cap)
+    return Options(int(options.ignore_index), float(options.z_loss), cap, options.axis_name)
+
+
+def _request(
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array | None, options: Options
+) -> Request:
+    labels = labels.astype(jnp.int32)
+    hidden, weight, labels, token_weights = vary_alike(options.axis_name, hidden, weight, labels, token_weights)
+    return Request(hidden, weight, labels, token_weights, options, current_target())

@@ -1,19 +1,54 @@
-"""The head and loss in chunks of tokens: logits exist for one chunk at a time, forward and backward.
+"""The head and loss in chunks of tokens: logits exist for one chunk at a time.
 
-A chunk takes every n-th position of the sequence from every sequence of the batch. So a batch dimension or a
-sequence dimension that is sharded over devices stays where it is: each device works on its own part of every
-chunk. The backward recomputes the logits and accumulates the weight's gradient in float32.
+`loss_sum` computes the gradients in its forward pass, chunk by chunk while the logits are there: three matmuls for
+loss and gradients. `per_token_loss` learns what each token's loss is worth in the backward pass only, and computes the
+logits again: four.
+
+Tokens are [B, P, S] here: B sequences of P pieces of S positions, and a chunk is C positions of every piece. So what
+XLA has sharded stays where it is: the batch always, the sequence because it is cut into pieces where XLA partitions.
+Further dimensions: D model, V vocabulary.
 """
 
+import functools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy.logits import capped_logits, logits_gradient, loss_of_logits
+from pallas_kernels.cross_entropy.logits import accumulator_dtype, capped, log_sum_exp, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.target import automatic_axes
 
-_CHUNK_BYTES = 2**29
+CHUNK_BYTES = 3 * 2**28
+"""Of the logits of one chunk, in the dtype of `hidden`."""
+ROWS = 256
+"""Tokens of a chunk are a multiple of it where they can be: a tile of a matmul."""
+BLOCKS = 2
+"""Parts in which a chunk's logits are overwritten by their gradient; XLA writes in place from two on."""
+GROUP = 8
+"""Neighbours of the vocabulary that are reduced together on GPUs: 16 bytes of bfloat16."""
+ACCUMULATOR_BYTES = 3 * 2**26
+"""A float32 sum of a 16-bit weight's gradient that is larger is held in the weight's dtype."""
+MOST_ROUNDINGS = 12
+"""Up to this number of chunks: each rounds the sum once, and the error grows with the root of their number."""
+
+Chunk = Callable[[jax.Array], jax.Array]
+"""Cuts a chunk [B, P, C, ...] out of an array [B, P, S, ...]."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a call is computed, hashable."""
+
+    options: Options
+    size: int
+    """C."""
+    group: int
+    accumulator: Any
+    """Dtype of the sum of the chunks' gradients of the weight."""
 
 
 def refuses(request: Request) -> str | None:
@@ -23,79 +58,182 @@ def refuses(request: Request) -> str | None:
 
 
 def per_token_loss(request: Request) -> jax.Array:
-    """Loss [...] in float32."""
-    hidden, labels = request.hidden, request.labels
-    shape = labels.shape
-    length = shape[-1] if shape else 1
-    hidden = hidden.reshape(-1, length, hidden.shape[-1])
-    labels = labels.reshape(-1, length)
-    chunks = _count_chunks(request, length)
-    missing = -length % chunks
-    if missing:
-        hidden = jnp.pad(hidden, ((0, 0), (0, missing), (0, 0)))
-        labels = jnp.pad(labels, ((0, 0), (0, missing)), constant_values=request.options.ignore_index)
-    loss = _differentiable(request.options, chunks, hidden, request.weight, labels)
-    return loss[:, :length].reshape(shape)
+    """Loss [...] in float32; this device's share where the vocabulary is sharded."""
+    plan, hidden, labels, _ = _cut(request)
+    return _differentiable_losses(plan, hidden, request.weight, labels).reshape(request.labels.shape)
 
 
-def _count_chunks(request: Request, length: int) -> int:
-    """How many chunks keep one chunk's float32 logits within `_CHUNK_BYTES` on a device.
+def loss_sum(request: Request) -> jax.Array:
+    """Sum of the losses in float32; this device's share where the vocabulary is sharded."""
+    plan, hidden, labels, token_weights = _cut(request)
+    return _differentiable_sum(plan, hidden, request.weight, labels, token_weights)
 
-    Under jax.set_mesh the tokens and the vocabulary are taken to be spread over all devices of the mesh.
+
+def _cut(request: Request) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
+    """The plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
+    labels, weight, token_weights = request.labels, request.weight, request.token_weights
+    # XLA may spread tokens and vocabulary over all devices of the mesh that no shard_map has taken.
+    devices = math.prod(automatic_axes().values())
+    most = CHUNK_BYTES * devices // (weight.shape[1] * request.hidden.dtype.itemsize)
+    length = labels.shape[-1] if labels.ndim else 1
+    if most < 16 * (labels.size // max(length, 1)):
+        length = labels.size  # sequences of which a chunk would take a few positions only are put together
+    batch = labels.size // max(length, 1)
+    pieces = _count_pieces(length, -(-labels.size // max(most, 1))) if devices > 1 else 1
+    size = _chunk_size(most // max(batch * pieces, 1), batch * pieces, length // pieces)
+
+    accumulator = accumulator_dtype(request.hidden.dtype)
+    roundings = -(-length // pieces // size)
+    large = weight.size * accumulator.itemsize > ACCUMULATOR_BYTES
+    if large and weight.dtype.itemsize == 2 and roundings <= MOST_ROUNDINGS:
+        accumulator = weight.dtype
+    # A vocabulary that XLA partitions cannot always be regrouped.
+    grouped = request.target.platform == "cuda" and devices == 1 and weight.shape[1] % GROUP == 0
+    plan = _Plan(request.options, size, GROUP if grouped else 1, accumulator)
+
+    if token_weights is None:
+        token_weights = jnp.ones_like(labels, accumulator_dtype(request.hidden.dtype))
+    shape = (batch, pieces, length // pieces)
+    hidden = request.hidden.reshape(*shape, request.hidden.shape[-1])
+    return plan, hidden, labels.reshape(shape), token_weights.reshape(shape)
+
+
+def _count_pieces(length: int, chunks: int) -> int:
+    """As many pieces of a sequence as leave each of them at least BLOCKS positions for every chunk."""
+    for positions in range(chunks * BLOCKS, 2 * chunks * BLOCKS):
+        if length % positions == 0:
+            return length // positions
+    return 1
+
+
+def _chunk_size(most: int, pieces: int, length: int) -> int:
+    """C of at most `most` positions: if it can be, with a multiple of ROWS tokens, else of BLOCKS positions."""
+    if most >= length:
+        return length
+    for step in (ROWS // math.gcd(ROWS, pieces), BLOCKS):
+        if most >= step:
+            return most // step * step
+    return max(most, 1)
+
+
+def _for_each_chunk(plan: _Plan, length: int, visit: Callable[[Any, Chunk, Any], Any], carry: Any) -> Any:
+    """visit(carry, chunk, start) for the chunks that begin at 0, C, 2 C, ...; the last may be shorter."""
+
+    def step(start: Any, size: int, carry: Any) -> Any:
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2)
+        return visit(carry, cut, start)
+
+    whole, rest = divmod(length, plan.size)
+    if whole:
+        carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(i * plan.size, plan.size, carry), carry)
+    if rest:
+        # Else XLA may compute the last chunk's logits before the loop, and hold them all along.
+        start, carry = jax.lax.optimization_barrier((jnp.int32(whole * plan.size), carry))
+        carry = step(start, rest, carry)
+    return carry
+
+
+def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, start, 2)
+
+
+def _chunk_loss(plan: _Plan, rows: jax.Array, matrix: jax.Array, labels: jax.Array) -> tuple:
+    """Logits [B, P, C, V] of a chunk before the soft cap, their log-sum-exp and the loss [B, P, C].
+
+    The logits are rounded to the dtype of `hidden`: twice the bytes would travel three times through memory.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
-    chunks = -(-request.logit_bytes // (_CHUNK_BYTES * math.prod(sizes)))
-    return max(1, min(chunks, length))
+    logits = jnp.matmul(rows, matrix)
+    lse, chosen = log_sum_exp(logits, labels, plan.options, plan.group)
+    return logits, lse, loss_shares(lse, chosen, labels, matrix.shape[1], plan.options)
 
 
-def _chunk(x: jax.Array, chunks: int, index: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [B, T // chunks, ...]: positions index, index + chunks, index + 2 chunks, ..."""
-    x = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
-    return jax.lax.dynamic_index_in_dim(x, index, 2, keepdims=False)
+def _logits_gradient(plan: _Plan, logits: jax.Array, lse: jax.Array, labels: jax.Array, d_loss: jax.Array) -> jax.Array:
+    """The gradient of a chunk's logits, in their memory."""
+    blocks = BLOCKS if logits.shape[2] % BLOCKS == 0 else 1
+    size = logits.shape[2] // blocks
+
+    def visit(block: jax.Array, buffer: jax.Array) -> jax.Array:
+        cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=block * size, slice_size=size, axis=2)
+        part, part_lse, part_labels, part_d_loss = (cut(x) for x in (buffer, lse, labels, d_loss))
+        x = capped(part, plan.options)
+        exponentials, total = jnp.exp(x - part_lse[..., None]), jnp.ones_like(part_lse)
+        gradient = logits_gradient(exponentials, total, x, part_lse, part_labels, part_d_loss, plan.options)
+        return _put(buffer, gradient.astype(buffer.dtype), block * size)
+
+    return jax.lax.fori_loop(0, blocks, visit, logits)
 
 
-def _unchunk(x: jax.Array) -> jax.Array:
-    """The inverse for stacked chunks: [chunks, B, T // chunks, ...] -> [B, T, ...]."""
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+def _add_gradients(gradients: tuple, rows: jax.Array, matrix: jax.Array, d_logits: jax.Array, start: Any) -> tuple:
+    """(d_hidden, d_weight) with those of a chunk: put in its place, and added, which XLA makes part of the matmul."""
+    d_hidden, d_weight = gradients
+    d_hidden = _put(d_hidden, jnp.einsum("bpcv,dv->bpcd", d_logits, matrix), start)
+    return d_hidden, d_weight + jnp.einsum("bpcd,bpcv->dv", rows, d_logits, preferred_element_type=d_weight.dtype)
 
 
-def _loss(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    return _forward_rule(options, chunks, hidden, weight, labels)[0]
+def _no_gradients(plan: _Plan, hidden: jax.Array, weight: jax.Array) -> tuple:
+    return jnp.zeros_like(hidden), jnp.zeros_like(weight, plan.accumulator)
 
 
-def _forward_rule(options: Options, chunks: int, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
+def _losses(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+    return _losses_forward(plan, hidden, weight, labels)[0]
+
+
+def _losses_forward(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
     matrix = weight.astype(hidden.dtype)
 
-    def visit(carry: None, index: jax.Array) -> tuple:
-        logits = capped_logits(_chunk(hidden, chunks, index), matrix, options)
-        loss, lse, *_ = loss_of_logits(logits, _chunk(labels, chunks, index), options)
-        return carry, (loss, lse)
+    def visit(carry: tuple, chunk: Chunk, start: Any) -> tuple:
+        found = _chunk_loss(plan, chunk(hidden), matrix, chunk(labels))[1:]
+        return tuple(_put(x, part, start) for x, part in zip(carry, found, strict=True))
 
-    _, (loss, lse) = jax.lax.scan(visit, None, jnp.arange(chunks))
-    return _unchunk(loss), (hidden, weight, labels, lse)
+    nothing = jnp.zeros_like(labels, accumulator_dtype(hidden.dtype))
+    lse, loss = _for_each_chunk(plan, labels.shape[2], visit, (nothing, nothing))
+    return loss, (hidden, weight, labels, lse)
 
 
-def _backward_rule(options: Options, chunks: int, residuals: tuple, d_loss: jax.Array) -> tuple:
+def _losses_backward(plan: _Plan, residuals: tuple, d_loss: jax.Array) -> tuple:
     hidden, weight, labels, lse = residuals
     matrix = weight.astype(hidden.dtype)
 
-    def visit(d_weight: jax.Array, step: tuple) -> tuple:
-        index, lse = step
-        rows = _chunk(hidden, chunks, index)
-        logits = capped_logits(rows, matrix, options)
-        exponentials, total = jnp.exp(logits - lse[..., None]), jnp.ones_like(lse)
-        gradient = logits_gradient(
-            exponentials, total, logits, lse, _chunk(labels, chunks, index), _chunk(d_loss, chunks, index), options
-        ).astype(hidden.dtype)
-        d_rows = jnp.einsum("btv,dv->btd", gradient, matrix).astype(hidden.dtype)
-        return d_weight + jnp.einsum("btd,btv->dv", rows, gradient, preferred_element_type=d_weight.dtype), d_rows
+    def visit(gradients: tuple, chunk: Chunk, start: Any) -> tuple:
+        rows = chunk(hidden)
+        logits = jnp.matmul(rows, matrix)
+        d_logits = _logits_gradient(plan, logits, chunk(lse), chunk(labels), chunk(d_loss))
+        return _add_gradients(gradients, rows, matrix, d_logits, start)
 
-    start = jnp.zeros(weight.shape, lse.dtype)
-    d_weight, d_hidden = jax.lax.scan(visit, start, (jnp.arange(chunks), lse))
-    return _unchunk(d_hidden), d_weight.astype(weight.dtype), None
+    nothing = _no_gradients(plan, hidden, weight)
+    d_hidden, d_weight = _for_each_chunk(plan, labels.shape[2], visit, nothing)
+    return d_hidden, d_weight.astype(weight.dtype), None
 
 
-_differentiable = jax.custom_vjp(_loss, nondiff_argnums=(0, 1))
-_differentiable.defvjp(_forward_rule, _backward_rule)
+def _sum(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array) -> jax.Array:
+    return jnp.sum(_losses(plan, hidden, weight, labels) * token_weights)
+
+
+def _sum_forward(
+    plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+) -> tuple:
+    matrix = weight.astype(hidden.dtype)
+
+    def visit(carry: tuple, chunk: Chunk, start: Any) -> tuple:
+        losses, *gradients = carry
+        rows, here = chunk(hidden), chunk(labels)
+        logits, lse, loss = _chunk_loss(plan, rows, matrix, here)
+        d_logits = _logits_gradient(plan, logits, lse, here, chunk(token_weights))
+        return _put(losses, loss, start), *_add_gradients(tuple(gradients), rows, matrix, d_logits, start)
+
+    nothing = jnp.zeros_like(labels, accumulator_dtype(hidden.dtype)), *_no_gradients(plan, hidden, weight)
+    losses, d_hidden, d_weight = _for_each_chunk(plan, labels.shape[2], visit, nothing)
+    return jnp.sum(losses * token_weights), (d_hidden, d_weight.astype(weight.dtype), losses, token_weights)
+
+
+def _sum_backward(plan: _Plan, residuals: tuple, d_sum: jax.Array) -> tuple:
+    del plan
+    d_hidden, d_weight, losses, token_weights = residuals
+    d_token_weights = (losses * d_sum).astype(token_weights.dtype)
+    return (d_hidden * d_sum).astype(d_hidden.dtype), (d_weight * d_sum).astype(d_weight.dtype), None, d_token_weights
+
+
+_differentiable_losses = jax.custom_vjp(_losses, nondiff_argnums=(0,))
+_differentiable_losses.defvjp(_losses_forward, _losses_backward)
+_differentiable_sum = jax.custom_vjp(_sum, nondiff_argnums=(0,))
+_differentiable_sum.defvjp(_sum_forward, _sum_backward)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy.logits import capped_logits, logits_gradient, loss_of_logits
+from pallas_kernels.cross_entropy.logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import Options, Request
 
 LARGEST_LOGITS = 2**27
@@ -17,23 +17,40 @@ def refuses(request: Request) -> str | None:
 
 def yields(request: Request) -> str | None:
     """Large logits belong to the chunked backend."""
-    if request.logit_bytes > LARGEST_LOGITS:
-        return f"holds the logits: up to {LARGEST_LOGITS >> 20} MiB, here {request.logit_bytes / 2**20:.0f} MiB"
+    size = 4 * request.logit_count
+    if size > LARGEST_LOGITS:
+        return f"holds the logits: up to {LARGEST_LOGITS >> 20} MiB, here {size / 2**20:.0f} MiB"
     return None
 
 
 def per_token_loss(request: Request) -> jax.Array:
-    """Loss [...] in float32."""
+    """Loss [...] in float32; this device's share where the vocabulary is sharded."""
     return _differentiable(request.options, request.hidden, request.weight, request.labels)
 
 
+def loss_sum(request: Request) -> jax.Array:
+    """Sum of the losses in float32; this device's share where the vocabulary is sharded."""
+    losses = per_token_loss(request)
+    return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)
+
+
 def _loss(options: Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
-    return loss_of_logits(capped_logits(hidden, weight.astype(hidden.dtype), options), labels, options)[0]
+    return _forward_rule(options, hidden, weight, labels)[0]
 
 
 def _forward_rule(options: Options, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
-    logits = capped_logits(hidden, weight.astype(hidden.dtype), options)
-    loss, lse, exponentials, total = loss_of_logits(logits, labels, options)
+    dtype = accumulator_dtype(hidden.dtype)
+    logits = capped(jnp.matmul(hidden, weight.astype(hidden.dtype), preferred_element_type=dtype), options)
+    maximum = logits.max(axis=-1)
+    if options.axis_name is not None:
+        maximum = jax.lax.pmax(maximum, options.axis_name)
+    exponentials = jnp.exp(logits - maximum[..., None])
+    total = exponentials.sum(axis=-1)
+    if options.axis_name is not None:
+        total = jax.lax.psum(total, options.axis_name)
+    lse = maximum + jnp.log(total)
+    chosen = jnp.where(is_label(labels, logits.shape[-1], options), logits, 0.0).sum(axis=-1)
+    loss = loss_shares(lse, chosen, labels, logits.shape[-1], options)
     # Keeping the exponentials rather than the logits spares the backward an exponential of every logit.
     kept_logits = None if options.soft_cap is None else logits
     return loss, (hidden, weight, labels, exponentials, total, kept_logits, lse)

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -188,3 +189,9 @@ def test_no_float32_weight_is_ever_gathered():
     for over in (("parallel.fsdp=4",), ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")):
         gathered = [row for row in compiled_for_hopper(*over)[0] if row.kind == "all-gather"]
         assert gathered and all("f32" not in row.dtype for row in gathered)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+def test_a_kernel_that_xla_cannot_partition_moves_nothing_more():
+    over = ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")
+    assert table(*over, "model.attention_implementation=mosaic") == table(*over)

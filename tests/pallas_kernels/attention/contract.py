@@ -98,12 +98,6 @@ def plain_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, *, segment_ids: Any, return_lse: bool, **options: Any
 ) -> Any:
     """Attention as one writes it in the inputs' precision, softmax in float32, differentiated by jax."""
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    scale = q.shape[-1] ** -0.5 if options["scale"] is None else options["scale"]
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) * scale
-    if options["soft_cap"] is not None:
-        scores = options["soft_cap"] * jnp.tanh(scores / options["soft_cap"])
     distance = jnp.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - jnp.arange(k.shape[1])
     visible = jnp.ones(distance.shape, bool)
     if options["causal"]:
@@ -112,20 +106,40 @@ def plain_attention(
         visible &= distance < options["window"]
     if segment_ids is not None:
         visible = visible & (segment_ids[0][:, None, :, None] == segment_ids[1][:, None, None, :])
+    out, lse = attend_plainly(q, k, v, visible, options["scale"], options["soft_cap"])
+    return (out, lse) if return_lse else out
+
+
+def attend_plainly(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: Any, scale: float | None, soft_cap: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse for a boolean mask that broadcasts to [B, N, T, S]."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k).astype(jnp.float32) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, -1e30)
     some = jnp.broadcast_to(visible, scores.shape).any(axis=-1, keepdims=True)
     weights = jnp.where(some, jax.nn.softmax(scores, axis=-1), 0.0).astype(q.dtype)
     out = jnp.einsum("bnts,bsnh->btnh", weights, v)
-    lse = jnp.where(some[..., 0], jax.nn.logsumexp(scores, axis=-1), -jnp.inf)
-    return (out, lse) if return_lse else out
+    return out, jnp.where(some[..., 0], jax.nn.logsumexp(scores, axis=-1), -jnp.inf)
 
 
-def check(case: Case, implementation: str, with_lse: bool = True, seed: int = 0) -> None:
-    """Asserts the contract for one case."""
-    expected, plain = _expected_and_plain(case, with_lse, seed)
+def check(
+    case: Case,
+    implementation: str,
+    with_lse: bool = True,
+    seed: int = 0,
+    attention: Any = flash_attention,
+    plainly: Any = plain_attention,
+) -> None:
+    """Asserts the contract for one case of an `attention`, which `plainly` computes too."""
+    expected, plain = _expected_and_plain(case, with_lse, seed, attention, plainly)
 
     def ours(*arrays: jax.Array, **options: Any) -> Any:
-        return flash_attention(*arrays, implementation=implementation, **options)
+        return attention(*arrays, implementation=implementation, **options)
 
     actual = outputs_and_gradients(ours, case, make_inputs(case, seed), case.dtype, with_lse)
     for name, truth in expected.items():
@@ -137,15 +151,15 @@ def check(case: Case, implementation: str, with_lse: bool = True, seed: int = 0)
 
 
 @functools.cache
-def _expected_and_plain(case: Case, with_lse: bool, seed: int) -> tuple[dict, dict]:
+def _expected_and_plain(case: Case, with_lse: bool, seed: int, attention: Any, plainly: Any) -> tuple[dict, dict]:
     inputs = make_inputs(case, seed)
 
     def exact(*arrays: jax.Array, **options: Any) -> Any:
-        return flash_attention(*arrays, implementation="reference", **options)
+        return attention(*arrays, implementation="reference", **options)
 
     with jax.enable_x64(True):
         expected = outputs_and_gradients(exact, case, inputs, jnp.float64, with_lse)
-    return expected, outputs_and_gradients(plain_attention, case, inputs, case.dtype, with_lse)
+    return expected, outputs_and_gradients(plainly, case, inputs, case.dtype, with_lse)
 
 
 def _relative(actual: np.ndarray, truth: np.ndarray) -> float:

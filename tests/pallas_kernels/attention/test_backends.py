@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pallas_kernels.attention import xla
 from tests.pallas_kernels.attention.contract import Case, check
@@ -42,26 +40,6 @@ def test_error_at_most_twice_the_plain_version(name, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_without_the_log_sum_exp(backend):
     check(Case(segments=2), backend, with_lse=False)
-
-
-@settings(max_examples=4, deadline=None)
-@given(data=st.data())
-def test_random_shapes(data):
-    kv_heads = data.draw(st.sampled_from([1, 2, 3]), "kv_heads")
-    case = Case(
-        batch=data.draw(st.integers(1, 2), "batch"),
-        length=data.draw(st.integers(1, 50), "length"),
-        key_length=data.draw(st.integers(1, 50), "key_length"),
-        heads=kv_heads * data.draw(st.integers(1, 3), "group"),
-        kv_heads=kv_heads,
-        head_dim=data.draw(st.sampled_from([1, 8, 20]), "head_dim"),
-        causal=data.draw(st.booleans(), "causal"),
-        window=data.draw(st.none() | st.integers(1, 60), "window"),
-        segments=data.draw(st.none() | st.integers(1, 4), "segments"),
-        soft_cap=data.draw(st.none() | st.just(3.0), "soft_cap"),
-        dtype=data.draw(st.sampled_from(["float32", "bfloat16"]), "dtype"),
-    )
-    check(case, data.draw(st.sampled_from(BACKENDS), "backend"))
 
 
 def test_dense_weights_recomputed_where_memory_is_dear():

@@ -7,9 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import flash_attention, save_attention
-from pallas_kernels.attention.request import Mask
 from pallas_kernels.attention.scores import merge
-from pallas_kernels.attention.tiles import visible_pairs
 from tests.pallas_kernels.compiling import run_jitted
 
 BACKENDS = ("xla_dense", "xla")
@@ -94,25 +92,6 @@ def test_temporary_memory_is_linear_in_the_length():
     first, second = temporary(8192), temporary(16384)
     assert second < 2.1 * first
     assert second < 16384 * 16384
-
-
-def test_tiles_are_exactly_those_with_a_visible_pair():
-    for mask in (Mask(), Mask(window=5), Mask(causal=False), Mask(causal=False, window=3), Mask(window=1)):
-        for length, key_length in ((12, 12), (7, 13), (13, 7)):
-            whole, cut = visible_pairs(mask, length, key_length, 4, 3)
-            positions = jnp.arange(length) + key_length - length
-            visible = mask.visible(positions, jnp.arange(key_length))
-            visible = np.ones((length, key_length), bool) if visible is None else np.asarray(visible)
-            some, every = set(), set()
-            for i in range(-(-length // 4)):
-                for j in range(-(-key_length // 3)):
-                    tile = visible[i * 4 : i * 4 + 4, j * 3 : j * 3 + 3]
-                    if tile.any():
-                        some.add((i, j))
-                    if tile.all() and (j + 1) * 3 <= key_length:
-                        every.add((i, j))
-            assert {tuple(pair) for pair in whole} == every
-            assert {tuple(pair) for pair in whole} | {tuple(pair) for pair in cut} == some
 
 
 def test_merge_of_two_sets_of_keys_is_attention_over_both():

@@ -14,71 +14,46 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import linear_cross_entropy, record_choices
 from pallas_kernels.cross_entropy import xla
 from tests.pallas_kernels.compiling import run_jitted
+from tests.pallas_kernels.cross_entropy.cases import (
+    OPTIONS,
+    assert_error_at_most_twice,
+    make_inputs,
+    plain_losses,
+    value_and_gradients,
+)
 
 BACKENDS = ("xla_dense", "xla")
 
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch):
-    monkeypatch.setattr(xla, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr(xla, "CHUNK_BYTES", 700)
 
 
-def make_inputs(leading, width=8, vocabulary=33, seed=0):
-    rng = np.random.default_rng(seed)
-    labels = rng.integers(0, vocabulary, leading)
-    labels = np.where(rng.random(leading) < 0.2, -100, labels)
-    hidden = np.asarray(jnp.asarray(rng.normal(size=(*leading, width)), jnp.bfloat16), np.float64)
-    weight = np.asarray(jnp.asarray(rng.normal(size=(width, vocabulary)), jnp.bfloat16), np.float64)
-    return hidden, weight, labels, rng.normal(size=leading)
+def weighted(implementation, **options):
+    """total and values of the operation, for `value_and_gradients`."""
 
-
-def loss_and_gradients(inputs, dtype, implementation, **options):
-    hidden, weight, labels, d_loss = inputs
-
-    def total(hidden, weight):
-        loss = linear_cross_entropy(hidden, weight, labels, implementation=implementation, **options)
+    def function(hidden, weight, labels, d_loss):
+        if implementation == "plain":
+            loss = plain_losses(hidden, weight, labels, **options)
+        else:
+            loss = linear_cross_entropy(hidden, weight, labels, implementation=implementation, **options)
         return (loss * d_loss).sum(), loss
 
-    arrays = jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype)
-    (_, loss), gradients = run_jitted(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), *arrays)
-    return [np.asarray(x, np.float64) for x in (loss, *gradients)]
-
-
-def plain(inputs, dtype, z_loss=0.0, soft_cap=None):
-    """As one writes it in the inputs' precision: logits in that precision, log-softmax in float32."""
-    hidden, weight, labels, d_loss = inputs
-
-    def total(hidden, weight):
-        logits = (hidden @ weight).astype(jnp.float32)
-        if soft_cap is not None:
-            logits = soft_cap * jnp.tanh(logits / soft_cap)
-        lse = jax.nn.logsumexp(logits, axis=-1)
-        chosen = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-        loss = jnp.where(labels == -100, 0.0, lse - chosen + z_loss * lse**2)
-        return (loss * d_loss).sum(), loss
-
-    arrays = jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype)
-    (_, loss), gradients = run_jitted(jax.value_and_grad(total, argnums=(0, 1), has_aux=True), *arrays)
-    return [np.asarray(x, np.float64) for x in (loss, *gradients)]
+    return function
 
 
 def check(leading, dtype, implementation, **options):
     inputs = make_inputs(leading)
     with jax.enable_x64(True):
-        truth = loss_and_gradients(inputs, jnp.float64, "reference", **options)
-    actual, simple = (
-        loss_and_gradients(inputs, dtype, implementation, **options),
-        plain(inputs, dtype, **options),
-    )
-    for name, exact, ours, theirs in zip(("loss", "d_hidden", "d_weight"), truth, actual, simple, strict=True):
-        size = np.linalg.norm(exact) + 1e-30
-        error, allowed = np.linalg.norm(ours - exact) / size, 2 * np.linalg.norm(theirs - exact) / size
-        # With one token either error is a matter of luck, so that a few roundings are always allowed.
-        assert error <= max(allowed, 8 * float(jnp.finfo(dtype).eps)), (name, error, allowed)
+        truth = value_and_gradients(weighted("reference", **options), inputs, "float64")
+    actual = value_and_gradients(weighted(implementation, **options), inputs, dtype)
+    plain = value_and_gradients(weighted("plain", **options), inputs, dtype)
+    assert_error_at_most_twice(actual, plain, truth, dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options", [{}, {"z_loss": 0.01, "soft_cap": 3.0}], ids=["plain", "z_loss_and_cap"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_error_at_most_twice_the_plain_version(options, dtype, backend):
     check((2, 10), dtype, backend, **options)
@@ -100,7 +75,7 @@ def test_chunks_do_not_hold_the_logits():
         return jax.jit(gradient).lower(hidden, weight, labels).compile().memory_analysis().temp_size_in_bytes
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(xla, "_CHUNK_BYTES", 2**20)
+        patch.setattr(xla, "CHUNK_BYTES", 2**20)
         assert temporary("xla") < 2**22
     assert temporary("xla_dense") > 2 * 4096 * 1024 * 4
 
@@ -155,7 +130,7 @@ def test_wrong_arguments_name_the_rule(shapes, message):
 def test_sharded_over_batch_and_vocabulary_moves_no_logits_and_no_batch(backend, sequence_axis, monkeypatch):
     """Batch over data, sequence over context, vocabulary over tensor: only numbers a token and gradients move."""
     batch, length, width, vocabulary = 8, 64, 32, 1024
-    monkeypatch.setattr(xla, "_CHUNK_BYTES", 4 * batch * length * vocabulary // 4 // 8)
+    monkeypatch.setattr(xla, "CHUNK_BYTES", 4 * batch * length * vocabulary // 4 // 8)
     mesh = jax.make_mesh((2, 2, 2), ("data", "context", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
     def place(spec, shape, dtype=jnp.float32):

@@ -1,0 +1,50 @@
+"""Linear attention: similarities are products of features of queries and keys."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from jaxstack.models.attention_kinds.base import Heads
+from jaxstack.models.attention_kinds.recurrent import Recurrent
+from pallas_kernels import LinearState, linear_attention
+
+if TYPE_CHECKING:
+    from jaxstack.models.config import ModelConfig
+
+
+class Linear(Recurrent):
+    """phi(q) . phi(k) instead of exp(q . k) (Katharopoulos et al. 2020)."""
+
+    name: Literal["linear"] = "linear"
+    feature_map: Literal["elu", "relu"] = "elu"
+    """phi: elu(x) + 1, or relu(x)."""
+
+    def features_of(self, heads: Heads) -> int:
+        return heads.head_dim
+
+    def run(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        heads: Heads,
+        state: LinearState | None = None,
+    ) -> Any:
+        return linear_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            segment_ids=segment_ids,
+            state=state,
+            implementation=heads.implementation,
+        )
+
+    def check(self, model: "ModelConfig") -> None:
+        super().check(model)
+        if model.query_pre_attn_scalar is not None:
+            raise ValueError(
+                f"query_pre_attn_scalar ({model.query_pre_attn_scalar}) scales scores, which attention.name linear "
+                "does not have; leave it out."
+            )

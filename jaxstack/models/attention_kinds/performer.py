@@ -1,0 +1,49 @@
+"""Performer: softmax attention estimated by random features."""
+
+from typing import Any, Literal
+
+import jax
+from pydantic import Field
+
+from jaxstack.models.attention_kinds.base import Heads
+from jaxstack.models.attention_kinds.recurrent import Recurrent
+from pallas_kernels import LinearState, performer_attention, random_projection
+
+
+class Performer(Recurrent):
+    """FAVOR+ (Choromanski et al. 2021). All layers share the directions, which `seed` draws once for the run."""
+
+    name: Literal["performer"] = "performer"
+    features: int = Field(default=256, ge=1)
+    """Random features of a head; the error falls with their square root."""
+    orthogonal: bool = True
+    """Directions orthogonal in groups of head_dim, which lowers the variance."""
+    seed: int = Field(default=0, ge=0)
+
+    def features_of(self, heads: Heads) -> int:
+        return self.features
+
+    def run(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        heads: Heads,
+        state: LinearState | None = None,
+    ) -> Any:
+        return performer_attention(
+            q,
+            k,
+            v,
+            projection=random_projection(self.features, heads.head_dim, seed=self.seed, orthogonal=self.orthogonal),
+            segment_ids=segment_ids,
+            scale=heads.scale,
+            state=state,
+            implementation=heads.implementation,
+        )
+
+    def flops_per_token(self, heads: Heads, length: int) -> float:
+        """With the products that the features are made of, forward and to the inputs backward."""
+        projections = 4.0 * self.features * heads.head_dim * (heads.num_heads + heads.num_kv_heads)
+        return super().flops_per_token(heads, length) + projections

@@ -1,0 +1,49 @@
+"""What kinds of attention with a state of fixed size share: the state as the cache, and their FLOPs."""
+
+from abc import abstractmethod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.models.attention_kinds.base import AttentionKind, CacheSlots, Heads
+from jaxstack.parallel import shard
+from pallas_kernels import LinearState, empty_linear_state
+
+
+class Recurrent(AttentionKind):
+    """Attention through features of queries and keys: memory while decoding does not grow with the text."""
+
+    @abstractmethod
+    def features_of(self, heads: Heads) -> int:
+        """How many features a head has."""
+
+    @abstractmethod
+    def run(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        heads: Heads,
+        state: LinearState | None = None,
+    ) -> Any:
+        """The outputs [B, T, N, H]; with a state (outputs, next state). Keys of negative segments count for nothing."""
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, heads: Heads
+    ) -> jax.Array:
+        return self.run(q, k, v, segment_ids, heads)
+
+    def make_cache(self, heads: Heads, batch: int, length: int, dtype: Any) -> LinearState:
+        state = empty_linear_state(batch, heads.num_kv_heads, self.features_of(heads), heads.head_dim)
+        return LinearState(*(shard(x, "batch", "act_kv_heads", *(None,) * (x.ndim - 2)) for x in state))
+
+    def decode(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LinearState, slots: CacheSlots, heads: Heads
+    ) -> tuple[jax.Array, LinearState]:
+        return self.run(q, k, v, jnp.where(slots.queries >= 0, 0, -1), heads, cache)
+
+    def flops_per_token(self, heads: Heads, length: int) -> float:
+        """Of the recurrence token by token: each key is added to the state, each query multiplied with it."""
+        return 6.0 * self.features_of(heads) * heads.head_dim * (heads.num_heads + heads.num_kv_heads)

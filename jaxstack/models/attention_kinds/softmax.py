@@ -1,0 +1,45 @@
+"""Softmax attention over all keys before the query, or over those in a window that the model gives a layer."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+
+from jaxstack.models.attention_kinds.base import Heads
+from jaxstack.models.attention_kinds.masked import MaskedSoftmax
+from pallas_kernels import flash_attention
+from pallas_kernels.attention.masks import Mask
+
+if TYPE_CHECKING:
+    from jaxstack.models.config import ModelConfig
+
+
+class Softmax(MaskedSoftmax):
+    """softmax(q k^T) v (Vaswani et al. 2017), by the first kernel of the table that can do it."""
+
+    name: Literal["softmax"] = "softmax"
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, heads: Heads
+    ) -> jax.Array:
+        out: Any = flash_attention(
+            q,
+            k,
+            v,
+            causal=True,
+            window=heads.window,
+            segment_ids=segment_ids,
+            scale=heads.scale,
+            soft_cap=heads.soft_cap,
+            implementation=heads.implementation,
+        )
+        return out
+
+    def mask(self, heads: Heads, length: int) -> Mask:
+        return Mask(window=heads.window)
+
+    def keys_seen(self, heads: Heads, length: int) -> float:
+        seen = min(heads.window or length, length)
+        return seen - seen * seen / (2 * length)
+
+    def check(self, model: "ModelConfig") -> None:
+        """Windows and soft caps are what this kind knows."""

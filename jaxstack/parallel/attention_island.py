@@ -1,0 +1,72 @@
+"""A `shard_map` island for attention: each device attends with its own rows of the batch and its own heads.
+
+A Mosaic or Triton kernel is one custom call that XLA cannot partition: left to itself it would gather the operands of
+all devices to each of them. Attention needs nothing of another sequence or head, so nothing moves.
+
+Dims: B batch, T query length, S key length, N query heads, K kv heads, H head_dim.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxstack.parallel.rules import AxisRules, current_rules, is_sharded, logical_axis_rules
+
+
+def with_local_heads(
+    function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *batched: jax.Array | None
+) -> jax.Array:
+    """`function(q, k, v, *batched)`, computed on each device's rows of the batch and heads.
+
+    Rows and heads are split as the logical axes `batch`, `act_heads` and `act_kv_heads` say; sequences are whole. Where
+    the kv heads cannot be split with the query heads, a device gets those kv heads that its query heads read. A dim that
+    its mesh axes do not divide stays whole, and all devices of these axes compute the same.
+
+    Args:
+      function: returns [B, T, N, ...] for the B and N of the arrays that it gets.
+      q: [B, T, N, H].
+      k, v: [B, S, K, H]; query head n reads kv head n // (N // K).
+      batched: further arrays whose first dim is B, or None.
+    """
+    rules = current_rules()
+    free = set(rules.mesh.axis_names) - rules.manual if rules and is_sharded() else set()
+    if rules is None or not free:
+        return function(q, k, v, *batched)
+    rows, heads = rules.spec(("batch", "act_heads"), (q.shape[0], q.shape[2]))
+    split_alike = heads == rules.spec(("act_kv_heads",), (k.shape[2],))[0]
+    inner = rules.within(tuple(free))
+
+    def local(q_part: jax.Array, k: jax.Array, v: jax.Array, *batched: jax.Array | None) -> jax.Array:
+        if not split_alike:
+            k, v = (_heads_read(x, q.shape[2], heads, rules) for x in (k, v))
+        with logical_axis_rules(inner):
+            return function(q_part, k, v, *batched)
+
+    by_head = PartitionSpec(rows, None, heads)
+    by_kv_head = by_head if split_alike else PartitionSpec(rows)
+    return jax.shard_map(
+        local,
+        mesh=None if rules.manual else rules.mesh,
+        in_specs=(by_head, by_kv_head, by_kv_head, *(PartitionSpec(rows) for _ in batched)),
+        out_specs=by_head,
+        axis_names=free,  # all of them: a kernel is refused, or the compiler crashes, under axes that stay automatic
+        check_vma=False,
+    )(q, k, v, *batched)
+
+
+def _heads_read(x: jax.Array, num_heads: int, axes: str | tuple[str, ...] | None, rules: AxisRules) -> jax.Array:
+    """Of all kv heads [B, S, K, H] those that this device's part of `num_heads` query heads reads, in their order.
+
+    Each serves equally many of them: where a group of query heads is cut unevenly its kv head stands there repeatedly.
+    """
+    if axes is None:
+        return x
+    own = num_heads // rules.degree((axes,) if isinstance(axes, str) else axes)
+    group = num_heads // x.shape[2]
+    together = math.gcd(group, own)
+    repeated = jnp.repeat(x, group // together, axis=2)
+    count = own // together
+    return jax.lax.dynamic_slice_in_dim(repeated, jax.lax.axis_index(axes) * count, count, axis=2)

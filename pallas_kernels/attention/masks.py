@@ -1,0 +1,109 @@
+"""Masks as data: which keys a query sees, as far as it is known before running.
+
+Query t stands at position t + S - T, the keys at 0..S-1: the last query is aligned with the last key.
+"""
+
+import functools
+import operator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A block-sparse pattern over positions, the same for all heads.
+
+    Attributes:
+        block_size: positions of a block.
+        blocks: rows and columns of the pattern.
+        bits: the pattern, row after row, eight entries a byte, so that a layout is hashable.
+    """
+
+    block_size: int
+    blocks: int
+    bits: bytes = field(repr=False)
+
+    @classmethod
+    def from_pattern(cls, pattern: np.ndarray, block_size: int) -> "Layout":
+        """Of a boolean [blocks, blocks] array: whether queries of block i see keys of block j."""
+        return cls(block_size, len(pattern), np.packbits(pattern).tobytes())
+
+    @functools.cached_property
+    def pattern(self) -> np.ndarray:
+        """Boolean [blocks, blocks]."""
+        flat = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.blocks**2)
+        return flat.reshape(self.blocks, self.blocks).astype(bool)
+
+    def __str__(self) -> str:
+        return f"{self.pattern.sum()} of {self.blocks}x{self.blocks} blocks of {self.block_size}"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees: those that every given rule leaves.
+
+    Attributes:
+        causal: a query sees no key after its position.
+        window: a query sees no key `window` or more positions before its own; None for no limit.
+        window_after: a query sees no key `window_after` or more positions after its own; None for no limit.
+        global_tokens: the first so many positions see, and are seen from, beyond the windows. With segments they are
+            the first of each document.
+        layout: a query sees only keys of the blocks that the pattern gives its own block.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    window_after: int | None = None
+    global_tokens: int = 0
+    layout: Layout | None = None
+
+    @property
+    def is_band(self) -> bool:
+        """Whether a query sees one run of keys, limited by `causal` and `window` alone."""
+        return self.window_after is None and not self.global_tokens and self.layout is None
+
+    def visible(
+        self,
+        query_positions: jax.Array,
+        key_positions: jax.Array,
+        is_global: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array | None:
+        """Boolean [..., T, S] for int32 positions [..., T] and [..., S]; None where every key is visible.
+
+        Args:
+            is_global: of the queries [..., T] and of the keys [..., S]; without it those are that stand at the first
+                `global_tokens` positions.
+        """
+        distance = query_positions[..., :, None] - key_positions[..., None, :]
+        near = [] if self.window is None else [distance < self.window]
+        near += [] if self.window_after is None else [distance > -self.window_after]
+        if near and self.global_tokens:
+            query, key = is_global or (query_positions < self.global_tokens, key_positions < self.global_tokens)
+            near = [functools.reduce(operator.and_, near) | query[..., :, None] | key[..., None, :]]
+        rules = [*near, *([distance >= 0] if self.causal else [])]
+        if self.layout is not None:
+            rows, columns = query_positions // self.layout.block_size, key_positions // self.layout.block_size
+            rules.append(jnp.asarray(self.layout.pattern)[rows[..., :, None], columns[..., None, :]])
+        return functools.reduce(operator.and_, rules) if rules else None
+
+    def __str__(self) -> str:
+        words = ["causal" if self.causal else "full"]
+        if self.window is not None:
+            words.append(f"window {self.window}")
+        if self.window_after is not None:
+            words.append(f"window after {self.window_after}")
+        if self.global_tokens:
+            words.append(f"{self.global_tokens} global tokens")
+        if self.layout is not None:
+            words.append(str(self.layout))
+        return " ".join(words)
+
+
+def refuses_all_but_bands(mask: Mask) -> str | None:
+    """The reason of a backend that visits one run of keys a query."""
+    if mask.is_band:
+        return None
+    return f"visits one run of keys a query (causal, left window), got: {mask}"

@@ -1,0 +1,123 @@
+"""Block sizes of the Hopper kernels: which there are, and those of the table's row that fits a call best.
+
+Nothing is measured at import or in a call: `python -m pallas_kernels.tune` measures and writes a table.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pallas_kernels.attention.masks import Mask
+from pallas_kernels.attention.tiling_tables import Row, read_tables
+from pallas_kernels.target import device_kind
+
+
+def _block(default: Any, *others: Any) -> Any:
+    """A field of `Tiling`, with the other values that tuning tries."""
+    return dataclasses.field(default=default, metadata={"values": (default, *others)})
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Block sizes of the kernels. A field `kernel_block` belongs to the kernel that its first word names.
+
+    A computing warpgroup has 64 rows: of queries, or of keys in dK and dV.
+
+    Attributes:
+        forward_warpgroups, forward_keys, forward_stages: of the forward.
+        fused_queries, fused_stages: of the kernel that computes all gradients, with two computing warpgroups; 0 queries
+            where it has not the registers, then the others do.
+        query_keys, query_stages: of the dQ kernel, which has two computing warpgroups.
+        key_queries, key_stages: of the dK and dV kernel, which has two computing warpgroups.
+        key_value_together: whether one kernel computes both dK and dV; two do where the registers are too few.
+    """
+
+    forward_warpgroups: int = _block(2, 3)
+    forward_keys: int = _block(128, 64, 192, 256)
+    forward_stages: int = _block(2, 3, 4)
+    fused_queries: int = _block(64, 128, 0)
+    fused_stages: int = _block(2, 1, 3)
+    query_keys: int = _block(64, 32, 128)
+    query_stages: int = _block(2, 3, 4)
+    key_queries: int = _block(64, 32, 128)
+    key_stages: int = _block(2, 3, 4)
+    key_value_together: bool = _block(True, False)
+
+
+RUNS_WITH: dict[str, dict[str, Any]] = {"query": {"fused_queries": 0}, "key": {"fused_queries": 0}}
+"""Kernel -> fields of other kernels without which it does not run."""
+
+
+def kernels() -> dict[str, dict[str, tuple]]:
+    """Kernel -> block -> the values that tuning tries, the default first."""
+    found: dict[str, dict[str, tuple]] = {}
+    for field in dataclasses.fields(Tiling):
+        kernel, _, block = field.name.partition("_")
+        found.setdefault(kernel, {})[block] = field.metadata["values"]
+    return found
+
+
+def with_blocks(tiling: Tiling, kernel: str, blocks: Mapping[str, Any]) -> Tiling:
+    """`tiling` with other blocks of one kernel."""
+    return dataclasses.replace(tiling, **{f"{kernel}_{block}": value for block, value in blocks.items()})
+
+
+def blocks_of(tiling: Tiling, kernel: str) -> dict[str, Any]:
+    """The blocks of one kernel, as a row of a table holds them."""
+    return {block: getattr(tiling, f"{kernel}_{block}") for block in kernels()[kernel]}
+
+
+def mask_kind(mask: Mask, packed: bool) -> str:
+    """The word by which tables tell masks apart: they differ in how many tiles a row has and how many are cut.
+
+    One of packed, causal, full, and windowed, which stands for all others.
+    """
+    if packed:
+        return "packed"
+    if mask == Mask(mask.causal):
+        return "causal" if mask.causal else "full"
+    return "windowed"
+
+
+def choose_tiling(head_dim: int, mask: str, key_length: int, device: str | None = None) -> Tiling:
+    """For each kernel the blocks of the row that fits best, or the defaults of `Tiling` where none does.
+
+    A row fits where its head dim is at least `head_dim`: what has room for a wide head has room for a narrow one. Of
+    those the nearest head dim wins, then the device, then the mask, then a user's own row, then the nearest length.
+
+    Args:
+        mask: of `mask_kind`.
+        device: its name as jax gives it; default the one that is lowered for.
+
+    Raises:
+        ValueError: a user's table cannot be read.
+    """
+    tables = read_tables({kernel: tuple(blocks) for kernel, blocks in kernels().items()})
+    return _choose(tables, head_dim, mask, key_length, device_kind() if device is None else device)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(tables: tuple[tuple[Row, ...], ...], head_dim: int, mask: str, length: int, device: str) -> Tiling:
+    tiling = Tiling()
+    for kernel in kernels():
+        ranked = [
+            (*_mismatch(row, head_dim, mask, device), table, _length_ratio(row, length), place, row)
+            for table, rows in enumerate(tables)
+            for place, row in enumerate(rows)
+            if row.kernel == kernel and row.head_dim >= head_dim
+        ]
+        if ranked:
+            tiling = with_blocks(tiling, kernel, min(ranked)[-1].blocks)
+    return tiling
+
+
+def _mismatch(row: Row, head_dim: int, mask: str, device: str) -> tuple[int, bool, int]:
+    other_mask = 0 if row.mask == mask else 1 if row.mask is None else 2
+    return row.head_dim - head_dim, row.device not in device, other_mask
+
+
+def _length_ratio(row: Row, length: int) -> float:
+    return math.inf if row.length is None else abs(math.log2(length / row.length))

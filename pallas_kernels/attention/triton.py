@@ -1,0 +1,321 @@
+"""Attention by our own Triton kernels, for NVIDIA GPUs from Ampere on: every mask skips tiles forward and backward.
+
+The kernels are compiled by Python while lowering, through jax-triton, for the capability of the request's target: a
+machine without a GPU can compile them.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.remat import name_outputs
+from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
+
+_LOG2E = math.log2(math.e)
+_LEAST_CAPABILITY = (8, 0)
+_LARGEST_HEAD_DIM = 256
+_SHORTEST = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one kernel is cut: block sizes, warps of a program, and how many tiles its loads run ahead."""
+
+    query_block: int
+    key_block: int
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The tiles of the three kernels: the forward, dQ, and dK with dV."""
+
+    forward: Tile
+    query: Tile
+    key: Tile
+
+
+# By the shared memory that a program can have, KiB, and the head dim, padded to a power of two. Chosen by the
+# registers and spills of the compiled kernels, for all of causal, packed, windowed and capped.
+_TILINGS = {
+    227: {
+        16: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        32: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        64: Tiling(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+        128: Tiling(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        256: Tiling(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+    },
+    163: {
+        16: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        32: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        64: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        128: Tiling(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        256: Tiling(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
+    },
+    99: {
+        16: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        32: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        64: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
+        128: Tiling(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
+        256: Tiling(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(16, 64, 8, 2)),
+    },
+}
+
+
+def shared_memory_kib(capability: tuple[int, int]) -> int:
+    """The shared memory that one program can have (CUDA C++ Programming Guide, "Technical Specifications")."""
+    if capability in ((8, 6), (8, 9)) or capability >= (12, 0):
+        return 99
+    return 163 if capability < (9, 0) else 227
+
+
+def tiling_for(head_dim: int, capability: tuple[int, int]) -> Tiling:
+    """Block sizes for a head dim of at most 256 with which a program fits into the device's shared memory."""
+    return _TILINGS[shared_memory_kib(capability)][_width(head_dim)]
+
+
+def _width(head_dim: int) -> int:
+    """The power of two that tiles are as wide as: tensor cores take no less than 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def refuses(request: Request) -> str | None:
+    """The first rule that the request breaks."""
+    target = request.target
+    if target.platform != "cuda":
+        return f"runs on NVIDIA GPUs, lowered for {target}"
+    if (target.compute_capability or (0, 0)) < _LEAST_CAPABILITY:
+        return f"needs compute capability 8.0 (Ampere) or newer, lowered for {target}"
+    if request.q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {request.q.dtype}"
+    if request.head_dim % 8 or request.head_dim > _LARGEST_HEAD_DIM:
+        return f"the head dim must be a multiple of 8 and at most {_LARGEST_HEAD_DIM}, got {request.head_dim}"
+    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"{' and '.join(missing)} cannot be imported: pip install jax-triton"
+    return None
+
+
+def yields(request: Request) -> str | None:
+    """A few queries against many keys leave most of a block empty and most of the GPU idle."""
+    if request.query_length < _SHORTEST:
+        return f"a block of queries would be mostly empty: from T {_SHORTEST} on, got T {request.query_length}"
+    return None
+
+
+def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, H] and lse [B, N, T]."""
+    capability = request.target.compute_capability or _LEAST_CAPABILITY
+    static = _Static(request.options, tiling_for(request.head_dim, capability), capability)
+    return _differentiable(static, request.q, request.k, request.v, request.segments)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What is known of a call besides shapes."""
+
+    options: Options
+    tiling: Tiling
+    capability: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one kernel is compiled for; the kernels read it as a constant.
+
+    Attributes:
+        batch, length, key_length, heads, kv_heads, head_dim: B, T, S, N, K and H.
+        query_block, key_block: rows and columns of a tile.
+        causal, window, scale: of `Options`.
+        capped: whether scores are soft-capped.
+        before, after: a score, as a power of two, is `after` times its product with q times `before`; where
+            `capped`, `after` times the tanh for which exp2(before * product) is the exponential.
+        packed: whether there are segments.
+    """
+
+    batch: int
+    length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    query_block: int
+    key_block: int
+    causal: bool
+    window: int | None
+    scale: float
+    capped: bool
+    before: float
+    after: float
+    packed: bool
+    ln2: float = math.log(2.0)
+
+    @property
+    def width(self) -> int:
+        return _width(self.head_dim)
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def query_blocks(self) -> int:
+        return -(-self.length // self.query_block)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.key_length // self.key_block)
+
+    @property
+    def query_limit(self) -> int | None:
+        """The length where the last block of queries reaches past it."""
+        return self.length if self.length % self.query_block else None
+
+    @property
+    def key_limit(self) -> int | None:
+        return self.key_length if self.key_length % self.key_block else None
+
+    @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.length, self.key_length, self.query_block, self.key_block)
+
+
+def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> Plan:
+    scale, soft_cap = options.scale, options.soft_cap
+    if soft_cap is not None:
+        before, after = 2.0 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E
+    elif scale > 0.0:
+        before, after = 1.0, scale * _LOG2E
+    else:
+        # The largest product gives the largest score only where `after` is positive.
+        before, after = scale, _LOG2E
+    return Plan(
+        batch=q.shape[0],
+        length=q.shape[1],
+        key_length=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        query_block=tile.query_block,
+        key_block=tile.key_block,
+        causal=options.mask.causal,
+        window=options.mask.window,
+        scale=scale,
+        capped=soft_cap is not None,
+        before=before,
+        after=after,
+        packed=packed,
+    )
+
+
+def launch(
+    kernel: Any, plan: Plan, tile: Tile, capability: tuple[int, int], programs: int, arrays: tuple, outputs: tuple
+) -> tuple[jax.Array, ...]:
+    """Calls a Triton kernel on `arrays`; `outputs` are the shapes of its results."""
+    import jax_triton
+
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        out_shape=outputs,
+        grid=(programs,),
+        name=kernel.__name__,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        compute_capability=10 * capability[0] + capability[1],
+        plan=plan,
+    )
+
+
+def _over_batches(function: Callable[..., tuple]) -> Any:
+    """`function` of trees of arrays [B, ...], to which `jax.vmap` gives one longer batch."""
+    call = jax.custom_batching.custom_vmap(function)
+
+    @call.def_vmap
+    def _(size: int, batched: list, *arguments: Any) -> tuple[tuple, Any]:
+        def fold(x: jax.Array, is_batched: bool) -> jax.Array:
+            x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = call(*jax.tree.map(fold, arguments, tuple(batched)))
+        unfolded = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
+        return unfolded, jax.tree.map(lambda _: True, results)
+
+    return call
+
+
+def _ids(segments: Segments | None, ranges: jax.Array) -> jax.Array:
+    """What the kernels take as segment ids; without segments they read none and get another array in its place."""
+    return ranges if segments is None else jnp.concatenate(segments, axis=1)
+
+
+def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+    from pallas_kernels.attention.triton_forward import forward_kernel
+
+    tile = static.tiling.forward
+    plan = _plan(static.options, tile, q, k, segments is not None)
+    ranges = key_ranges(static.options.mask, plan.blocks, segments)
+    outputs = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((plan.batch, plan.heads, plan.length), jnp.float32),
+    )
+    programs = plan.batch * plan.heads * plan.query_blocks
+    arrays = q, k, v, ranges, _ids(segments, ranges)
+    return tuple(launch(forward_kernel, plan, tile, static.capability, programs, arrays, outputs))
+
+
+def _backward(static: _Static, arrays: tuple, segments: Segments | None) -> tuple:
+    """dQ, dK and dV from (q, k, v, out, lse, d_out, d_lse)."""
+    from pallas_kernels.attention.triton_backward import key_kernel, query_kernel
+
+    q, k, v, out, lse, d_out, d_lse = arrays
+    mask, packed = static.options.mask, segments is not None
+    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32)) - d_lse
+    rows = jnp.stack([lse * _LOG2E, delta])
+    inputs = q, k, v, d_out.astype(q.dtype), rows
+
+    tile = static.tiling.query
+    plan = _plan(static.options, tile, q, k, packed)
+    ranges = key_ranges(mask, plan.blocks, segments)
+    programs = plan.batch * plan.heads * plan.query_blocks
+    arrays = *inputs, ranges, _ids(segments, ranges)
+    like_q, like_k = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(k.shape, k.dtype)
+    (d_q,) = launch(query_kernel, plan, tile, static.capability, programs, arrays, (like_q,))
+
+    tile = static.tiling.key
+    plan = _plan(static.options, tile, q, k, packed)
+    ranges = query_ranges(mask, plan.blocks, segments)
+    programs = plan.batch * plan.kv_heads * plan.key_blocks
+    arrays = *inputs, ranges, _ids(segments, ranges)
+    d_k, d_v = launch(key_kernel, plan, tile, static.capability, programs, arrays, (like_k, like_k))
+    return d_q, d_k, d_v
+
+
+def _attend(
+    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple[jax.Array, jax.Array]:
+    return _over_batches(functools.partial(_forward, static))(q, k, v, segments)
+
+
+def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+    out, lse = name_outputs(*_attend(static, q, k, v, segments))
+    return (out, lse), (q, k, v, segments, out, lse)
+
+
+def _backward_rule(static: _Static, saved: tuple, cotangents: tuple) -> tuple:
+    q, k, v, segments, out, lse = saved
+    arrays = q, k, v, out, lse, *cotangents
+    gradients = _over_batches(functools.partial(_backward, static))(arrays, segments)
+    return *gradients, None
+
+
+_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+_differentiable.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,144 @@
+"""The backward of attention in Triton: one kernel for dQ, one for dK and dV, both skipping what the mask hides.
+
+Scores are computed again from q, k and the log-sum-exp. Each block of a result belongs to one program, which sums in
+registers in a fixed order (over all heads of the group for dK and dV), so results repeat bit by bit.
+
+`rows` [2, B, N, T] float32 holds the log-sum-exp as a power of two and delta, the row sums of out * d_out less the
+gradient of the log-sum-exp. A query without a visible key has -inf there; all its tiles are masked.
+"""
+
+# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# pyright: reportAttributeAccessIssue=false
+import triton
+import triton.language as tl
+
+from pallas_kernels.attention.triton_forward import load_limits, load_rows, nth_tile, score, store_rows, visible
+
+
+@triton.jit
+def _load_statistics(rows, query, plan: tl.constexpr):
+    """The log-sum-exp and delta of some queries; 0 past the last one, whose q and d_out are 0."""
+    size: tl.constexpr = plan.batch * plan.heads * plan.length
+    if plan.query_limit is None:
+        lse, delta = tl.load(rows + query), tl.load(rows + size + query)
+    else:
+        lse = tl.load(rows + query, mask=query < plan.length, other=0.0)
+        delta = tl.load(rows + size + query, mask=query < plan.length, other=0.0)
+    return lse, delta
+
+
+@triton.jit
+def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: tl.constexpr):
+    """Adds the whole or the masked tiles to dQ / scale; `own` = (q, d_out, lse, delta) of the queries."""
+    first, first_whole, end_whole, end = limits
+    queries, d_outs, lse, delta = own
+    count = end_whole - first_whole
+    if masked:
+        count = end - first - count
+    for number in range(count):
+        start = nth_tile(number, first, first_whole, end_whole, masked) * plan.key_block
+        keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
+        values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
+        scores = score(tl.dot(queries, tl.trans(keys)), plan)
+        weights = tl.exp2(scores * plan.after - lse[:, None])
+        if masked:
+            key = start + tl.arange(0, plan.key_block)
+            weights = tl.where(visible(ids, query[:, None], key[None, :], plan), weights, 0.0)
+        gradient = weights * (tl.dot(d_outs, tl.trans(values)) - delta[:, None])
+        if plan.capped:
+            gradient *= 1.0 - scores * scores
+        acc = tl.dot(gradient.to(keys.dtype), keys, acc)
+    return acc
+
+
+@triton.jit
+def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
+    """dQ [B, T, N, H]; `ranges` are those of `tiles.key_ranges`."""
+    program = tl.program_id(0)
+    head = program % plan.heads
+    batch = (program // plan.heads) % plan.batch
+    block = plan.query_blocks - 1 - program // (plan.heads * plan.batch)
+    limits = load_limits(ranges, batch, block, plan.query_blocks, plan)
+    wide = batch.to(tl.int64)
+    query_part = wide * (plan.length * plan.heads * plan.head_dim) + head * plan.head_dim
+    key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head // plan.group * plan.head_dim
+    start = block * plan.query_block
+    query = start + tl.arange(0, plan.query_block)
+    queries = load_rows(q + query_part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+    d_outs = load_rows(d_out + query_part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+    lse, delta = _load_statistics(rows + wide * (plan.heads * plan.length) + head * plan.length, query, plan)
+    ids += batch * (plan.length + plan.key_length)
+    own = queries, d_outs, lse, delta
+    block_rows: tl.constexpr = plan.query_block
+    width: tl.constexpr = plan.width
+    acc = tl.zeros([block_rows, width], tl.float32)
+    acc = _visit_keys(own, query, k + key_part, v + key_part, ids, limits, acc, False, plan)
+    acc = _visit_keys(own, query, k + key_part, v + key_part, ids, limits, acc, True, plan)
+    store_rows(d_q + query_part, start, acc * plan.scale, plan.query_block, plan.heads, plan.length, plan)
+
+
+@triton.jit
+def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
+    """Adds the whole or the masked tiles of all heads of the group to (dK / scale, dV); `own` = (k, v).
+
+    Scores are transposed, [keys, queries], so that they are left factors as they come.
+    """
+    first, first_whole, end_whole, end = limits
+    keys, values = own
+    d_keys, d_values = state
+    count = end_whole - first_whole
+    if masked:
+        count = end - first - count
+    # One loop over heads and tiles, so that loads are in flight from one head to the next.
+    for number in range(plan.group * count):
+        member = number // count
+        start = nth_tile(number - member * count, first, first_whole, end_whole, masked) * plan.query_block
+        query = start + tl.arange(0, plan.query_block)
+        part = member * plan.head_dim
+        queries = load_rows(q + part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+        lse, delta = _load_statistics(rows + member * plan.length, query, plan)
+        scores = score(tl.dot(keys, tl.trans(queries)), plan)
+        weights = tl.exp2(scores * plan.after - lse[None, :])
+        if masked:
+            weights = tl.where(visible(ids, query[None, :], key[:, None], plan), weights, 0.0)
+        d_outs = load_rows(d_out + part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+        d_values = tl.dot(weights.to(d_outs.dtype), d_outs, d_values)
+        gradient = weights * (tl.dot(values, tl.trans(d_outs)) - delta[None, :])
+        if plan.capped:
+            gradient *= 1.0 - scores * scores
+        d_keys = tl.dot(gradient.to(queries.dtype), queries, d_keys)
+    return d_keys, d_values
+
+
+@triton.jit
+def key_kernel(q, k, v, d_out, rows, ranges, ids, d_k, d_v, plan: tl.constexpr):
+    """dK and dV [B, S, K, H]; `ranges` are those of `tiles.query_ranges`.
+
+    The first keys are seen by most queries under a causal mask: their programs start first.
+    """
+    program = tl.program_id(0)
+    head = program % plan.kv_heads
+    batch = (program // plan.kv_heads) % plan.batch
+    block = program // (plan.kv_heads * plan.batch)
+    limits = load_limits(ranges, batch, block, plan.key_blocks, plan)
+    wide = batch.to(tl.int64)
+    first_head = head * plan.group
+    query_part = wide * (plan.length * plan.heads * plan.head_dim) + first_head * plan.head_dim
+    key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head * plan.head_dim
+    start = block * plan.key_block
+    key = start + tl.arange(0, plan.key_block)
+    keys = load_rows(k + key_part, start, plan.key_block, plan.kv_heads, plan.key_limit, plan)
+    values = load_rows(v + key_part, start, plan.key_block, plan.kv_heads, plan.key_limit, plan)
+    rows += wide * (plan.heads * plan.length) + first_head * plan.length
+    ids += batch * (plan.length + plan.key_length)
+    own = keys, values
+    block_rows: tl.constexpr = plan.key_block
+    width: tl.constexpr = plan.width
+    zeros = tl.zeros([block_rows, width], tl.float32)
+    state = zeros, zeros
+    state = _visit_queries(own, key, q + query_part, d_out + query_part, rows, ids, limits, state, False, plan)
+    d_keys, d_values = _visit_queries(
+        own, key, q + query_part, d_out + query_part, rows, ids, limits, state, True, plan
+    )
+    store_rows(d_k + key_part, start, d_keys * plan.scale, plan.key_block, plan.kv_heads, plan.key_length, plan)
+    store_rows(d_v + key_part, start, d_values, plan.key_block, plan.kv_heads, plan.key_length, plan)

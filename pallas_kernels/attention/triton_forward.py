@@ -1,0 +1,145 @@
+"""The forward of attention in Triton, and the pieces that the backward shares with it.
+
+A program owns a block of queries of one head and visits the key blocks that the mask leaves, first those that need no
+mask. Scores are powers of two: `plan.after` holds log2(e), as exp2 is what the hardware computes.
+"""
+
+# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# pyright: reportAttributeAccessIssue=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
+    """[rows, plan.width] from row `first` of one head on; 0 past `length` (None: no row is) and past the head dim."""
+    row = tl.arange(0, rows)[:, None]
+    column = tl.arange(0, plan.width)[None, :]
+    pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
+    if length is not None:
+        values = tl.load(pointers, mask=(first + row < length) & (column < plan.head_dim), other=0.0)
+    elif plan.width != plan.head_dim:
+        values = tl.load(pointers, mask=column < plan.head_dim, other=0.0)
+    else:
+        values = tl.load(pointers)
+    return values
+
+
+@triton.jit
+def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
+    """The reverse of `load_rows`, in the dtype of `base`."""
+    row = tl.arange(0, rows)[:, None]
+    column = tl.arange(0, plan.width)[None, :]
+    pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=(first + row < length) & (column < plan.head_dim))
+
+
+@triton.jit
+def load_limits(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
+    """(first, first whole, end of the whole, end) of the blocks to visit."""
+    row = block
+    if plan.packed:
+        row += batch * blocks
+    limits = ranges + 4 * row
+    return tl.load(limits), tl.load(limits + 1), tl.load(limits + 2), tl.load(limits + 3)
+
+
+@triton.jit
+def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
+    """The block visited as `number`: of the whole ones, or of those before and after them."""
+    if masked:
+        tile = first + number
+        tile += tl.where(tile >= first_whole, end_whole - first_whole, 0)
+    else:
+        tile = first_whole + number
+    return tile
+
+
+@triton.jit
+def score(products, plan: tl.constexpr):
+    """Products q.k to what `plan.after`, a positive number, makes powers of two of; capped to -1..1."""
+    if plan.capped:
+        # tanh; at infinity the quotient is 0.
+        scores = 1.0 - 2.0 / (tl.exp2(products * plan.before) + 1.0)
+    elif plan.before != 1.0:
+        scores = products * plan.before
+    else:
+        scores = products
+    return scores
+
+
+@triton.jit
+def visible(ids, query, key, plan: tl.constexpr):
+    """Which pairs a query sees, for query and key numbers of shapes that broadcast against each other."""
+    seen = key < plan.key_length
+    distance = query + (plan.key_length - plan.length) - key
+    if plan.causal:
+        seen = seen & (distance >= 0)
+    if plan.window is not None:
+        seen = seen & (distance < plan.window)
+    if plan.packed:
+        query_ids = tl.load(ids + query, mask=query < plan.length, other=0)
+        key_ids = tl.load(ids + plan.length + key, mask=key < plan.key_length, other=0)
+        seen = seen & (query_ids == key_ids)
+    return seen
+
+
+@triton.jit
+def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
+    """Folds the whole or the masked tiles into (sum of weighted values, row maximum, sum of weights)."""
+    first, first_whole, end_whole, end = limits
+    acc, maximum, total = state
+    count = end_whole - first_whole
+    if masked:
+        count = end - first - count
+    for number in range(count):
+        start = nth_tile(number, first, first_whole, end_whole, masked) * plan.key_block
+        keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
+        scores = score(tl.dot(queries, tl.trans(keys)), plan)
+        if masked:
+            key = start + tl.arange(0, plan.key_block)
+            scores = tl.where(visible(ids, query[:, None], key[None, :], plan), scores, -float("inf"))
+        highest = tl.maximum(maximum, tl.max(scores, 1) * plan.after)
+        shift = highest
+        if masked:
+            # A row that has seen no key yet would compute inf - inf.
+            shift = tl.where(highest == -float("inf"), 0.0, highest)
+        weights = tl.exp2(scores * plan.after - shift[:, None])
+        shrink = tl.exp2(maximum - shift)
+        total = total * shrink + tl.sum(weights, 1)
+        values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
+        acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
+        maximum = highest
+    return acc, maximum, total
+
+
+@triton.jit
+def forward_kernel(q, k, v, ranges, ids, out, lse, plan: tl.constexpr):
+    """out [B, T, N, H] and lse [B, N, T] from q, k, v; ids [B, T + S] are the segments of queries, then of keys.
+
+    Blocks of later queries have more keys under a causal mask and start first, the heads of a group side by side.
+    """
+    program = tl.program_id(0)
+    head = program % plan.heads
+    batch = (program // plan.heads) % plan.batch
+    block = plan.query_blocks - 1 - program // (plan.heads * plan.batch)
+    limits = load_limits(ranges, batch, block, plan.query_blocks, plan)
+    wide = batch.to(tl.int64)
+    query_part = wide * (plan.length * plan.heads * plan.head_dim) + head * plan.head_dim
+    key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head // plan.group * plan.head_dim
+    start = block * plan.query_block
+    query = start + tl.arange(0, plan.query_block)
+    queries = load_rows(q + query_part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+    ids += batch * (plan.length + plan.key_length)
+    rows: tl.constexpr = plan.query_block
+    width: tl.constexpr = plan.width
+    maximum = tl.full([rows], -float("inf"), tl.float32)
+    state = tl.zeros([rows, width], tl.float32), maximum, tl.zeros([rows], tl.float32)
+    state = _visit(queries, query, k + key_part, v + key_part, ids, limits, state, False, plan)
+    acc, maximum, total = _visit(queries, query, k + key_part, v + key_part, ids, limits, state, True, plan)
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    store_rows(out + query_part, start, acc / total[:, None], plan.query_block, plan.heads, plan.length, plan)
+    logarithm = tl.where(empty, -float("inf"), (maximum + tl.log2(total)) * plan.ln2)
+    row = wide * (plan.heads * plan.length) + head * plan.length
+    tl.store(lse + row + query, logarithm, mask=query < plan.length)

@@ -1,0 +1,202 @@
+"""Finds the fastest block sizes of the Hopper kernels, one kernel after the other.
+
+Dims: B batch, T length of queries and keys, N query heads, K kv heads, H head dim.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.attention import mosaic
+from pallas_kernels.attention.masks import Mask
+from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.tiling_tables import Row
+from pallas_kernels.attention.tilings import RUNS_WITH, Tiling, blocks_of, kernels, mask_kind, with_blocks
+from pallas_kernels.target import current_target
+
+# Roundings to bfloat16 in another order differ by less, a race or a forgotten tile by more.
+_LARGEST_DIFFERENCE = 0.02
+
+Measure = Callable[[str, Tiling], float]
+"""Seconds of a kernel with this tiling; an exception where it cannot be compiled or run."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A shape to tune for; `documents` packs so many of uneven length into each sequence."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: Mask = Mask()
+    documents: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return mask_kind(self.mask, self.documents is not None)
+
+    def __str__(self) -> str:
+        return f"{self.batch}, {self.length}, {self.heads}/{self.kv_heads}, {self.head_dim} {self.kind} bfloat16"
+
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Normal q [B, T, N, H], k and v [B, T, K, H] in bfloat16."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        shapes = [(self.batch, self.length, n, self.head_dim) for n in heads]
+        q, k, v = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
+        return q, k, v
+
+    def segments(self) -> Segments | None:
+        if self.documents is None:
+            return None
+        rng = np.random.default_rng(0)
+        ends = [rng.choice(np.arange(1, self.length), self.documents - 1, replace=False) for _ in range(self.batch)]
+        starts = np.zeros((self.batch, self.length), np.int32)
+        for row, places in zip(starts, ends, strict=True):
+            row[places] = 1
+        ids = jnp.asarray(starts.cumsum(axis=1), jnp.int32)
+        return Segments(ids, ids)
+
+    def request(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> Request:
+        options = Options(self.mask, self.head_dim**-0.5)
+        return Request(q, k, v, segments, options, False, current_target())
+
+    def refusal(self) -> str | None:
+        """Why the kernels cannot compute this here."""
+        reasons = []
+
+        def ask(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+            reasons.append(mosaic.refuses(self.request(q, k, v, None)))
+
+        jax.eval_shape(ask, *jax.eval_shape(self.arrays))
+        return reasons[0]
+
+
+def candidates(kernel: str, start: Tiling) -> list[Tiling]:
+    """`start`, then every other combination of the values of one kernel's blocks."""
+    values = kernels()[kernel]
+    start = dataclasses.replace(start, **RUNS_WITH.get(kernel, {}))
+    found = [start]
+    unused = _is_unused(blocks_of(start, kernel))
+    for combination in itertools.product(*values.values()):
+        blocks = dict(zip(values, combination, strict=True))
+        if _is_unused(blocks):
+            # Of a kernel that does not run the other blocks mean nothing: once is enough.
+            if unused:
+                continue
+            unused = True
+        tiling = with_blocks(start, kernel, blocks)
+        if tiling not in found:
+            found.append(tiling)
+    return found
+
+
+def _is_unused(blocks: dict[str, Any]) -> bool:
+    return any(size == 0 and not isinstance(size, bool) for size in blocks.values())
+
+
+def kernel_order() -> list[str]:
+    """All kernels; those that are an alternative to another come before it, so that it is compared with their best."""
+    return sorted(kernels(), key=lambda kernel: kernel not in RUNS_WITH)
+
+
+def tune(
+    work: Work,
+    device: str,
+    start: Tiling,
+    measure: Measure,
+    names: Sequence[str] | None = None,
+    report: Callable[[str], None] = print,
+) -> list[Row]:
+    """The rows of the fastest blocks of each kernel, tuned in turn with the best of the kernels before it.
+
+    Candidates that `measure` cannot run are passed over, and told of.
+    """
+    rows, best = [], start
+    for kernel in names or kernel_order():
+        seconds: dict[Tiling, float] = {}
+        tried = candidates(kernel, best)
+        for tiling in tried:
+            blocks = " ".join(f"{name} {value}" for name, value in blocks_of(tiling, kernel).items())
+            try:
+                seconds[tiling] = measure(kernel, tiling)
+                report(f"{work}: {kernel} {blocks}: {1e3 * seconds[tiling]:.3f} ms")
+            except Exception as error:
+                report(f"{work}: {kernel} {blocks}: skipped, {_first_line(error)}")
+        if not seconds:
+            report(f"{work}: {kernel}: none of {len(tried)} candidates runs, nothing is written")
+            continue
+        chosen = min(seconds, key=lambda tiling: seconds[tiling])
+        blocks = blocks_of(chosen, kernel)
+        best = with_blocks(best, kernel, blocks)
+        measured = f"{1e3 * seconds[chosen]:.3f} ms for {work}, best of {len(seconds)}, jax {jax.__version__}"
+        rows.append(Row(device, kernel, work.head_dim, blocks, work.kind, work.length, measured))
+        report(f"{work}: {kernel}: takes {blocks}, {1e3 * seconds[chosen]:.3f} ms")
+    return rows
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
+
+
+class Stopwatch:
+    """Measures on the GPU at hand: the forward alone, or the backward alone with everything that it consists of."""
+
+    def __init__(self, work: Work):
+        self._work, self._arrays, self._segments = work, work.arrays(), work.segments()
+        self._expected: dict[bool, Any] = {}
+
+    def __call__(self, kernel: str, tiling: Tiling) -> float:
+        """Median seconds of one call.
+
+        Raises:
+            ValueError: the result is not that of the tiling that was measured first.
+            Exception: whatever the compiler says.
+        """
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return mosaic.attend(self._work.request(q, k, v, self._segments), tiling)[0]
+
+        arguments: tuple = self._arrays
+        if kernel == "forward":
+            compiled = jax.jit(attend).lower(*arguments).compile()
+        else:
+            out, pullback = jax.jit(lambda *arrays: jax.vjp(attend, *arrays))(*arguments)
+            arguments = pullback, out
+            compiled = jax.jit(lambda pullback, d_out: pullback(d_out)).lower(*arguments).compile()
+        self._compare(kernel == "forward", compiled(*arguments))
+        return median_seconds(compiled, *arguments)
+
+    def _compare(self, is_forward: bool, result: Any) -> None:
+        for x, wanted in zip(*map(jax.tree.leaves, (result, self._expected.setdefault(is_forward, result))), strict=True):
+            x, wanted = x.astype(jnp.float32), wanted.astype(jnp.float32)
+            error = float(jnp.linalg.norm(x - wanted) / jnp.linalg.norm(wanted))
+            if not error <= _LARGEST_DIFFERENCE:
+                raise ValueError(f"the result is wrong, it differs by {error:.2g} of its size from the first one's")
+
+
+def median_seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Of one call; calls are queued in batches of about 20 ms."""
+    jax.block_until_ready(function(*arguments))
+    begin = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    calls = max(2, min(100, int(0.02 / max(time.perf_counter() - begin, 1e-5))))
+    samples = []
+    for _ in range(7):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        samples.append((time.perf_counter() - begin) / calls)
+    return statistics.median(samples)
