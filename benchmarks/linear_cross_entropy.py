@@ -110,7 +110,7 @@ def time_jax(name: str, shape: tuple[int, ...]) -> dict:
     both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*arrays).compile()
     results = jax.block_until_ready(both(*arrays))
     held = sum(x.nbytes for x in (*arrays, *jax.tree.leaves(results)))
-    extra = both.memory_analysis().temp_size_in_bytes
+    extra = getattr(both.memory_analysis(), "temp_size_in_bytes", 0)
     value = float(results[0]) / token_count(shape)
     del results
     return {

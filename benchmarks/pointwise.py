@@ -138,7 +138,8 @@ def main() -> int:
     shape = (BATCH, LENGTH, INNER)
     bandwidth = moved_bytes(jnp.negative, (shape,)) / seconds(jnp.negative, (shape,))
     rows = [row for work in works() for row in measure(work, bandwidth)]
-    print_table(rows, ("work", "milliseconds", "gigabytes_per_second", "copy_gigabytes_per_second", "roofline_fraction"))
+    rates = "gigabytes_per_second", "copy_gigabytes_per_second", "roofline_fraction"
+    print_table(rows, ("work", "milliseconds", *rates))
     append_rows("pointwise", rows)
     return 0
 

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
     parser.add_argument("--table", type=Path, help="another file to write")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates and end")
     options = parser.parse_args(arguments)
-    works = [Work(*shape, Mask(not options.full, options.window), options.documents) for shape in options.shape]
+    mask_options = {"mask": Mask(not options.full, options.window), "documents": options.documents}
+    works = [Work(*shape, **mask_options) for shape in options.shape]
     names = options.kernel or kernel_order()
     if options.dry_run:
         _list_candidates(names)
@@ -91,13 +92,14 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    sizes = tuple(_positive(size) for size in text.split(","))
+def _shape(text: str) -> tuple[int, int, int, int, int]:
+    sizes = [_positive(size) for size in text.split(",")]
     if len(sizes) != 5 or sizes[2] % sizes[3]:
         raise argparse.ArgumentTypeError(
             f"must be batch,length,heads,kv_heads,head_dim with heads a multiple of kv_heads, got {text!r}"
         )
-    return sizes
+    batch, length, heads, kv_heads, head_dim = sizes
+    return batch, length, heads, kv_heads, head_dim
 
 
 if __name__ == "__main__":

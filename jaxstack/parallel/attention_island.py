@@ -22,8 +22,8 @@ def with_local_heads(
     """`function(q, k, v, *batched)`, computed on each device's rows of the batch and heads.
 
     Rows and heads are split as the logical axes `batch`, `act_heads` and `act_kv_heads` say; sequences are whole. Where
-    the kv heads cannot be split with the query heads, a device gets those kv heads that its query heads read. A dim that
-    its mesh axes do not divide stays whole, and all devices of these axes compute the same.
+    the kv heads cannot be split with the query heads, a device gets those kv heads that its query heads read. A dim
+    that its mesh axes do not divide stays whole, and all devices of these axes compute the same.
 
     Args:
       function: returns [B, T, N, ...] for the B and N of the arrays that it gets.

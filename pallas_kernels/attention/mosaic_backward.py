@@ -92,6 +92,7 @@ def query_gradient(config: Config, residuals: Residuals, schedule: tuple, segmen
         v_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
     )
     kernel = config.kernel(
+        "attention_d_q",
         functools.partial(_query_body, config, packed),
         out_type=jax.ShapeDtypeStruct(residuals.q.shape, dtype),
         grid=(num_heads, length // config.query_block, batch),
@@ -271,6 +272,7 @@ def key_value_gradient(
         )
     like_k = jax.ShapeDtypeStruct(residuals.k.shape, dtype)
     kernel = config.kernel(
+        f"attention_{'_'.join(wanted)}" if d_q is None else "attention_backward",
         functools.partial(_key_body, config, wanted),
         out_type=(like_k,) * len(wanted),
         grid=(num_kv_heads, key_length // config.key_block, batch),

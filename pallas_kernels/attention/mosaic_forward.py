@@ -74,6 +74,7 @@ def forward(
     batch, length, num_heads, _ = q.shape
     items = num_heads * batch * (length // config.query_block)
     kernel = config.kernel(
+        "attention_forward",
         functools.partial(_body, config),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -216,7 +217,7 @@ def _compute(config: Config, inputs: _Inputs, outputs: Any, buffers: _Buffers, i
     mine = _Rows(q, first_query, query_ids, item)
     state = _State(
         pieces.zeros(ROWS, q.shape[-1]),
-        pieces.row_values(pieces.fill(config) * config.factor, ROWS),
+        pieces.row_values(pieces.fill(config) * pieces.late_factor(config), ROWS),
         pieces.row_values(0.0, ROWS),
         pieces.zeros(ROWS, config.key_block).astype(q.dtype),
     )
@@ -226,6 +227,12 @@ def _compute(config: Config, inputs: _Inputs, outputs: Any, buffers: _Buffers, i
     state = lax.fori_loop(0, some, functools.partial(_last_product, config, buffers, mine), state)
     _store(config, outputs, buffers, mine, state)
     plgpu.barrier_arrive(buffers.q_empty.at[slot])
+
+
+def _scores(config: Config, products: jax.Array) -> jax.Array:
+    """Scores less the factor of the softmax, which has to be positive for a row's maximum to commute with it."""
+    scores = pieces.cap(config, products)
+    return scores if config.factor > 0 else scores * config.factor
 
 
 def _masked(
@@ -243,11 +250,8 @@ def _softmax(
     config: Config, scores: jax.Array, maximum: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """New maximum and total, the factor for what was summed before, and the float32 weights of the tile."""
-    # With a positive factor the maximum commutes with it, and weight = exp2(score * factor - maximum) is one
-    # fused multiply-add and one exponential.
-    factor = config.factor
-    if factor <= 0:
-        scores, factor = scores * factor, 1.0
+    # A weight is one fused multiply-add and one exponential.
+    factor = pieces.late_factor(config)
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * factor)
     shrink = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(scores * factor - pieces.along_rows(new_maximum, scores))
@@ -261,7 +265,7 @@ def _first_tile(config: Config, buffers: _Buffers, mine: _Rows, index: jax.Array
     def issue(accumulator: Any) -> None:
         plgpu.wgmma(accumulator, mine.q, buffers.k.at[slot].transpose((1, 0)))
 
-    scores = pieces.cap(config, pieces.multiply((ROWS, config.key_block), issue))
+    scores = _scores(config, pieces.multiply((ROWS, config.key_block), issue))
     scores = _masked(config, buffers, mine, index, slot, scores)
     pieces.release(config, buffers.k_empty.at[slot])
     maximum, total, _, weights = _softmax(config, scores, state.maximum, state.total)
@@ -281,7 +285,7 @@ def _attend_tile(
         plgpu.wgmma(scores, mine.q, buffers.k.at[slot].transpose((1, 0)))
 
     def consume(products: jax.Array) -> tuple:
-        scores = pieces.cap(config, products)
+        scores = _scores(config, products)
         if masked:
             scores = _masked(config, buffers, mine, index, slot, scores)
         pieces.release(config, buffers.k_empty.at[slot])

@@ -19,8 +19,6 @@ from pallas_kernels.mosaic_api import pl, plgpu
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # of one wgmma: each warpgroup owns this many rows of a score tile
-_MASKED = -1e30
-_LOWEST = -3e38
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,11 @@ class Config:
         else:
             plgpu.set_max_registers({1: 40, 2: 24, 3: 32}[self.warpgroups], action="decrease")
 
-    def kernel(self, body: Callable, **parameters: Any) -> Callable:
-        """`plgpu.kernel` with what is the same for all of our kernels."""
+    def kernel(self, name: str, body: Callable, **parameters: Any) -> Callable:
+        """`plgpu.kernel` with what is the same for all of our kernels; a profile shows the name."""
         return plgpu.kernel(
             body,
+            kernel_name=name,
             num_threads=self.warpgroups + 1,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -251,15 +250,22 @@ def cap(config: Config, products: jax.Array) -> jax.Array:
     return jnp.tanh(products * (config.options.scale / config.options.soft_cap))
 
 
+def late_factor(config: Config) -> float:
+    """What the forward multiplies scores with in its softmax; one that is not positive is multiplied at once."""
+    return config.factor if config.factor > 0 else 1.0
+
+
 def fill(config: Config) -> float:
-    """The value for masked entries that `Config.factor` takes to about -1e30, or as near as float32 allows."""
-    value = _MASKED / config.factor if config.factor else _LOWEST
-    return max(min(value, -_LOWEST), _LOWEST)
+    """The score of masked entries: `late_factor` takes it to about -1e30.
+
+    A power of two, so that the product is exact: rows that see nothing of a tile subtract it from itself.
+    """
+    return -(2.0 ** min(math.floor(math.log2(1e30 / late_factor(config))), 126))
 
 
 def empty_below(config: Config) -> float:
     """Row maxima (as powers of two) below this belong to rows without a visible key."""
-    return 0.5 * fill(config) * config.factor
+    return 0.5 * fill(config) * late_factor(config)
 
 
 def mask_tile(

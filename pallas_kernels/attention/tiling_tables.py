@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 SHIPPED = Path(__file__).with_name("tilings.json")
 VARIABLE = "JAXSTACK_TILINGS"

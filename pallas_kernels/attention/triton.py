@@ -100,7 +100,7 @@ def refuses(request: Request) -> str | None:
         return f"the head dim must be a multiple of 8 and at most {_LARGEST_HEAD_DIM}, got {request.head_dim}"
     missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} cannot be imported: pip install jax-triton"
+        return f"{' and '.join(missing)} cannot be imported: pip install 'jax-triton<0.4' 'triton<3.7'"
     return None
 
 

@@ -179,7 +179,8 @@ class Stopwatch:
         return median_seconds(compiled, *arguments)
 
     def _compare(self, is_forward: bool, result: Any) -> None:
-        for x, wanted in zip(*map(jax.tree.leaves, (result, self._expected.setdefault(is_forward, result))), strict=True):
+        expected = self._expected.setdefault(is_forward, result)
+        for x, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
             x, wanted = x.astype(jnp.float32), wanted.astype(jnp.float32)
             error = float(jnp.linalg.norm(x - wanted) / jnp.linalg.norm(wanted))
             if not error <= _LARGEST_DIFFERENCE:

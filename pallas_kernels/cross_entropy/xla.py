@@ -85,7 +85,8 @@ def _cut(request: Request) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
     accumulator = accumulator_dtype(request.hidden.dtype)
     roundings = -(-length // pieces // size)
     large = weight.size * accumulator.itemsize > ACCUMULATOR_BYTES
-    if large and weight.dtype.itemsize == 2 and roundings <= MOST_ROUNDINGS:
+    same = weight.dtype == request.hidden.dtype
+    if large and same and weight.dtype.itemsize == 2 and roundings <= MOST_ROUNDINGS:
         accumulator = weight.dtype
     # A vocabulary that XLA partitions cannot always be regrouped.
     grouped = request.target.platform == "cuda" and devices == 1 and weight.shape[1] % GROUP == 0
@@ -109,7 +110,7 @@ def _count_pieces(length: int, chunks: int) -> int:
 def _chunk_size(most: int, pieces: int, length: int) -> int:
     """C of at most `most` positions: if it can be, with a multiple of ROWS tokens, else of BLOCKS positions."""
     if most >= length:
-        return length
+        return max(length, 1)
     for step in (ROWS // math.gcd(ROWS, pieces), BLOCKS):
         if most >= step:
             return most // step * step

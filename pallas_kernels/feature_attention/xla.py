@@ -1,7 +1,7 @@
 """Linear attention in chunks: masked products inside a chunk, a state between chunks; time and memory linear in T.
 
 out_t = sum_s w_s (phi(q_t) . phi(k_s)) v_s / sum_s w_s phi(q_t) . phi(k_s), over the keys s that t sees. The chunks are
-computed side by side; only their states are combined one after the other, by an associative scan. All sums are float32.
+computed side by side; only their states depend on one another, and these are joined as a tree. All sums are float32.
 """
 
 import math
@@ -116,25 +116,47 @@ def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_Before, Linear
     if start is None:
         shape = (batch, heads, features, chunks.v.shape[-1])
         start = LinearState(jnp.zeros(shape, dtype), jnp.zeros(shape[:3], dtype), jnp.full(shape[:2], EMPTY, dtype))
+    start = LinearState(*(x.astype(dtype) for x in start))
     start = start._replace(log_scale=jax.lax.stop_gradient(start.log_scale))
-    parts = jax.tree.map(lambda one, rest: jnp.concatenate([one[:, None].astype(dtype), rest], axis=1), start, new)
     decay = jnp.broadcast_to(jnp.where(keeps, 0.0, EMPTY).astype(dtype), log_scale.shape)
-    decay = jnp.pad(decay, ((0, 0), (1, 0), (0, 0)))
-    states, _ = jax.lax.associative_scan(_then, (parts, decay), axis=1)
-    return _Before(jax.tree.map(lambda x: x[:, :-1], states), seen), jax.tree.map(lambda x: x[:, -1], states)
+    before = _before_each(new, decay, start)
+    last = _absorb(*(jax.tree.map(lambda x: x[:, -1], tree) for tree in (before, new, decay)))
+    return _Before(before, seen), last
 
 
-def _then(first: tuple[LinearState, jax.Array], second: tuple[LinearState, jax.Array]) -> tuple[LinearState, jax.Array]:
-    """Two neighbouring runs of chunks as one; each is its state and the logarithm of what it leaves of those before."""
-    (a, decay_a), (b, decay_b) = first, second
-    log_scale = jnp.maximum(a.log_scale + decay_b, b.log_scale)
-    keep, add = jnp.exp(a.log_scale + decay_b - log_scale), jnp.exp(b.log_scale - log_scale)
-    state = LinearState(
-        a.values * keep[..., None, None] + b.values * add[..., None, None],
-        a.normalizer * keep[..., None] + b.normalizer * add[..., None],
+def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> LinearState:
+    """The state before each of n chunks, [B, n, K, ...], of which each adds `new` and leaves exp(decay) of it.
+
+    Neighbours are joined and the pairs solved first: 2 log2(n) steps over arrays that halve. (XLA crashes on the empty
+    arrays of `jax.lax.associative_scan`'s gradient in a `shard_map` inside of a loop over layers.)
+    """
+    count = decay.shape[1]
+    if count == 1:
+        return jax.tree.map(lambda x: x[:, None], start)
+    if count % 2:
+        new, decay = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2))), (new, decay))
+    (first, decay_first), (second, decay_second) = (
+        jax.tree.map(lambda x, i=i: x[:, i::2], (new, decay)) for i in range(2)
+    )
+    before = _before_each(_absorb(first, second, decay_second), decay_first + decay_second, start)
+    between = _absorb(before, first, decay_first)
+
+    def interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
+        both = jnp.stack([even, odd], axis=2)
+        return both.reshape(even.shape[0], -1, *even.shape[2:])[:, :count]
+
+    return jax.tree.map(interleave, before, between)
+
+
+def _absorb(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
+    """exp(decay) times one state plus another, in the larger of their scales."""
+    log_scale = jnp.maximum(state.log_scale + decay, new.log_scale)
+    keep, add = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
+    return LinearState(
+        state.values * keep[..., None, None] + new.values * add[..., None, None],
+        state.normalizer * keep[..., None] + new.normalizer * add[..., None],
         log_scale,
     )
-    return state, decay_a + decay_b
 
 
 def _outputs(chunks: _Chunks, befores: list[_Before], causal: bool) -> jax.Array:

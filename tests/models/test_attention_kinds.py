@@ -1,7 +1,8 @@
-"""The attention kinds of a model: causal, packed, decoded as trained, counted, refused where they cannot, and learning."""
+"""The attention kinds of a model: causal, packed, decoded as trained, counted, refused, and learning."""
 
 from typing import get_args
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -143,9 +144,7 @@ def test_a_recurrent_cache_does_not_grow():
 @pytest.mark.parametrize("kind", ["block_sparse", "performer"])
 def test_the_decoder_takes_every_kind(kind):
     module = FunctionalModule(lambda rngs: build(kind))
-    decoder = Decoder(
-        module, *module.split(build(kind)), make_rules(make_mesh(ParallelConfig(), [nnx.jax.devices()[0]]))
-    )
+    decoder = Decoder(module, *module.split(build(kind)), make_rules(make_mesh(ParallelConfig(), [jax.devices()[0]])))
     prompts = [[5, 9, 2, 44, 17, 3, 8] * 4, [7]]
     found = np.stack(list(decoder.generate(prompts, 6, Sampling(temperature=0))), 1).tolist()
     model = build(kind)
@@ -185,7 +184,7 @@ def test_flops_follow_the_visible_pairs(kind, sees):
 
 
 def test_flops_of_linear_kinds_do_not_depend_on_the_length():
-    """Adding a key to the state and multiplying a query with it: 2 x features x width each, three times with the backward."""
+    """A key is added to the state, a query multiplied with it: 2 x features x width each, times 3 with the backward."""
     linear = 3 * 3 * 2 * 64 * 64 * (4 + 2)
     assert attention_flops(Linear(), 128) == attention_flops(Linear(), 4096) == linear
     projections = 3 * 2 * 2 * 256 * 64 * (4 + 2)

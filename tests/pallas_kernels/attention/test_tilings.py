@@ -81,7 +81,7 @@ def test_a_users_rows_stand_first_and_are_read_again_when_they_change(shipped, t
     assert keys(mask="full") == 2
     mine = tmp_path / "mine.json"
     monkeypatch.setenv(VARIABLE, str(mine))
-    with pytest.raises(ValueError, match=r"JAXSTACK_TILINGS names .*mine.json, which is not a file.*pallas_kernels.tune"):
+    with pytest.raises(ValueError, match=r"JAXSTACK_TILINGS names .*mine.json, which is not a file.*kernels.tune"):
         keys()
     save(mine, [forward(128, 3)])
     assert keys() == 1, "a row for this mask rather than a user's for any"
@@ -96,7 +96,8 @@ def test_rows_of_other_versions_are_passed_over(shipped):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "{}7", '[{"device": "H200"}]', '[{"device": "H200", "kernel": "forward", "head_dim": 64, "blocks": 3}]']
+    "text",
+    ["{", "{}7", '[{"device": "H200"}]', '[{"device": "H200", "kernel": "forward", "head_dim": 64, "blocks": 3}]'],
 )
 def test_a_broken_table_says_where(text, tmp_path):
     path = tmp_path / "broken.json"
@@ -121,10 +122,11 @@ def test_merging_replaces_rows_of_the_same_key(tmp_path):
         (128, "causal", None, 2),
         (128, "causal", 4096, 8),
     ]
-    save(tmp_path / "deep" / "table.json", merged)
-    assert list(map(dataclasses.asdict, load(tmp_path / "deep" / "table.json"))) == list(map(dataclasses.asdict, merged))
-    assert (tmp_path / "deep").stat().st_mode & 0o77 == 0, "closed to others"
-    assert len((tmp_path / "deep" / "table.json").read_text().splitlines()) == len(merged) + 2, "one row a line"
+    path = tmp_path / "deep" / "table.json"
+    save(path, merged)
+    assert list(map(dataclasses.asdict, load(path))) == list(map(dataclasses.asdict, merged))
+    assert path.parent.stat().st_mode & 0o77 == 0, "closed to others"
+    assert len(path.read_text().splitlines()) == len(merged) + 2, "one row a line"
 
 
 def test_the_shipped_table_is_of_this_version():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import linear_cross_entropy, record_choices
+from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum, record_choices
 from pallas_kernels.cross_entropy import xla
 from tests.pallas_kernels.compiling import run_jitted
 from tests.pallas_kernels.cross_entropy.cases import (
@@ -125,9 +125,10 @@ def test_wrong_arguments_name_the_rule(shapes, message):
         linear_cross_entropy(jnp.zeros((2, 8)), jnp.zeros((8, 5)), jnp.zeros(2))
 
 
+@pytest.mark.parametrize("form", [linear_cross_entropy, linear_cross_entropy_sum], ids=["per_token", "sum"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sequence_axis", [None, "context"])
-def test_sharded_over_batch_and_vocabulary_moves_no_logits_and_no_batch(backend, sequence_axis, monkeypatch):
+def test_sharded_over_batch_and_vocabulary_moves_no_logits_and_no_batch(form, backend, sequence_axis, monkeypatch):
     """Batch over data, sequence over context, vocabulary over tensor: only numbers a token and gradients move."""
     batch, length, width, vocabulary = 8, 64, 32, 1024
     monkeypatch.setattr(xla, "CHUNK_BYTES", 4 * batch * length * vocabulary // 4 // 8)
@@ -139,9 +140,7 @@ def test_sharded_over_batch_and_vocabulary_moves_no_logits_and_no_batch(backend,
     hidden = place(P("data", sequence_axis), (batch, length, width))
     weight = place(P(None, "tensor"), (width, vocabulary))
     labels = place(P("data", sequence_axis), (batch, length), jnp.int32)
-    gradient = jax.value_and_grad(
-        lambda h, w, y: linear_cross_entropy(h, w, y, implementation=backend).sum(), argnums=(0, 1)
-    )
+    gradient = jax.value_and_grad(lambda h, w, y: form(h, w, y, implementation=backend).sum(), argnums=(0, 1))
     with jax.set_mesh(mesh):
         text = jax.jit(gradient).lower(hidden, weight, labels).compile().as_text()
     assert backend == "xla_dense" or "while" in text
