@@ -3,8 +3,6 @@ from .attention.remat import save_attention as save_attention
 from .attention.sparse import block_sparse_attention as block_sparse_attention
 from .attention.sparse import longformer_attention as longformer_attention
 from .cross_entropy.api import linear_cross_entropy as linear_cross_entropy
-from .attention.sparse import block_sparse_attention as block_sparse_attention
-from .attention.sparse import longformer_attention as longformer_attention
 from .cross_entropy.api import linear_cross_entropy_sum as linear_cross_entropy_sum
 from .dispatch import Choice as Choice
 from .dispatch import NotSupported as NotSupported

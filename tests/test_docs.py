@@ -9,7 +9,7 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -17,6 +17,8 @@ from pydantic import BaseModel
 
 from jaxstack.config import Component
 from jaxstack.models import count_parameters, preset_names
+from jaxstack.models.attention_kinds import ATTENTION_KINDS
+from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention
 from jaxstack.optim import OPTIMIZERS, SCHEDULES
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
@@ -217,6 +219,16 @@ def test_configuration_page_has_every_key_with_its_default(section):
     assert isinstance(component, type) and issubclass(component, Component)
     expected = {field.alias or name: plain(field.default) for name, field in component.model_fields.items()}
     assert {name: yaml.safe_load(default) for name, default in rows.items()} == expected
+
+
+def test_configuration_page_has_every_attention_kind_with_its_keys():
+    text = sections_of(ROOT / "docs" / "configuration.md")["model"]
+    for part in (*ATTENTION_KINDS, *get_args(BlockSparseAttention.model_fields["pattern"].annotation)):
+        start = f"| `{part.model_fields['name'].default}` |"
+        row = next(line for line in text.splitlines() if line.startswith(start))
+        for name, field in part.model_fields.items():
+            shown = field.default.name if isinstance(field.default, BaseModel) else plain(field.default)
+            assert name == "name" or f"`{name}` {json.dumps(shown).strip(chr(34))}" in row, f"{part.__name__}.{name}"
 
 
 def test_models_page_has_every_preset_with_its_size():

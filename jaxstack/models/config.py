@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from jaxstack.config import Component
-from jaxstack.models.attention_kinds import AnyAttention, Softmax
+from jaxstack.models.attention_kinds import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention_kinds.base import Heads
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -61,7 +61,7 @@ class ModelConfig(Component):
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
 
-    attention: AnyAttention = Softmax()
+    attention: AnyAttention = SoftmaxAttention()
     """Attention kind of all layers, by `name`: see `jaxstack/models/attention_kinds/`."""
     layer_types: tuple[LayerType, ...] = ("full_attention",)
     """With softmax attention, whether each layer sees all keys or a window; repeated over the depth."""

@@ -15,6 +15,7 @@ from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.parallel import gather_weight
+from pallas_kernels import save_attention
 
 Caches = list[Any] | None
 """One cache of the attention kind a stack (leading layers dim) or a single block, in the order of `Stack.layers`."""
@@ -129,9 +130,6 @@ def _period(windows: tuple[int | None, ...]) -> int:
     return len(windows)
 
 
-_ATTENTION_NAMES = ("flash_attention_out", "flash_attention_lse")
-
-
 def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:
     """`body` under `jax.checkpoint` with one of `ModelConfig.remat`'s named policies."""
     policies = jax.checkpoint_policies
@@ -140,11 +138,9 @@ def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Ca
     if policy == "full":
         rule = policies.nothing_saveable
     elif policy == "save_attention":
-        rule = policies.save_only_these_names(*_ATTENTION_NAMES)
+        rule = save_attention
     elif policy == "save_dots":
-        rule = policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(*_ATTENTION_NAMES)
-        )
+        rule = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, save_attention)
     else:
         rule = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

@@ -24,7 +24,12 @@ BACKENDS = (
         mosaic.yields,
         opaque=True,
     ),
-    Backend("cudnn", "the fastest on NVIDIA GPUs where its interface suffices", cudnn.refuses, cudnn.attend),
+    Backend(
+        "cudnn",
+        "the fastest before Hopper, and where ours yields, as far as its interface goes",
+        cudnn.refuses,
+        cudnn.attend,
+    ),
     Backend(
         "triton",
         "one kernel that skips what any mask hides; short sequences too, as it launches less than `xla_dense`",

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention import cudnn
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Request, Segments
 from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
@@ -50,9 +51,12 @@ def _refuses_mask(request: Request) -> str | None:
 
 
 def yields(request: Request) -> str | None:
-    """cuDNN is faster for some shapes (docs/performance.md)."""
-    del request
-    return None
+    """cuDNN is faster for some shapes, where it can compute them (docs/performance.md)."""
+    mask = request.options.mask
+    without_mask = mask.is_band and not mask.causal and mask.window is None
+    if not (request.head_dim == 256 or (without_mask and request.head_dim == 128)) or cudnn.refuses(request):
+        return None
+    return f"cuDNN was measured faster at head dim {request.head_dim}{' without a mask' if without_mask else ''}"
 
 
 def attend_deterministic(request: Request) -> tuple[jax.Array, jax.Array]:

@@ -55,7 +55,7 @@ class Favor:
         # Products of two bfloat16 numbers are exact in float32: the projection in the input's dtype costs nothing.
         precision = "highest" if x.dtype == dtype else None
         projected = jnp.einsum(
-            "bthd,fd->bthf", x, self.projection.astype(x.dtype), preferred_element_type=dtype, precision=precision
+            "...d,fd->...f", x, self.projection.astype(x.dtype), preferred_element_type=dtype, precision=precision
         )
         wide = x.astype(dtype)
         exponents = projected * self.scale**0.5 - 0.5 * self.scale * jnp.sum(wide * wide, axis=-1, keepdims=True)

@@ -11,13 +11,13 @@ class Features(NamedTuple):
     """Features of queries or keys: phi = exp(log_weight) * values."""
 
     values: jax.Array
-    """[B, T, heads, F]."""
+    """[..., F]."""
     log_weight: jax.Array | None = None
-    """[B, T, heads], a constant to differentiation; None is 0. That of a query cancels in attention."""
+    """[...], a constant to differentiation; None is 0. That of a query cancels in attention."""
 
 
 class FeatureMap(Protocol):
-    """Makes features [B, T, heads, F] of queries and keys [B, T, heads, H]."""
+    """Makes features [..., F] of queries and keys [..., H], whatever the dims before are."""
 
     def query(self, x: jax.Array) -> Features: ...
 

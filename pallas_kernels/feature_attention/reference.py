@@ -14,9 +14,12 @@ def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
     differentiated by jax. A query whose similarities sum to 0 has the output 0.
     """
     dtype = jnp.promote_types(request.q.dtype, jnp.float32)
-    query, features = request.features(request.q, request.k)
+    query, features = request.feature_map.query(request.q).values, request.feature_map.key(request.k)
     key, v = features.values.astype(dtype), request.v.astype(dtype)
     weight = jnp.zeros(key.shape[:3], dtype) if features.log_weight is None else features.log_weight
+    if request.hidden is not None:
+        key = jnp.where(request.hidden[..., None, None], 0, key)
+        weight = jnp.where(request.hidden[..., None], EMPTY, weight)
     group = query.shape[2] // key.shape[2]
     similarity = jnp.einsum("btnf,bsnf->bnts", query.astype(dtype), jnp.repeat(key, group, axis=2), precision="highest")
     visible = _visible(request)

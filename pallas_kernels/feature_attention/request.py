@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.request import check_arrays
-from pallas_kernels.feature_attention.features import FeatureMap, Features
+from pallas_kernels.feature_attention.features import FeatureMap
 from pallas_kernels.feature_attention.state import LinearState
 from pallas_kernels.target import Target, current_target
 
@@ -39,13 +39,6 @@ class Request:
     state: LinearState | None
     chunk: int | None
     target: Target
-
-    def features(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, Features]:
-        """Features of the queries, and of the keys with those that are hidden set to 0."""
-        key = self.feature_map.key(k)
-        if self.hidden is not None:
-            key = key._replace(values=jnp.where(self.hidden[..., None, None], 0, key.values))
-        return self.feature_map.query(q).values, key
 
     def __str__(self) -> str:
         words = [f"q {list(self.q.shape)} k {list(self.k.shape)} {self.q.dtype.name}"]

@@ -4,11 +4,14 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxstack.models.attention_kinds.block_sparse import BlockSparse
-from jaxstack.models.attention_kinds.linear import Linear
-from jaxstack.models.attention_kinds.longformer import Longformer
-from jaxstack.models.attention_kinds.performer import Performer
-from jaxstack.models.attention_kinds.softmax import Softmax
+from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention
+from jaxstack.models.attention_kinds.linear import LinearAttention
+from jaxstack.models.attention_kinds.longformer import LongformerAttention
+from jaxstack.models.attention_kinds.performer import PerformerAttention
+from jaxstack.models.attention_kinds.softmax import SoftmaxAttention
 
-ATTENTION_KINDS = (Softmax, Longformer, BlockSparse, Linear, Performer)
-AnyAttention = Annotated[Softmax | Longformer | BlockSparse | Linear | Performer, Field(discriminator="name")]
+ATTENTION_KINDS = (SoftmaxAttention, LongformerAttention, BlockSparseAttention, LinearAttention, PerformerAttention)
+AnyAttention = Annotated[
+    SoftmaxAttention | LongformerAttention | BlockSparseAttention | LinearAttention | PerformerAttention,
+    Field(discriminator="name"),
+]

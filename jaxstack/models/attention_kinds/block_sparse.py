@@ -23,7 +23,7 @@ class Pattern(Component):
         """Boolean [blocks, blocks]: whether a block of queries sees a block of keys."""
 
 
-class Strided(Pattern):
+class StridedPattern(Pattern):
     """The nearest blocks and every stride-th one (Child et al. 2019)."""
 
     name: Literal["strided"] = "strided"
@@ -35,7 +35,7 @@ class Strided(Pattern):
         return patterns.strided(blocks, local=self.local, stride=self.stride)
 
 
-class Fixed(Pattern):
+class FixedPattern(Pattern):
     """The block's own stripe, and the last blocks of every stripe before it (Child et al. 2019)."""
 
     name: Literal["fixed"] = "fixed"
@@ -45,7 +45,7 @@ class Fixed(Pattern):
     """Last blocks of each stripe, which all later ones see."""
 
     @model_validator(mode="after")
-    def _check(self) -> "Fixed":
+    def _check(self) -> "FixedPattern":
         if self.summary > self.stride:
             raise ValueError(f"summary ({self.summary}) must not exceed stride ({self.stride}), the stripe's blocks.")
         return self
@@ -54,7 +54,7 @@ class Fixed(Pattern):
         return patterns.fixed(blocks, stride=self.stride, summary=self.summary)
 
 
-class BigBird(Pattern):
+class BigBirdPattern(Pattern):
     """The nearest blocks, the first ones, and random ones (Zaheer et al. 2020)."""
 
     name: Literal["bigbird"] = "bigbird"
@@ -76,11 +76,11 @@ class BigBird(Pattern):
         )
 
 
-class BlockSparse(MaskedSoftmax):
+class BlockSparseAttention(MaskedSoftmax):
     """Softmax attention to the blocks of a pattern, causal. The pattern lies over the row, also over packed ones."""
 
     name: Literal["block_sparse"] = "block_sparse"
-    pattern: Annotated[Strided | Fixed | BigBird, Field(discriminator="name")] = BigBird()
+    pattern: Annotated[StridedPattern | FixedPattern | BigBirdPattern, Field(discriminator="name")] = BigBirdPattern()
     block_size: int = Field(default=128, ge=16, multiple_of=16)
     """Tokens of a block."""
 

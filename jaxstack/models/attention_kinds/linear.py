@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxstack.models.config import ModelConfig
 
 
-class Linear(Recurrent):
+class LinearAttention(Recurrent):
     """phi(q) . phi(k) instead of exp(q . k) (Katharopoulos et al. 2020)."""
 
     name: Literal["linear"] = "linear"

@@ -11,7 +11,7 @@ from pallas_kernels import longformer_attention
 from pallas_kernels.attention.masks import Mask
 
 
-class Longformer(MaskedSoftmax):
+class LongformerAttention(MaskedSoftmax):
     """Softmax attention to near keys and to the first ones of the document (Beltagy et al. 2020), causal."""
 
     name: Literal["longformer"] = "longformer"

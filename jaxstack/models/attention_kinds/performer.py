@@ -10,7 +10,7 @@ from jaxstack.models.attention_kinds.recurrent import Recurrent
 from pallas_kernels import LinearState, performer_attention, random_projection
 
 
-class Performer(Recurrent):
+class PerformerAttention(Recurrent):
     """FAVOR+ (Choromanski et al. 2021). All layers share the directions, which `seed` draws once for the run."""
 
     name: Literal["performer"] = "performer"

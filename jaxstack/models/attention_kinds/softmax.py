@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jaxstack.models.config import ModelConfig
 
 
-class Softmax(MaskedSoftmax):
+class SoftmaxAttention(MaskedSoftmax):
     """softmax(q k^T) v (Vaswani et al. 2017), by the first kernel of the table that can do it."""
 
     name: Literal["softmax"] = "softmax"

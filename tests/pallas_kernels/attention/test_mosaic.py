@@ -115,14 +115,19 @@ def compile_gradient(head_dim, packed, batch=2, length=1024):
 
 
 @needs_mosaic
-@pytest.mark.parametrize(("head_dim", "packed"), [(64, False), (128, True)])
-def test_compiled_for_hopper_without_spills(head_dim, packed, monkeypatch, capfd):
-    """One forward, kept by the policy, and one backward. Head dim 128 keeps a few addresses in local memory."""
+@pytest.mark.parametrize(
+    ("head_dim", "packed", "spilled"),
+    # The backward keeps some addresses in local memory at 128; at 64 its larger blocks are faster in spite of spills.
+    [(64, True, 0), (64, False, 512), (128, True, 64)],
+)
+def test_compiled_for_hopper_with_few_spills(head_dim, packed, spilled, monkeypatch, capfd):
+    """One forward, kept by the policy, without spills, and one backward."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compiled = compile_gradient(head_dim, packed)
     report = "".join(capfd.readouterr())
-    spills = [int(size) for size in re.findall(r"stack frame, (\d+) bytes spill stores", report)]
-    assert len(spills) == 2 and max(spills) <= (64 if head_dim == 128 else 0), spills
+    spills = dict(re.findall(r"properties for (\w+)_mosaic_gpu_kernel\n.* (\d+) bytes spill stores", report))
+    assert spills.keys() == {"attention_forward", "attention_backward"}
+    assert int(spills["attention_forward"]) == 0 and int(spills["attention_backward"]) <= spilled
     assert "serialized" not in report
     assert compiled.as_text().count('custom_call_target="mosaic_gpu') == 2
 
