@@ -128,9 +128,10 @@ def _for_each_chunk(plan: _Plan, length: int, visit: Callable[[Any, Chunk, Any],
     if whole:
         carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(i * plan.size, plan.size, carry), carry)
     if rest:
-        # Else XLA may compute the last chunk's logits before the loop, and hold them all along.
-        start, carry = jax.lax.optimization_barrier((jnp.int32(whole * plan.size), carry))
-        carry = step(start, rest, carry)
+        # A loop of one step that XLA cannot unroll. Else it may compute the last chunk's logits before the other loop
+        # and hold them all along, and a second array of the weight's size would hold its last summand.
+        once = jax.lax.optimization_barrier(jnp.int32(1))
+        carry = jax.lax.fori_loop(0, once, lambda _, carry: step(whole * plan.size, rest, carry), carry)
     return carry
 
 
