@@ -80,9 +80,7 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     cache_compilations()
     first = jax.process_index() == 0
     say = print_line if first and config.observe.progress else (lambda text: None)
-    data = open_data(
-        config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say
-    )
+    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
     flops = model_flops_per_token(config.model, config.train.sequence_length)

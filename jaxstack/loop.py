@@ -150,9 +150,7 @@ class Loop:
     def _steps(self, start: int) -> None:
         train, manager = self.trainer.train, self.manager
         pending: collections.deque[tuple[int, Any, float]] = collections.deque()
-        profiler = StepProfiler(
-            self.settings.observe.profile_steps, (self.run_dir or Path(".")) / "profile", self._say
-        )
+        profiler = StepProfiler(self.settings.observe.profile_steps, (self.run_dir or Path(".")) / "profile", self._say)
         batches = self.trainer.batches(start)
         with StopRequest() as stop, contextlib.closing(profiler), contextlib.closing(batches):
             self.meter.restart()
@@ -297,4 +295,3 @@ def _in_short(ran: Mapping[str, Any]) -> str:
         sent = sum(row["wire_bytes"] for row in rows)
         parts.append(f"{count} collectives, {sent / 2**20:.1f} MiB sent a device" if count else "no collectives")
     return "; ".join(parts)
-

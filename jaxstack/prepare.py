@@ -111,17 +111,13 @@ def _terminate(number: int, frame: object) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.held_out_fraction < 1:
-        raise ConfigError(
-            f"--held-out-fraction is {arguments.held_out_fraction}, it must be at least 0 and below 1"
-        )
+        raise ConfigError(f"--held-out-fraction is {arguments.held_out_fraction}, it must be at least 0 and below 1")
     if arguments.workers is not None and arguments.workers < 1:
         raise ConfigError(f"--workers is {arguments.workers}, it must be at least 1")
     if arguments.shard_tokens < 1024:
         raise ConfigError(f"--shard-tokens is {arguments.shard_tokens}, it must be at least 1024")
     if arguments.vocab_size < 257:
-        raise ConfigError(
-            f"--vocab-size is {arguments.vocab_size}; 256 bytes and a document start need at least 257"
-        )
+        raise ConfigError(f"--vocab-size is {arguments.vocab_size}; 256 bytes and a document start need at least 257")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -210,10 +206,7 @@ class _Lines:
         if now - self._last >= 5:
             self._last = now
             rate = done / (now - self._began) / 1e6
-            self.say(
-                f"{done / 1e6:.1f} of {total / 1e6:.1f} MB "
-                f"({100 * done / max(total, 1):.0f}%), {rate:.1f} MB/s"
-            )
+            self.say(f"{done / 1e6:.1f} of {total / 1e6:.1f} MB ({100 * done / max(total, 1):.0f}%), {rate:.1f} MB/s")
 
 
 class _Bar:
@@ -223,9 +216,7 @@ class _Bar:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
 
-        self._bar = Progress(
-            TextColumn("tokenising"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn()
-        )
+        self._bar = Progress(TextColumn("tokenising"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
         self._task = self._bar.add_task("tokenising", total=total)
 
     def __enter__(self):

@@ -28,9 +28,7 @@ class TrainState(NamedTuple):
     """[] int32: steps skipped in a row because loss or gradients were not finite."""
 
 
-def init_state(
-    module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array
-) -> TrainState:
+def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """A fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
     init_key, run_key = jax.random.split(key)
     params, rest = module.init(init_key)
@@ -43,9 +41,7 @@ def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransforma
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
 
 
-def state_shardings(
-    module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules
-) -> TrainState:
+def state_shardings(module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules) -> TrainState:
     """The NamedSharding of every leaf: optimizer moments lie as their parameter does, all else is whole."""
     abstract = abstract_state(module, optimizer)
     specs = module.parameter_specs(rules)

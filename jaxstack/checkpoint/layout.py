@@ -32,9 +32,7 @@ def compare(wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool
     return lines
 
 
-def check_layout(
-    source: str, wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool = False
-) -> None:
+def check_layout(source: str, wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool = False) -> None:
     """Raises JaxstackError that names the first ten differing leaves and counts the rest."""
     lines = compare(wanted, held, subset)
     if not lines:

@@ -11,6 +11,11 @@ class Component(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True,
-        allow_inf_nan=False, protected_namespaces=(),
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )

@@ -28,9 +28,7 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"a key must be text; found {key!r}", key_node.start_mark
                 )
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} stands twice", key_node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -107,9 +105,7 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
         name, equals, value = override.partition("=")
         keys = name.strip().split(".")
         if not equals or not all(keys):
-            raise ConfigError(
-                f"override {override!r} must have the form section.key=value, e.g. train.steps=100."
-            )
+            raise ConfigError(f"override {override!r} must have the form section.key=value, e.g. train.steps=100.")
         parent = merged
         for key in keys[:-1]:
             if not isinstance(parent.get(key), dict):

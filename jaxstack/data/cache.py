@@ -37,21 +37,15 @@ def cache_folder(configured: str | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         owner = folder.stat().st_uid
     except (OSError, RuntimeError) as e:
-        raise ConfigError(
-            f"cannot make the data cache {folder}: {e}; set data.cache_dir to another place"
-        ) from None
+        raise ConfigError(f"cannot make the data cache {folder}: {e}; set data.cache_dir to another place") from None
     if owner not in (os.getuid(), 0):
-        raise ConfigError(
-            f"the data cache {folder} belongs to user id {owner}: set data.cache_dir to a private place"
-        )
+        raise ConfigError(f"the data cache {folder} belongs to user id {owner}: set data.cache_dir to a private place")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"the data cache {folder} cannot be written: set data.cache_dir to another place")
     return folder
 
 
-def ensure_tokenizer(
-    config: TokenizerConfig, plans: Sequence[Plan], folder: Path, report: Report
-) -> Tokenizer:
+def ensure_tokenizer(config: TokenizerConfig, plans: Sequence[Plan], folder: Path, report: Report) -> Tokenizer:
     """The configured tokenizer; a BPE is trained once on the training documents of `plans` and kept in
     `folder`.
     """
@@ -116,7 +110,5 @@ def prepared_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = load_tokenizer(folder / TOKENIZER)
     expected = read_index(folder)["tokenizer"]["hash"]
     if tokenizer.hash != expected:
-        raise JaxstackError(
-            f"{folder}/{TOKENIZER} is not the tokenizer that its shards were made with: restore it"
-        )
+        raise JaxstackError(f"{folder}/{TOKENIZER} is not the tokenizer that its shards were made with: restore it")
     return tokenizer

@@ -35,9 +35,7 @@ def put_rows(sharding: Sharding, rows: np.ndarray, global_shape: tuple[int, ...]
     """
     wanted = local_rows(sharding, global_shape)
     if len(wanted) != len(rows):
-        raise JaxstackError(
-            f"this process holds {len(wanted)} rows of the global batch, but was given {len(rows)}"
-        )
+        raise JaxstackError(f"this process holds {len(wanted)} rows of the global batch, but was given {len(rows)}")
     shards, devices = [], []
     for device, index in sharding.addressable_devices_indices_map(global_shape).items():
         assert index is not None

@@ -55,9 +55,7 @@ def read_documents(piece: Piece) -> Iterator[Document]:
       ConfigError: a jsonl line or a parquet file without `text_key`, or a text in it that is no string.
       JaxstackError: broken data; the message names the file.
     """
-    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "topics": _read_topics}[
-        piece.kind
-    ]
+    reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "topics": _read_topics}[piece.kind]
     for document in reader(piece):
         if document.text or document.skipped:
             yield document
@@ -72,9 +70,7 @@ def _read_text(piece: Piece) -> Iterator[Document]:
             raw = stream.read(piece.stop - piece.start)
     if b"\0" in raw[:8192] and piece.opens:
         if piece.file.explicit:
-            raise ConfigError(
-                f"{piece.file.path} is not text (it holds NUL bytes); give text, jsonl or parquet"
-            )
+            raise ConfigError(f"{piece.file.path} is not text (it holds NUL bytes); give text, jsonl or parquet")
         yield Document("", skipped=True)
         return
     text, replaced = decode_utf8(raw.removeprefix(BYTE_ORDER_MARK) if piece.opens else raw)
@@ -141,16 +137,12 @@ def _parse_line(line: bytes, where: str, text_key: str) -> Document:
         raise JaxstackError(f"{where} is a JSON {type(record).__name__}, not an object with a text")
     if text_key not in record:
         keys = ", ".join(repr(k) for k in record) or "none"
-        raise ConfigError(
-            f"{where} has no key {text_key!r}; its keys: {keys}; set text_key to the one with the text"
-        )
+        raise ConfigError(f"{where} has no key {text_key!r}; its keys: {keys}; set text_key to the one with the text")
     text = record[text_key]
     if text is None:
         return Document("")
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{where}: {text_key!r} is {type(text).__name__}, not a string; set text_key to the text"
-        )
+        raise ConfigError(f"{where}: {text_key!r} is {type(text).__name__}, not a string; set text_key to the text")
     return Document(valid_unicode(text), replaced=replaced)
 
 
@@ -171,19 +163,13 @@ def parquet_groups(file: SourceFile, text_key: str) -> list[tuple[int, int]]:
         names = reader.schema_arrow.names
         if text_key not in names:
             raise ConfigError(
-                f"{file.path} has no column {text_key!r}; "
-                f"its columns: {', '.join(map(repr, names))}; set text_key"
+                f"{file.path} has no column {text_key!r}; its columns: {', '.join(map(repr, names))}; set text_key"
             )
         kind = str(reader.schema_arrow.field(text_key).type)
         if "string" not in kind or kind.startswith(("list", "struct", "map")):
-            raise ConfigError(
-                f"{file.path}: column {text_key!r} holds {kind}, not strings; set text_key to the text"
-            )
+            raise ConfigError(f"{file.path}: column {text_key!r} holds {kind}, not strings; set text_key to the text")
         meta = reader.metadata
-        return [
-            (meta.row_group(i).num_rows, meta.row_group(i).total_byte_size)
-            for i in range(meta.num_row_groups)
-        ]
+        return [(meta.row_group(i).num_rows, meta.row_group(i).total_byte_size) for i in range(meta.num_row_groups)]
 
 
 @contextmanager

@@ -104,9 +104,7 @@ class Data:
             "order": order_hash(self._order),
         }
 
-    def batches(
-        self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int
-    ) -> Iterator[Batch]:
+    def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
         """Rows `rows` of the global batches `start`, `start + 1`, and so on without end.
 
         Args:
@@ -185,9 +183,7 @@ class Data:
         total = sum(sizes)
         if self._config.held_out_max_bytes is not None:
             share = self._config.held_out_max_bytes / max(len(sizes), 1)
-            sizes = [
-                min(n, self._tokens_in_bytes(s, share)) for s, n in zip(self._held_out, sizes, strict=True)
-            ]
+            sizes = [min(n, self._tokens_in_bytes(s, share)) for s, n in zip(self._held_out, sizes, strict=True)]
             total = sum(sizes)
         if max_tokens is None or max_tokens >= total:
             return sizes
@@ -211,9 +207,7 @@ def _joint_hash(stream: Stream) -> str:
 def _checked_rows(rows: Sequence[int] | np.ndarray, batch_size: int) -> list[int]:
     wanted = [int(r) for r in rows]
     if not wanted or min(wanted) < 0 or max(wanted) >= batch_size:
-        raise ConfigError(
-            f"rows must lie in 0..{batch_size - 1} of a batch of {batch_size}, and there must be one"
-        )
+        raise ConfigError(f"rows must lie in 0..{batch_size - 1} of a batch of {batch_size}, and there must be one")
     return wanted
 
 

@@ -26,9 +26,7 @@ def exclusive(path: Path, waiting: Callable[[], None] | None = None) -> Iterator
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if waiting is None:
-                raise JaxstackError(
-                    f"another process is writing to {path.parent}: wait until it is done"
-                ) from None
+                raise JaxstackError(f"another process is writing to {path.parent}: wait until it is done") from None
             waiting()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

@@ -190,9 +190,7 @@ def _pieces(
 def _cuts(file: SourceFile, start: int, stop: int, step: int, whole_lines: bool = False) -> list[int]:
     """`start`, `stop`, and about every `step` bytes between them a place after a line end."""
     with open_file(file) as stream:
-        inner = [
-            align(stream, p, file.size, whole_lines) for p in range(start + step, stop - step // 2, step)
-        ]
+        inner = [align(stream, p, file.size, whole_lines) for p in range(start + step, stop - step // 2, step)]
     return sorted({start, stop, *(p for p in inner if start < p < stop)})
 
 

@@ -66,9 +66,7 @@ class ShardWriter:
         name = f"{self._split}-{len(self.shards):05d}.bin"
         content = np.concatenate(self._parts).astype(self._dtype).tobytes()
         write_file(self._folder / name, content)
-        self.shards.append(
-            {"name": name, "tokens": self._count, "sha256": hashlib.sha256(content).hexdigest()}
-        )
+        self.shards.append({"name": name, "tokens": self._count, "sha256": hashlib.sha256(content).hexdigest()})
         self._parts, self._count = [], 0
         if self._on_shard:
             self._on_shard(self.shards)
@@ -89,17 +87,13 @@ def read_index(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise JaxstackError(
-            f"{folder} holds no prepared tokens ({INDEX} is missing): run jaxstack.prepare"
-        ) from None
+        raise JaxstackError(f"{folder} holds no prepared tokens ({INDEX} is missing): run jaxstack.prepare") from None
     except (OSError, ValueError, RecursionError) as e:
         raise JaxstackError(f"{path} is not readable: {e}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise JaxstackError(f"{path} is not an index of token shards: its format is not {FORMAT!r}")
     if index.get("version") != VERSION:
-        raise JaxstackError(
-            f"{path} has version {index.get('version')}, this jaxstack reads {VERSION}: update it"
-        )
+        raise JaxstackError(f"{path} has version {index.get('version')}, this jaxstack reads {VERSION}: update it")
     try:
         if index["dtype"] not in ("uint16", "uint32"):
             raise ValueError(f"dtype {index['dtype']!r}")
@@ -141,15 +135,12 @@ def verify_shards(folder: Path, shards: list[dict], item_size: int) -> None:
         try:
             status = os.stat(path)
         except OSError as e:
-            raise JaxstackError(
-                f"token shard {path} cannot be read ({e.strerror}); {_way_out(folder)}"
-            ) from None
+            raise JaxstackError(f"token shard {path} cannot be read ({e.strerror}); {_way_out(folder)}") from None
         expected = shard["tokens"] * item_size
         if status.st_size != expected:
             raise JaxstackError(
                 f"token shard {path} has {status.st_size} bytes, its index says {expected} "
-                f"({shard['tokens']} ids of {item_size} bytes): it was cut off or replaced; "
-                + _way_out(folder)
+                f"({shard['tokens']} ids of {item_size} bytes): it was cut off or replaced; " + _way_out(folder)
             )
         stamp = [shard["sha256"], status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
         if stamps.get(shard["name"]) != stamp:
@@ -206,9 +197,7 @@ class TokenStream:
       SIGBUS.
     """
 
-    def __init__(
-        self, folder: Path, shards: list[dict], dtype: np.dtype, shard_tokens: int, document_start: int
-    ):
+    def __init__(self, folder: Path, shards: list[dict], dtype: np.dtype, shard_tokens: int, document_start: int):
         self._folder = folder
         self._shards = shards
         self._dtype = dtype

@@ -22,9 +22,7 @@ def documents_needed(fraction: float) -> int:
     return math.ceil(EXPECTED_DOCUMENTS / fraction) if 0 < fraction < 1 else 0
 
 
-def split_document(
-    document: Document, piece: Piece, fraction: float, inside: bool
-) -> list[tuple[Split, str, float]]:
+def split_document(document: Document, piece: Piece, fraction: float, inside: bool) -> list[tuple[Split, str, float]]:
     """(split, text, score) of the one or two parts of `document`.
 
     A document goes as a whole to the side that its score says; with `inside` its last `fraction`, from a

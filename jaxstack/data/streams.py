@@ -75,9 +75,7 @@ def _choose_tokenizer(
     made = [(s.path, prepared_tokenizer(Path(s.path).expanduser())) for s in sources if prepared(s)]
     for path, tokenizer in made[1:]:
         if tokenizer.hash != made[0][1].hash:
-            raise ConfigError(
-                f"{made[0][0]} and {path} were prepared with different tokenizers: use the same"
-            )
+            raise ConfigError(f"{made[0][0]} and {path} were prepared with different tokenizers: use the same")
     if made and not wanted.path and wanted.name != "byte":
         path, tokenizer = made[0]
         if wanted.name == "bpe" and tokenizer.kind != "bpe":

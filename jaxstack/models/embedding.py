@@ -21,7 +21,6 @@ class Embedding(nnx.Module):
         """The table in the compute dtype, whole over `fsdp`."""
         return gather_weight(self.table[...], self.axes, dtype)
 
-
     def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
         """Rows of int32 ids [B, ...] -> [B, ..., D] in the compute dtype.
 

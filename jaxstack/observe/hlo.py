@@ -128,7 +128,9 @@ def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
     if instruction.opcode == "while":
         trips = instruction.trip_count
         inside = replace(
-            here, calls=here.calls * (1 if trips is None else trips), exact=here.exact and trips is not None,
+            here,
+            calls=here.calls * (1 if trips is None else trips),
+            exact=here.exact and trips is not None,
             in_loop=True,
         )
         for name in instruction.computations("body", "condition"):

@@ -47,9 +47,7 @@ class Progress:
         stream: where to print; standard output by default.
     """
 
-    def __init__(
-        self, total_steps: int, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None
-    ):
+    def __init__(self, total_steps: int, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None):
         self._total = total_steps
         self._stream = stream or sys.stdout
         self._enabled = enabled

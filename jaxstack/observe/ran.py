@@ -55,8 +55,9 @@ def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     }
 
 
-_FALLBACKS = {"flash_attention": ("xla", "xla_dense", "reference")}
-"""Backends of an operation that are no GPU kernels."""
+_FALLBACKS = ("xla", "xla_dense", "reference")
+"""Backends that are no GPU kernels, of the operations that have kernels:"""
+_WITH_KERNELS = ("flash_attention", "longformer_attention", "block_sparse_attention")
 
 
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
@@ -65,7 +66,8 @@ def refuse_fallbacks(choices: Sequence[Choice]) -> None:
     On other platforms there is nothing to fall back from.
     """
     for choice in choices:
-        if choice.backend in _FALLBACKS.get(choice.operation, ()) and " on cuda" in choice.call and not choice.explicit:
+        fell_back = choice.operation in _WITH_KERNELS and choice.backend in _FALLBACKS
+        if fell_back and " on cuda" in choice.call and not choice.explicit:
             raise ConfigError(
                 f"observe.fail_on_fallback: {choice}. Change the model so that the preferred backend can run it, "
                 "name a backend in model.attention_implementation, or set observe.fail_on_fallback to false."

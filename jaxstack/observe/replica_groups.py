@@ -11,9 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
-_SPELLINGS = re.compile(
-    r"replica_groups=(mesh\[.*?\].*?\{.*?\}|\[.*?\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\})"
-)
+_SPELLINGS = re.compile(r"replica_groups=(mesh\[.*?\].*?\{.*?\}|\[.*?\]<=\[[\d,]+\](?:T\([\d,]+\))?|\{\{.*?\}\})")
 
 
 def replica_groups(attributes: str, num_devices: int) -> Groups:

@@ -111,9 +111,7 @@ class Meter:
         if not self._steps:
             return {}
         seconds = max(self._ended - self._began - self._excluded, 1e-9)
-        values = throughput(
-            self._tokens, seconds, self._devices, self._flops_per_token, self._device_kind, self._steps
-        )
+        values = throughput(self._tokens, seconds, self._devices, self._flops_per_token, self._device_kind, self._steps)
         values["data_wait_fraction"] = min(1.0, self._waited / seconds)
         step_seconds = seconds / self._steps
         # The estimate follows a change of pace within a few windows, and one slow window does not throw it.

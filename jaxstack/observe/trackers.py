@@ -127,7 +127,10 @@ class WandB:
     """
 
     def __init__(
-        self, directory: str | Path, start_step: int = 0, name: str | None = None,
+        self,
+        directory: str | Path,
+        start_step: int = 0,
+        name: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
         try:
@@ -147,7 +150,11 @@ class WandB:
             id_file.write_text(run_id + "\n")
         project = os.environ.get("WANDB_PROJECT", "jaxstack")
         self._run = wandb.init(
-            project=project, id=run_id, resume="allow", name=name, dir=str(directory),
+            project=project,
+            id=run_id,
+            resume="allow",
+            name=name,
+            dir=str(directory),
             config=dict(settings or {}),
         )
         # wandb refuses its own step to go back, which it does when a run resumes behind its last logged line.

@@ -98,9 +98,7 @@ class OneCycle(Schedule):
     """The last learning rate is the first one divided by this."""
 
     def decay(self, steps: int) -> optax.Schedule:
-        return optax.cosine_onecycle_schedule(
-            steps, 1.0, self.rise_fraction, self.initial_divisor, self.final_divisor
-        )
+        return optax.cosine_onecycle_schedule(steps, 1.0, self.rise_fraction, self.initial_divisor, self.final_divisor)
 
 
 class InverseSqrt(Schedule):

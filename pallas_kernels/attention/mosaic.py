@@ -39,8 +39,6 @@ def refuses(request: Request) -> str | None:
 
 def _refuses_mask(request: Request) -> str | None:
     mask = request.options.mask
-    if mask.global_tokens and request.segments is not None:
-        return "has no global tokens together with segments"
     shift = request.key_length - request.query_length
     if mask.layout is not None and (mask.layout.block_size % _LARGEST_BLOCK or shift % _LARGEST_BLOCK):
         return (
@@ -112,8 +110,12 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
 
 
 def _pad_segments(segments: Segments | None, config: Any) -> Segments | None:
+    """Segment numbers of whole blocks, with the global tokens in the lowest bit where the mask has some."""
     if segments is None:
         return None
+    marks = segments.global_tokens(config.options.mask)
+    if marks is not None:
+        segments = Segments(*(2 * ids + mark for ids, mark in zip(segments, marks, strict=True)))
     return Segments(_pad(segments.query, config.query_block), _pad(segments.key, config.key_block))
 
 

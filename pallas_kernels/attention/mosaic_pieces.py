@@ -282,7 +282,8 @@ def mask_tile(
     Args:
         values: [queries, keys], or [keys, queries] with `keys_are_rows`.
         first_query, first_key: positions of the tile's corner, counted from the start of q and of k.
-        ids: segment numbers of the tile's queries and keys, broadcast to its shape; None without segments.
+        ids: segment numbers of the tile's queries and keys, broadcast to its shape; None without segments. Where the
+            mask has global tokens, twice these numbers, and one more for such tokens.
     """
     mask = config.options.mask
     query_dim, key_dim = (1, 0) if keys_are_rows else (0, 1)
@@ -300,10 +301,13 @@ def mask_tile(
     near += [] if mask.window_after is None else [distance > -mask.window_after]
     if near:
         seen = functools.reduce(operator.and_, near)
-        if mask.global_tokens:
+        if mask.global_tokens and ids is not None:
+            seen = seen | (((ids[0] | ids[1]) & 1) == 1)
+        elif mask.global_tokens:
             seen = seen | (positions(query_dim, first_query + offset) < mask.global_tokens)
             seen = seen | (positions(key_dim, first_key) < mask.global_tokens)
         values = jnp.where(seen, values, hidden)
     if ids is not None:
-        values = jnp.where(ids[0] == ids[1], values, hidden)
+        shift = 1 if mask.global_tokens else 0
+        values = jnp.where((ids[0] >> shift) == (ids[1] >> shift), values, hidden)
     return values

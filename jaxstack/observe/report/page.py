@@ -20,9 +20,21 @@ _MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays
 _MAX_OTHER_CHARTS = 12
 # Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
 _NOT_PLAIN = {
-    "loss", "eval_loss", "eval_bits_per_byte", "eval_seconds", "eval_items", "grad_norm", "learning_rate",
-    "tokens", "tokens_per_second", "tokens_per_second_per_device", "step_time_seconds",
-    "model_tflops_per_device", "mfu", "peak_memory_bytes", "data_wait_fraction",
+    "loss",
+    "eval_loss",
+    "eval_bits_per_byte",
+    "eval_seconds",
+    "eval_items",
+    "grad_norm",
+    "learning_rate",
+    "tokens",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "step_time_seconds",
+    "model_tflops_per_device",
+    "mfu",
+    "peak_memory_bytes",
+    "data_wait_fraction",
 }
 _SECTION_TITLES = {
     "attention": "Attention backends",
@@ -47,17 +59,19 @@ def write_report(run_dir: str | Path) -> Path:
     config_text = _read_text(run_dir / "config.yaml")
     config = _parse_config(config_text)
     name = str(_section(config, "run").get("name") or run_dir.resolve().name)
-    page = "\n".join([
-        _head(name),
-        f"<h1>{html.escape(name)}</h1>",
-        f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
-        _tiles(metrics, config),
-        _charts(metrics, environment),
-        _sections("What actually ran", environment.get("ran")),
-        _details(config_text, environment),
-        _FOOTER,
-        f"</main><script>{SCRIPT}</script></body></html>",
-    ])
+    page = "\n".join(
+        [
+            _head(name),
+            f"<h1>{html.escape(name)}</h1>",
+            f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
+            _tiles(metrics, config),
+            _charts(metrics, environment),
+            _sections("What actually ran", environment.get("ran")),
+            _details(config_text, environment),
+            _FOOTER,
+            f"</main><script>{SCRIPT}</script></body></html>",
+        ]
+    )
     path = run_dir / "report.html"
     temporary = run_dir / f".report.{os.getpid()}.tmp"
     temporary.write_text(page, encoding="utf-8")

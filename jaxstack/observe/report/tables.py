@@ -26,10 +26,7 @@ def render_value(value: Any, key: str = "") -> str:
 
 def key_value_table(values: Mapping[str, Any]) -> str:
     """A table with one row a key."""
-    rows = (
-        f"<tr><th>{_label(key)}</th><td>{render_value(value, str(key))}</td></tr>"
-        for key, value in values.items()
-    )
+    rows = (f"<tr><th>{_label(key)}</th><td>{render_value(value, str(key))}</td></tr>" for key, value in values.items())
     return f'<div class="scroll"><table class="keys">{"".join(rows)}</table></div>'
 
 

@@ -23,9 +23,7 @@ class Adafactor(Optimizer):
 
     def core(self) -> optax.GradientTransformation:
         steps = [
-            optax.scale_by_factored_rms(
-                decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor
-            )
+            optax.scale_by_factored_rms(decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor)
         ]
         if self.clipping_threshold is not None:
             steps.append(optax.clip_by_block_rms(self.clipping_threshold))

@@ -62,12 +62,11 @@ def test_error_of_the_deterministic_backward(monkeypatch, capfd):
 
 
 @needs_mosaic
-@pytest.mark.parametrize("causal", [True, False])
-def test_error_of_windows_with_global_tokens(causal, monkeypatch):
+@pytest.mark.parametrize(("causal", "segments"), [(True, None), (False, None), (True, 3)])
+def test_error_of_windows_with_global_tokens(causal, segments, monkeypatch):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
-    case = Windowed(
-        batch=1, length=200, key_length=200, heads=1, kv_heads=1, head_dim=64, window=30, global_tokens=5, causal=causal
-    )
+    shape = {"batch": 1, "length": 200, "key_length": 200, "heads": 1, "kv_heads": 1, "head_dim": 64}
+    case = Windowed(**shape, window=30, global_tokens=5, causal=causal, segments=segments)
     check(case, "mosaic", attention=longformer_attention, plainly=plain_longformer)
 
 
