@@ -49,12 +49,8 @@ def test_help_is_fast_and_imports_nothing_heavy():
     done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and "--held-out-fraction" in done.stdout
     assert time.perf_counter() - began < 3  # under load; about 0.1 s on an idle machine
-    probe = (
-        "import sys, jaxstack.prepare; print(sorted({'numpy', 'jax', 'rich', 'pydantic'} & set(sys.modules)))"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.strip() == "[]"
-    )
+    probe = "import sys, jaxstack.prepare; print(sorted({'numpy', 'jax', 'rich', 'pydantic'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def test_prepares_and_says_what_it_did(corpus, tmp_path, capsys):
@@ -149,9 +145,7 @@ def test_goes_on_after_kill_9_and_keeps_finished_shards(corpus, tmp_path, monkey
     assert main(arguments(corpus, output, "--workers", "2", "--quiet")) == 0
     for name, status in before.items():
         now = (output / name).stat()
-        assert (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns), (
-            f"{name} was written again"
-        )
+        assert (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns), f"{name} was written again"
     assert content(output) == content(tmp_path / "whole")
     assert not list(output.glob(".*.tmp"))
 

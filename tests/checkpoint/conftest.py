@@ -22,9 +22,7 @@ def open_manager(tmp_path, warnings):
     managers = []
 
     def make(**config) -> CheckpointManager:
-        manager = CheckpointManager(
-            tmp_path / "checkpoints", CheckpointConfig(**config), report=warnings.append
-        )
+        manager = CheckpointManager(tmp_path / "checkpoints", CheckpointConfig(**config), report=warnings.append)
         managers.append(manager)
         return manager
 

@@ -61,9 +61,7 @@ def test_resuming_at_any_batch_is_exact(data, start):
     iterator = data.batches(global_batch_size=4, rows=range(4), start=0)
     for _ in range(start):
         next(iterator)
-    assert_batches_equal(
-        take(data.batches(global_batch_size=4, rows=range(4), start=start), 3), take(iterator, 3)
-    )
+    assert_batches_equal(take(data.batches(global_batch_size=4, rows=range(4), start=start), 3), take(iterator, 3))
 
 
 def test_sample_numbers_do_not_depend_on_the_batch_size(data):
@@ -88,16 +86,12 @@ def test_the_seed_decides_the_order(byte_config, data):
     ask = {"global_batch_size": 4, "rows": range(4), "start": 0}
     first = take(data.batches(**ask), 2)
     assert_batches_equal(take(same.batches(**ask), 2), first)
-    assert any(
-        (a["tokens"] != b["tokens"]).any() for a, b in zip(take(other.batches(**ask), 2), first, strict=True)
-    )
+    assert any((a["tokens"] != b["tokens"]).any() for a, b in zip(take(other.batches(**ask), 2), first, strict=True))
 
 
 def test_without_shuffle_rows_follow_the_stream(byte_config):
     data = open_data(changed(byte_config, shuffle=False), sequence_length=LENGTH, seed=7)
-    tokens = np.concatenate(
-        [b["tokens"] for b in take(data.batches(global_batch_size=4, rows=range(4), start=0), 3)]
-    )
+    tokens = np.concatenate([b["tokens"] for b in take(data.batches(global_batch_size=4, rows=range(4), start=0), 3)])
     np.testing.assert_array_equal(tokens.ravel()[:-1], data._train[0].read(0, 12 * LENGTH)[:-1])
 
 
@@ -133,9 +127,7 @@ def test_mixtures_keep_their_weights_at_every_stretch(byte_config, corpus, other
 @pytest.mark.parametrize("batch_size", [1, 5, 64])
 @pytest.mark.parametrize("max_tokens", [None, 1, 100, 700])
 def test_held_out_tokens_are_predicted_once_and_match_the_bytes(data, batch_size, max_tokens):
-    batches = list(
-        data.held_out_batches(batch_size=batch_size, rows=range(batch_size), max_tokens=max_tokens)
-    )
+    batches = list(data.held_out_batches(batch_size=batch_size, rows=range(batch_size), max_tokens=max_tokens))
     labels = np.concatenate([b["labels"] for b in batches]).ravel()
     labels = labels[labels != -100]
     assert len(labels) == (max_tokens or data.held_out_tokens)
@@ -156,9 +148,7 @@ def test_held_out_sources_and_limits(byte_config, other_corpus):
     data = open_data(changed(byte_config, held_out=held_out), sequence_length=LENGTH, seed=7)
     raw = data.held_out_bytes()
     assert len(raw) == sum(p.stat().st_size for p in other_corpus.iterdir())
-    limited = open_data(
-        changed(byte_config, held_out=held_out, held_out_max_bytes=999), sequence_length=LENGTH, seed=7
-    )
+    limited = open_data(changed(byte_config, held_out=held_out, held_out_max_bytes=999), sequence_length=LENGTH, seed=7)
     assert limited.held_out_bytes() == raw[: len(limited.held_out_bytes())]
     assert 900 < len(limited.held_out_bytes()) <= 999
 
@@ -212,12 +202,8 @@ def test_prepared_directories_bring_their_tokenizer(byte_config, corpus, tmp_pat
     data = open_data(DataConfig(sources=source), sequence_length=LENGTH, seed=7)
     raw = open_data(byte_config, sequence_length=LENGTH, seed=7)
     assert data.held_out_bytes() == raw.held_out_bytes() and data.train_tokens == raw.train_tokens
-    with pytest.raises(
-        ConfigError, match="prepared with a byte tokenizer of 257 ids, the configuration asks for bpe"
-    ):
-        open_data(
-            DataConfig(sources=source, tokenizer=TokenizerConfig(name="bpe")), sequence_length=LENGTH, seed=7
-        )
+    with pytest.raises(ConfigError, match="prepared with a byte tokenizer of 257 ids, the configuration asks for bpe"):
+        open_data(DataConfig(sources=source, tokenizer=TokenizerConfig(name="bpe")), sequence_length=LENGTH, seed=7)
     whole = DataConfig(sources=source, held_out=source)
     assert open_data(whole, sequence_length=LENGTH, seed=7).held_out_bytes() == raw.held_out_bytes()
 
@@ -283,18 +269,14 @@ def test_the_cache_is_private_and_refused_where_it_cannot_be(byte_config, tmp_pa
     assert (tmp_path / "c").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make the data cache"):
-        open_data(
-            changed(byte_config, cache_dir=str(tmp_path / "file" / "c")), sequence_length=LENGTH, seed=0
-        )
+        open_data(changed(byte_config, cache_dir=str(tmp_path / "file" / "c")), sequence_length=LENGTH, seed=0)
 
 
 def test_two_openers_at_once_write_once(byte_config, tmp_path):
     config = changed(byte_config, cache_dir=str(tmp_path))
     said, opened = [], []
     threads = [
-        threading.Thread(
-            target=lambda: opened.append(open_data(config, sequence_length=8, seed=0, report=said.append))
-        )
+        threading.Thread(target=lambda: opened.append(open_data(config, sequence_length=8, seed=0, report=said.append)))
         for _ in range(3)
     ]
     for t in threads:
@@ -326,9 +308,7 @@ links = [os.readlink(f) for f in fds if os.path.exists(f)]
 print("sockets", sum(link.startswith("socket:") for link in links))
 """
     environment = {**os.environ, "ENABLE_PYGRAIN_PROMETHEUS_TELEMETRY": "true"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.strip() == "sockets 0"
 

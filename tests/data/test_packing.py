@@ -75,8 +75,6 @@ def test_a_document_ends_with_the_document_start_label_and_restarts_positions():
     assert batch["positions"].tolist() == [[0, 0, 1, 2, 0]]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "length", "rows"), [(0, 4, 0), (1, 4, 0), (2, 4, 1), (5, 4, 1), (6, 4, 2)]
-)
+@pytest.mark.parametrize(("tokens", "length", "rows"), [(0, 4, 0), (1, 4, 0), (2, 4, 1), (5, 4, 1), (6, 4, 2)])
 def test_row_count(tokens, length, rows):
     assert row_count(tokens, length) == rows

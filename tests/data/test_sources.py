@@ -145,9 +145,7 @@ def test_a_missing_path_names_the_nearest(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "text.txt").write_text("x")
     for path in (f"{tmp_path}/corpsu/text.txt", f"{tmp_path}/corpsu/*.txt"):
-        with pytest.raises(
-            ConfigError, match=f"nearest existing path is {tmp_path}; did you mean '{tmp_path}/corpus'"
-        ):
+        with pytest.raises(ConfigError, match=f"nearest existing path is {tmp_path}; did you mean '{tmp_path}/corpus'"):
             make_plan([SourceConfig(path=path)], 0.0)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="holds no files"):

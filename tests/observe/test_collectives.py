@@ -83,9 +83,7 @@ def test_looped_collective_on_eight_cpu_devices(name):
     axes = {"data": 2, "tensor": 4}
     mesh = _cpu_mesh((2, 4), tuple(axes))
     shard = SHARD // 2
-    argument = jax.ShapeDtypeStruct(
-        (ROWS, COLUMNS), jnp.float32, sharding=NamedSharding(mesh, P("data", "tensor"))
-    )
+    argument = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32, sharding=NamedSharding(mesh, P("data", "tensor")))
     (row,) = collectives(_compile_on_cpu(_looped(operation, mesh), argument), axes)
     n = axes[axis]
     assert (row.kind, row.axes, row.group_size, row.calls) == (kind, (axis,), n, TRIPS)
@@ -289,9 +287,7 @@ def test_forms_of_the_gpu_scheduler():
 
 
 def test_synchronous_start_is_not_asynchronous():
-    text = HAND_WRITTEN.replace(
-        "to_apply=%add\n  %fused", 'to_apply=%add, backend_config={"is_sync":true}\n  %fused'
-    )
+    text = HAND_WRITTEN.replace("to_apply=%add\n  %fused", 'to_apply=%add, backend_config={"is_sync":true}\n  %fused')
     rows = {row.name: row for row in collectives(text)}
     assert not rows["short"].asynchronous
     assert rows["short"].axes == ()
@@ -299,15 +295,34 @@ def test_synchronous_start_is_not_asynchronous():
 
 def test_summary_adds_calls_up():
     row = Collective(
-        kind="all-gather", dtype="bf16", payload_bytes=100, wire_bytes=75, group_size=4, device_ids=(0, 1, 2,
-        3), axes=("fsdp",), asynchronous=True, calls=3, exact=True, in_loop=True, name="a", op_name="",
+        kind="all-gather",
+        dtype="bf16",
+        payload_bytes=100,
+        wire_bytes=75,
+        group_size=4,
+        device_ids=(0, 1, 2, 3),
+        axes=("fsdp",),
+        asynchronous=True,
+        calls=3,
+        exact=True,
+        in_loop=True,
+        name="a",
+        op_name="",
     )
     heavier = dataclasses.replace(row, kind="all-reduce", wire_bytes=1000, axes=(), exact=False)
     table = summarise([row, dataclasses.replace(row, calls=2), heavier])
     assert [entry["kind"] for entry in table] == ["all-reduce", "all-gather"]
     assert table[1] == {
-        "kind": "all-gather", "dtype": "bf16", "axes": "fsdp", "in_loop": True, "asynchronous": True,
-        "instructions": 2, "calls": 5, "payload_bytes": 500, "wire_bytes": 375, "exact": True,
+        "kind": "all-gather",
+        "dtype": "bf16",
+        "axes": "fsdp",
+        "in_loop": True,
+        "asynchronous": True,
+        "instructions": 2,
+        "calls": 5,
+        "payload_bytes": 500,
+        "wire_bytes": 375,
+        "exact": True,
     }
     assert table[0]["axes"] == "4 devices" and not table[0]["exact"]
 

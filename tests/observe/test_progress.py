@@ -15,14 +15,22 @@ from jaxstack.observe.progress import Progress, progress_fields
 from jaxstack.observe.units import byte_size, duration, short_number
 
 VALUES = {
-    "loss": 2.34567, "tokens_per_second": 12345.6, "model_tflops_per_device": 512.3, "mfu": 0.4123,
+    "loss": 2.34567,
+    "tokens_per_second": 12345.6,
+    "model_tflops_per_device": 512.3,
+    "mfu": 0.4123,
     "peak_memory_bytes": 3 * 2**30 // 2,
 }
 
 
 def test_fields():
     assert progress_fields(VALUES, 200) == [
-        "loss 2.3457", "12.3k tok/s", "512 TFLOP/s", "MFU 41.2%", "mem 1.5 GiB", "ETA 3m20s",
+        "loss 2.3457",
+        "12.3k tok/s",
+        "512 TFLOP/s",
+        "MFU 41.2%",
+        "mem 1.5 GiB",
+        "ETA 3m20s",
     ]
     assert progress_fields({"loss": "NaN", "mfu": None, "tokens_per_second": 7}) == ["7 tok/s"]
     assert progress_fields({"loss": float("nan")}) == ["loss nan"]
@@ -62,8 +70,7 @@ def _run_on_terminal(columns, **environment):
     main, terminal = pty.openpty()
     variables = os.environ | {"COLUMNS": str(columns), "TERM": "xterm-256color"} | environment
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)], stdout=terminal, stderr=subprocess.PIPE,
-        env=variables
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], stdout=terminal, stderr=subprocess.PIPE, env=variables
     )
     os.close(terminal)
     output = b""
@@ -106,8 +113,17 @@ def test_dumb_terminal_gets_plain_lines():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (0, "0"), (7, "7"), (12345.6, "12.3k"), (999, "999"), (999.9, "1k"), (1_050_000, "1.05M"),
-        (0.00321, "0.00321"), (3e-7, "3e-7"), (-1500, "-1.5k"), (2.5e12, "2.5T"), (float("inf"), "inf"),
+        (0, "0"),
+        (7, "7"),
+        (12345.6, "12.3k"),
+        (999, "999"),
+        (999.9, "1k"),
+        (1_050_000, "1.05M"),
+        (0.00321, "0.00321"),
+        (3e-7, "3e-7"),
+        (-1500, "-1.5k"),
+        (2.5e12, "2.5T"),
+        (float("inf"), "inf"),
     ],
 )
 def test_short_numbers(value, text):

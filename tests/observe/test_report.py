@@ -65,10 +65,18 @@ def _write(run_dir, lines, config="", environment=None):
 
 def _line(step, **values):
     return {
-        "step": step, "loss": 5.0 - step / 100, "grad_norm": 1.5, "learning_rate": 1e-3,
-        "tokens": step * 1000, "tokens_per_second": 12345.0, "tokens_per_second_per_device": 12345.0,
-        "step_time_seconds": 0.25, "model_tflops_per_device": 1.5, "mfu": None,
-        "peak_memory_bytes": 3 * 2**30, "data_wait_fraction": 0.01,
+        "step": step,
+        "loss": 5.0 - step / 100,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "tokens": step * 1000,
+        "tokens_per_second": 12345.0,
+        "tokens_per_second_per_device": 12345.0,
+        "step_time_seconds": 0.25,
+        "model_tflops_per_device": 1.5,
+        "mfu": None,
+        "peak_memory_bytes": 3 * 2**30,
+        "data_wait_fraction": 0.01,
     } | values
 
 
@@ -77,7 +85,9 @@ def test_page_shows_the_run(tmp_path):
     lines.append({"step": 100, "eval_loss": 3.1111})
     lines.append({"step": 200, "eval_loss": 3.2222, "eval_bits_per_byte": 1.7654})
     environment = {
-        "versions": {"jax": "9.9.9"}, "devices": 4, "device_kinds": ["NVIDIA H200"],
+        "versions": {"jax": "9.9.9"},
+        "devices": 4,
+        "device_kinds": ["NVIDIA H200"],
         "started": "2025-01-02T03:04:05+00:00",
         "ran": {
             "kernels": [{"site": "layers", "backend": "cudnn", "passed_over": ["mosaic: needs jax 0.11"]}],
@@ -88,9 +98,24 @@ def test_page_shows_the_run(tmp_path):
     }
     page = _write(tmp_path / "run", lines, "run: {name: my run}\ntrain: {steps: 250}\n", environment)
     for shown in (
-        "my run", "200", "of 250", "3.0000", "3.2222", "best 3.1111", "1.7654", "12.3k", "3.0 GiB",
-        "4 × NVIDIA H200", "jax 9.9.9", "2025-01-02 03:04:05 UTC", "cudnn", "mosaic: needs jax 0.11",
-        "all-gather", "5.0 MiB", "2.0 GiB", "steps: 250",
+        "my run",
+        "200",
+        "of 250",
+        "3.0000",
+        "3.2222",
+        "best 3.1111",
+        "1.7654",
+        "12.3k",
+        "3.0 GiB",
+        "4 × NVIDIA H200",
+        "jax 9.9.9",
+        "2025-01-02 03:04:05 UTC",
+        "cudnn",
+        "mosaic: needs jax 0.11",
+        "all-gather",
+        "5.0 MiB",
+        "2.0 GiB",
+        "steps: 250",
     ):
         assert shown in page.text, shown
     loss = page.chart("held-out")
@@ -117,7 +142,10 @@ ATTACK = "</script></pre><script>alert('x')</script><img src=x onerror=alert(1)>
 
 def test_nothing_from_the_files_becomes_markup(tmp_path):
     environment = {
-        "hostname": ATTACK, "device_kinds": [ATTACK], "started": ATTACK, "versions": {"jax": ATTACK},
+        "hostname": ATTACK,
+        "device_kinds": [ATTACK],
+        "started": ATTACK,
+        "versions": {"jax": ATTACK},
         "ran": {ATTACK: ATTACK, "attention": [{ATTACK: ATTACK}], "list": [ATTACK]},
     }
     config = "run:\n  name: " + json.dumps(ATTACK) + "\n# " + ATTACK + "\n"

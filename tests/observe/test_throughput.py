@@ -8,11 +8,20 @@ from jaxstack.observe.throughput import Meter, dense_bf16_peak, throughput
 @pytest.mark.parametrize(
     ("kind", "tflops"),
     [
-        ("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362), ("NVIDIA B200", 2250), ("NVIDIA GB200", 2500),
-        ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148),
-        ("cpu", None), ("NVIDIA GeForce RTX 9999", None), ("NVIDIA L400", None),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H20", 148),
+        ("cpu", None),
+        ("NVIDIA GeForce RTX 9999", None),
+        ("NVIDIA L400", None),
     ],
 )
 def test_peaks(kind, tflops):
@@ -21,13 +30,15 @@ def test_peaks(kind, tflops):
 
 def test_throughput_of_eight_devices():
     values = throughput(8_000_000, 10.0, devices=8, flops_per_token=6e9, device_kind="NVIDIA H200", steps=20)
-    assert values == pytest.approx({
-        "tokens_per_second": 800_000,
-        "tokens_per_second_per_device": 100_000,
-        "step_time_seconds": 0.5,
-        "model_tflops_per_device": 600.0,
-        "mfu": 600 / 989,
-    })
+    assert values == pytest.approx(
+        {
+            "tokens_per_second": 800_000,
+            "tokens_per_second_per_device": 100_000,
+            "step_time_seconds": 0.5,
+            "model_tflops_per_device": 600.0,
+            "mfu": 600 / 989,
+        }
+    )
     assert throughput(1, 1.0, 1, 1.0, "cpu")["mfu"] is None
 
 

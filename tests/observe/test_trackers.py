@@ -190,6 +190,5 @@ def test_close_reaches_every_tracker():
         return types.SimpleNamespace(log=lambda step, values: None, close=close)
 
     with pytest.raises(OSError, match="first"):
-        Trackers({"a": tracker("first", True), "b": tracker("second", True), "c": tracker("third",
-        False)}).close()
+        Trackers({"a": tracker("first", True), "b": tracker("second", True), "c": tracker("third", False)}).close()
     assert closed == ["first", "second", "third"]
