@@ -104,7 +104,8 @@ def test_broken_input_is_exit_1(tmp_path, capsys, monkeypatch, workers):
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
 import jaxstack.data.plan as plan, jaxstack.data.build as build
 plan.UNIT_BYTES = 8000
 inner = build.tokenize_unit

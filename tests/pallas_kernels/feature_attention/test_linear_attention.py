@@ -224,7 +224,8 @@ def test_temporary_memory_is_linear_in_the_length(monkeypatch):
         return jax.jit(gradient).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
     first, second = temporary(2048), temporary(4096)
-    assert second < 2.3 * first and second < 4096 * 4096
+    # Quadratic would be four times.
+    assert second < 2.5 * first and second < 4096 * 4096
 
 
 def test_sharded_over_batch_and_heads_moves_nothing():
