@@ -19,7 +19,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+
+from benchmarks.timing import median_seconds
 
 TURNS = 3
 
@@ -86,22 +87,6 @@ WORKS = (
     Work(4, 4096, 16, 16, 192),
     Work(4, 4096, 8, 8, 256),
 )
-
-
-def measure(run: Callable[[], Any], wait: Callable[[Any], None]) -> float:
-    """Median seconds of one call; calls are queued in batches of about 30 ms."""
-    wait(run())
-    begin = time.perf_counter()
-    wait(run())
-    calls = max(2, min(50, int(0.03 / max(time.perf_counter() - begin, 1e-5))))
-    samples = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            result = run()
-        wait(result)
-        samples.append((time.perf_counter() - begin) / calls)
-    return statistics.median(samples)
 
 
 # --- jax ----------------------------------------------------------------------------------------------------------
@@ -208,7 +193,7 @@ def time_jax(work: Work, only: str) -> dict[str, dict[str, float] | str]:
     samples: dict[str, list] = {name: [] for name in runs}
     for _ in range(TURNS):
         for name, functions in runs.items():
-            samples[name].append([measure(function, jax.block_until_ready) for function in functions])
+            samples[name].append([median_seconds(function, jax.block_until_ready) for function in functions])
     for name, turns in samples.items():
         forward, both = (statistics.median(turn[part] for turn in turns) for part in (0, 1))
         found[name] = {"forward": forward, "both": both}
@@ -313,7 +298,9 @@ def torch_rows(only: str, works: str) -> None:
                     return torch.autograd.grad(attend(), inputs, d_out)
 
                 def median(run):
-                    return statistics.median(measure(run, lambda _: torch.cuda.synchronize()) for _ in range(TURNS))
+                    return statistics.median(
+                        median_seconds(run, lambda _: torch.cuda.synchronize()) for _ in range(TURNS)
+                    )
 
                 with torch.no_grad():
                     forward = median(attend)

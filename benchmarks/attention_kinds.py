@@ -11,7 +11,6 @@ not fit into `--seconds` is left out. Rows are appended to benchmarks/results/at
 
 import argparse
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rows import append_rows, print_table
+from benchmarks.timing import median_seconds
 from pallas_kernels import (
     block_sparse_attention,
     flash_attention,
@@ -105,22 +105,6 @@ def forward_and_backward(attention: Attention) -> Attention:
     return run
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Median of one call; calls are queued in batches of about 20 ms."""
-    jax.block_until_ready(run())
-    begin = time.perf_counter()
-    jax.block_until_ready(run())
-    calls = max(1, min(50, int(0.02 / max(time.perf_counter() - begin, 1e-5))))
-    samples = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            result = run()
-        jax.block_until_ready(result)
-        samples.append((time.perf_counter() - begin) / calls)
-    return statistics.median(samples)
-
-
 def error_of(name: str, attention: Attention) -> str:
     """The largest relative error of out and gradients in bfloat16, against the reference in float32."""
     x = arrays(1024, 64)
@@ -151,7 +135,7 @@ def measure(length: int, head_dim: int, only: str, chunks: list[int]) -> list[di
     rows, baseline = [], {}
     for name, programs, backend in ready:
         for part, program, inputs in zip(("forward", "forward+backward"), programs, (x[:3], x), strict=True):
-            taken = seconds(lambda p=program, i=inputs: p(*i))
+            taken = median_seconds(lambda p=program, i=inputs: p(*i), jax.block_until_ready)
             baseline.setdefault(part, taken)
             memory = program.memory_analysis()
             row = {"work": f"attention kinds {part} 1, {length}, {HEADS}/{HEADS}, {head_dim} causal bf16"}

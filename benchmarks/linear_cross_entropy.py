@@ -17,16 +17,16 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
+
+from benchmarks.timing import median_seconds
 
 WORKS = {
     "linear cross-entropy 32768 x 4096 x 128256 bf16": (8, 4096, 4096, 128256),
@@ -57,21 +57,6 @@ def make_arrays(shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndar
     weight = np.resize(pool[::-1], (width, vocabulary)) * np.float32(2 / math.sqrt(width))
     labels = (vocabulary * rng.random((batch, length)) ** 3).astype(np.int32)
     return hidden, weight, labels
-
-
-def seconds_of(run: Callable[[], Any], wait: Callable[[Any], None]) -> float:
-    """Median of one call of blocks of calls that are queued together, about 0.2 s each."""
-    begin = time.perf_counter()
-    wait(run())
-    calls = max(2, min(20, int(0.2 / (time.perf_counter() - begin))))
-    samples = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            result = run()
-        wait(result)
-        samples.append((time.perf_counter() - begin) / calls)
-    return median(samples)
 
 
 # --- jax, in a process of its own ---------------------------------------------------------------------------------
@@ -115,8 +100,8 @@ def time_jax(name: str, shape: tuple[int, ...]) -> dict:
     del results
     return {
         "device": jax.devices()[0].device_kind,
-        "milliseconds": 1e3 * seconds_of(lambda: both(*arrays), jax.block_until_ready),
-        "forward_milliseconds": 1e3 * seconds_of(lambda: forward(*arrays), jax.block_until_ready),
+        "milliseconds": 1e3 * median_seconds(lambda: both(*arrays), jax.block_until_ready, 0.2),
+        "forward_milliseconds": 1e3 * median_seconds(lambda: forward(*arrays), jax.block_until_ready, 0.2),
         "peak_memory_bytes": held + extra,
         "extra_bytes": extra,
         "allocator_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
@@ -201,7 +186,7 @@ def time_torch(name: str, shape: tuple[int, ...]) -> dict:
     return {
         "implementation": f"{name} {torch.__version__}",
         "device": torch.cuda.get_device_name(0),
-        "milliseconds": 1e3 * seconds_of(both, wait),
+        "milliseconds": 1e3 * median_seconds(both, wait, 0.2),
         "peak_memory_bytes": peak,
         "extra_bytes": peak - held,
         "loss": total / token_count(shape),
