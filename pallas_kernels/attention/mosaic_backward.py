@@ -447,8 +447,10 @@ def _both_gradients(config: Config, buffers: _KeyBuffers, visited: _Visited) -> 
 def _key_tile(config: Config, buffers: _KeyBuffers, state: dict, visited: _Visited) -> dict:
     """Adds one block of queries to those of dK and dV that are in the state."""
     q, d_out = buffers.q.at[visited.slot], buffers.d_out.at[visited.slot]
+    operands = {}
     if "d_k" in state:
         weights, gradient = _both_gradients(config, buffers, visited)
+        operands["d_k"] = lambda: gradient.astype(q.dtype), q
     else:
 
         def issue(scores: Any) -> None:
@@ -457,12 +459,9 @@ def _key_tile(config: Config, buffers: _KeyBuffers, state: dict, visited: _Visit
         products = pieces.multiply((ROWS, config.query_block), issue)
         plgpu.barrier_wait(buffers.delta_full.at[visited.slot])
         weights = _weigh(config, buffers, visited, products)[0]
-        gradient = weights  # Not asked for.
+    if "d_v" in state:
+        operands["d_v"] = lambda: weights.astype(d_out.dtype), d_out
     order = [name for name in ("d_v", "d_k") if name in state]
-    operands = {
-        "d_v": (lambda: weights.astype(d_out.dtype), d_out),
-        "d_k": (lambda: gradient.astype(q.dtype), q),
-    }
     sums = pieces.add_products(config, tuple(state[name] for name in order), *(operands[name] for name in order))
     pieces.release(config, buffers.d_out_empty.at[visited.slot])
     pieces.release(config, buffers.q_empty.at[visited.slot])

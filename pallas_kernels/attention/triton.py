@@ -43,26 +43,27 @@ class Tiling:
     key: Tile
 
 
+_NARROW = Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3))
 # By the shared memory that a program can have, KiB, and the head dim, padded to a power of two. Chosen by the
 # registers and spills of the compiled kernels, for all of causal, packed, windowed and capped.
 _TILINGS = {
     227: {
-        16: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
-        32: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        16: _NARROW,
+        32: _NARROW,
         64: Tiling(Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
         128: Tiling(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         256: Tiling(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
     },
     163: {
-        16: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
-        32: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        16: _NARROW,
+        32: _NARROW,
         64: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         128: Tiling(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         256: Tiling(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 2)),
     },
     99: {
-        16: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
-        32: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3)),
+        16: _NARROW,
+        32: _NARROW,
         64: Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
         128: Tiling(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 128, 8, 2)),
         256: Tiling(Tile(64, 32, 8, 2), Tile(64, 16, 8, 2), Tile(16, 64, 8, 2)),

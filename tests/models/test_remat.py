@@ -10,6 +10,8 @@ from flax import nnx
 
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
+from pallas_kernels import lowering_platform
+from tests.hopper import compile_for_hopper
 from tests.small_runs import batch_at
 
 try:
@@ -71,3 +73,24 @@ def test_offload_keeps_layer_inputs_in_host_memory():
     text = str(jax.make_jaxpr(jax.grad(loss))(state))
     assert "pinned_host" in text or "Host" in text
     assert "Host" not in str(jax.make_jaxpr(jax.grad(objective("full", True)[0]))(state))
+
+
+@pytest.mark.parametrize("policy", ["save_attention", "save_dots"])
+@pytest.mark.parametrize("scan", [True, False])
+def test_cudnn_attention_runs_forward_once(policy, scan):
+    """Its log-sum-exp has no name by which a policy could keep it."""
+    config = ModelConfig(
+        vocab_size=64, hidden_size=128, num_layers=2, num_heads=2, intermediate_size=64, remat=policy, scan_layers=scan,
+        attention_implementation="cudnn",
+    )  # fmt: skip
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype=jnp.bfloat16)))
+    tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+
+    def loss(state, tokens):
+        return language_model_loss(nnx.merge(graphdef, state), {"tokens": tokens, "labels": tokens}).total
+
+    with lowering_platform("cuda"):
+        text = compile_for_hopper(jax.grad(loss), state, tokens).as_text()
+    layers = 1 if scan else config.num_layers
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == layers
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == layers

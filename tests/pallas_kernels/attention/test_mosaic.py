@@ -17,8 +17,10 @@ from pallas_kernels import (
     save_attention,
 )
 from pallas_kernels.attention import mosaic
-from pallas_kernels.attention.request import Mask, Segments
+from pallas_kernels.attention.masks import Mask
+from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
+from pallas_kernels.attention.tilings import Tiling
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.attention.test_sparse import Windowed, plain_longformer
@@ -51,6 +53,32 @@ def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, ca
     check(CASES[name], "mosaic")
     captured = capfd.readouterr()
     assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
+    """Their small key blocks, one buffer of queries, and a kernel each for dQ, dK and dV, at a head dim of 64."""
+    wide = {"forward_keys": 64, "fused_queries": 0, "query_keys": 32, "key_queries": 32, "key_value_together": False}
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(**wide))
+    monkeypatch.setattr("pallas_kernels.attention.mosaic_forward._TILE_BYTES", 0)
+    check(CASES["segments_window"], "mosaic")
+    captured = capfd.readouterr()
+    assert "RACE" not in captured.out + captured.err
+
+
+@needs_mosaic
+@pytest.mark.parametrize("scale", [192**-0.5, 0.1, 1.0, 3.7, 1e-6, 0.0, -0.3])
+@pytest.mark.parametrize("soft_cap", [None, 7.0])
+def test_the_score_of_masked_entries_times_its_factor_is_exact(scale, soft_cap):
+    """A fused multiply-add subtracts the rounded product from the exact one: any difference is exponentiated."""
+    from pallas_kernels.attention import mosaic_pieces as pieces
+
+    config = pieces.Config(Options(Mask(), scale, soft_cap), 128, 128, 128, 64)
+    score, factor = np.float32(pieces.fill(config)), np.float32(pieces.late_factor(config))
+    assert score == pieces.fill(config)
+    assert np.float64(score) * np.float64(factor) == np.float64(score * factor)
+    assert -4e30 < score * factor < -1e29 or score == -(2.0**126)
 
 
 @needs_mosaic

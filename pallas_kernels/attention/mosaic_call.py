@@ -1,0 +1,134 @@
+"""One call of the Hopper kernels, differentiable: lengths filled up to whole blocks, and which kernels compute what."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.mosaic_backward import (
+    NO_KEY,
+    Residuals,
+    copies_of_query_gradient,
+    key_value_gradient,
+    query_gradient,
+)
+from pallas_kernels.attention.mosaic_forward import forward
+from pallas_kernels.attention.mosaic_pieces import LOG2E, Config
+from pallas_kernels.attention.remat import name_outputs
+from pallas_kernels.attention.request import Options, Segments
+from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
+from pallas_kernels.attention.tilings import Tiling
+from pallas_kernels.target import multiprocessors
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static part of one call."""
+
+    options: Options
+    length: int
+    key_length: int
+    tiling: Tiling
+    interpret: bool
+
+    def config(self, query_block: int, key_block: int, stages: int, warpgroups: int = 2) -> Config:
+        return Config(
+            self.options,
+            self.length,
+            self.key_length,
+            query_block,
+            key_block,
+            stages,
+            warpgroups,
+            programs=2 if self.interpret else multiprocessors(),
+            interpret=self.interpret,
+        )
+
+    def blocks(self, config: Config) -> Blocks:
+        return Blocks(self.length, self.key_length, config.query_block, config.key_block)
+
+
+def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
+    missing = -x.shape[dim] % block
+    widths = [(0, missing if index == dim else 0) for index in range(x.ndim)]
+    return jnp.pad(x, widths) if missing else x
+
+
+def _pad_segments(segments: Segments | None, config: Config) -> Segments | None:
+    """Segment numbers of whole blocks, with the global tokens in the lowest bit where the mask has some."""
+    if segments is None:
+        return None
+    marks = segments.global_tokens(config.options.mask)
+    if marks is not None:
+        segments = Segments(*(2 * ids + mark for ids, mark in zip(segments, marks, strict=True)))
+    return Segments(_pad(segments.query, config.query_block), _pad(segments.key, config.key_block))
+
+
+def _attend(
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, H] and lse [B, N, T]."""
+    tiling = plan.tiling
+    config = plan.config(
+        64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
+    )
+    schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
+    out, lse = forward(
+        config,
+        _pad(q, config.query_block),
+        _pad(k, config.key_block),
+        _pad(v, config.key_block),
+        schedule,
+        _pad_segments(segments, config),
+    )
+    return out[:, : plan.length], lse[..., : plan.length]
+
+
+def _forward_rule(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+    out, lse = name_outputs(*_attend(plan, q, k, v, segments))
+    return (out, lse), (q, k, v, segments, out, lse)
+
+
+def _backward_rule(plan: Plan, saved: tuple, cotangents: tuple) -> tuple:
+    q, k, v, segments, out, lse = saved
+    d_out, d_lse = cotangents
+    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32)) - d_lse
+    lse = jnp.where(lse == -jnp.inf, NO_KEY, lse * LOG2E)
+
+    def padded(config: Config) -> Residuals:
+        rows = config.query_block
+        return Residuals(
+            _pad(q, rows),
+            _pad(k, config.key_block),
+            _pad(v, config.key_block),
+            _pad(d_out.astype(q.dtype), rows),
+            jnp.pad(lse, ((0, 0), (0, 0), (0, -plan.length % rows)), constant_values=NO_KEY),
+            _pad(delta, rows, 2),
+        )
+
+    mask = plan.options.mask
+
+    def of_keys(queries: int, stages: int) -> tuple[Config, tuple]:
+        config = plan.config(queries, 128, stages)
+        schedule = query_schedule(mask, plan.blocks(config), segments)
+        return config, (padded(config), schedule, _pad_segments(segments, config))
+
+    tiling = plan.tiling
+    if tiling.fused_queries:
+        config, arrays = of_keys(tiling.fused_queries, tiling.fused_stages)
+        copies = copies_of_query_gradient(config)
+        sums = jax.new_ref(jnp.zeros((copies, *arrays[0].q.shape), jnp.float32))
+        d_k, d_v = key_value_gradient(config, *arrays, d_q=sums)
+        d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)
+    else:
+        config = plan.config(128, tiling.query_keys, tiling.query_stages)
+        schedule = key_schedule(mask, plan.blocks(config), segments)
+        d_q = query_gradient(config, padded(config), schedule, _pad_segments(segments, config))
+        config, arrays = of_keys(tiling.key_queries, tiling.key_stages)
+        launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))
+        d_k, d_v = (gradient for wanted in launches for gradient in key_value_gradient(config, *arrays, wanted=wanted))
+    return d_q[:, : plan.length], d_k[:, : plan.key_length], d_v[:, : plan.key_length], None
+
+
+attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))
+attend.defvjp(_forward_rule, _backward_rule)
