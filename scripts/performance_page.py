@@ -80,7 +80,7 @@ NOTES = {
     "attention": """\
 `jaxstack mosaic` is the default on Hopper, but at head dim 256 and without any mask at head dim 128, where cuDNN is
 faster and is taken. Implementations of jax take turns, torch follows in a process of its own on a GPU that has cooled
-down a little; under load an H200 lowers its clocks, so a second run may differ by 5 %.
+down a little; under load an H200 lowers its clocks, so a second run differs.
 
 Where ours is behind: key blocks larger than 128 do not fit the shared memory (head dim 128) or the registers (64), so
 that long rows without a mask pay the softmax's row reductions often. At head dim 64 the exponentials take as many

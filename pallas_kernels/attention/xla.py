@@ -23,7 +23,8 @@ from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_pairs
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 128
 _TILE_BYTES = 2**28
-# A step of the loop costs as much as so many scores: about 40 us against 7 us a million, measured on an H200.
+# A step of the loop costs about as much as so many scores, by what the rows of benchmarks/results/attention.jsonl say
+# of this backend on an H200.
 _STEP_ELEMENTS = 2**22
 
 
