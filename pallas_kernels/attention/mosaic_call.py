@@ -1,6 +1,7 @@
 """One call of the Hopper kernels, differentiable: lengths filled up to whole blocks, and which kernels compute what."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,7 @@ def _pad_segments(segments: Segments | None, config: Config) -> Segments | None:
     return Segments(_pad(segments.query, config.query_block), _pad(segments.key, config.key_block))
 
 
+@functools.partial(jax.jit, static_argnums=0)  # equal calls, one a layer, are traced and lowered once
 def _attend(
     plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -89,6 +91,7 @@ def _forward_rule(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments
     return (out, lse), (q, k, v, segments, out, lse)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _backward_rule(plan: Plan, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = saved
     d_out, d_lse = cotangents
