@@ -50,8 +50,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 QUICK = ("default", "pair", "sum by XLA")
 COPIES = "chunks by copy engines"
 REFERENCES = ("serialised", "no communication")
-# Permutes by the copy engines instead of NCCL's kernels, as many at a time as there are.
-COPY_FLAGS = "--xla_gpu_use_memcpy_local_p2p=true --xla_gpu_experimental_parallel_collective_overlap_limit=8"
+# Permutes by the copy engines instead of NCCL's kernels, as many at a time as there are; chunks are not merged again.
+COPY_FLAGS = (
+    "--xla_gpu_use_memcpy_local_p2p=true --xla_gpu_experimental_parallel_collective_overlap_limit=8 "
+    "--xla_gpu_dot_merger_threshold_mb=0"
+)
 
 
 # --- the parent ---------------------------------------------------------------------------------------------------
@@ -150,7 +153,9 @@ def events(devices: int, names: list[str], patience: float, flags: str) -> Itera
             if line.startswith("{"):
                 yield json.loads(line)
         if process.wait():
-            yield {"failed": f"exit {process.returncode}: {' | '.join(''.join(errors).strip().splitlines()[-4:])[-600:]}"}
+            yield {
+                "failed": f"exit {process.returncode}: {' | '.join(''.join(errors).strip().splitlines()[-4:])[-600:]}"
+            }
     except queue.Empty:
         yield {"failed": f"hangs: not a word for {patience:.0f} s"}
     finally:
@@ -294,7 +299,9 @@ class Work:
                     mean_its, most_its = error(its, exact)
                     where = f"{part} {sizes}, array {index} (0 the result, then gradients), attempt {attempt}"
                     good = mean <= 2 * mean_its + 1e-6 and most <= 4 * most_its + 1e-6
-                    assert good, f"{where}: error {mean:.3g} (most {most:.3g}), serialised {mean_its:.3g} ({most_its:.3g})"
+                    assert good, (
+                        f"{where}: error {mean:.3g} (most {most:.3g}), serialised {mean_its:.3g} ({most_its:.3g})"
+                    )
             report(note=f"{part} {sizes} equal")
 
     def time(self) -> None:

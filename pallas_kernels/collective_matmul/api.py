@@ -19,9 +19,7 @@ BACKENDS = (
 )
 
 
-def all_gather_matmul(
-    x: jax.Array, w: jax.Array, *, axis_name: str, implementation: str | None = None
-) -> jax.Array:
+def all_gather_matmul(x: jax.Array, w: jax.Array, *, axis_name: str, implementation: str | None = None) -> jax.Array:
     """All rows of x, of all devices of the axis, times this device's columns of w. Inside `jax.shard_map`.
 
     Its gradient for x is a product and a reduce-scatter; the gathered rows are kept for the gradient of w, unless a

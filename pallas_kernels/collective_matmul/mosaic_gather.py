@@ -14,7 +14,7 @@ from jax import lax
 from pallas_kernels.collective_matmul import mosaic_product as pieces
 from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.mosaic_product import COMPUTING, DEPTH, HALF, ROWS, Product
-from pallas_kernels.mosaic_api import pl, plgpu
+from pallas_kernels.mosaic_api import fence_before_async_reads, pl, plgpu
 
 
 class _Buffers(NamedTuple):
@@ -98,9 +98,7 @@ def _compute(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, 
     pieces.multiply_tile(product, buffers.operands, number, finish)
 
 
-def _load(
-    product: Product, arrays: _Arrays, buffers: _Buffers, arrived: Any, number: Any, tile: tiles.Tile
-) -> None:
+def _load(product: Product, arrays: _Arrays, buffers: _Buffers, arrived: Any, number: Any, tile: tiles.Tile) -> None:
     load = functools.partial(pieces.load_tile, product, buffers.operands, number, tile)
 
     @pl.when(tile.step == 0)
@@ -114,6 +112,7 @@ def _load(
             source = tiles.chunk_gathered(tile.step, product.device(), product.devices)
             first = source * product.rows + tile.row * ROWS
             plgpu.semaphore_wait(arrived.at[lax.div(first, ROWS)], product.steps, decrement=False)
+            fence_before_async_reads()
             load(arrays.gathered.at[pl.ds(first, ROWS)], arrays.w)
 
 

@@ -102,14 +102,14 @@ class Product:
         """Calls visit(number, tile) for this program's tiles, with the row of the pair's own half; returns how many."""
         program = lax.axis_index("program")
         count = tiles.count_for(program, self.programs, self.devices * self.row_tiles * self.column_tiles)
-
-        def step(number: Any, _: None) -> None:
-            index = number * self.programs + program
-            tile = tiles.place(index, self.row_tiles, self.column_tiles, self.tiling.group)
-            visit(number, tile._replace(row=tile.row * self.width + self._half()))
-
-        lax.fori_loop(0, count, step, None)
+        lax.fori_loop(0, count, lambda number, _: visit(number, self.tile(number)), None)
         return count
+
+    def tile(self, number: Any) -> tiles.Tile:
+        """This program's `number`-th tile."""
+        index = number * self.programs + lax.axis_index("program")
+        tile = tiles.place(index, self.row_tiles, self.column_tiles, self.tiling.group)
+        return tile._replace(row=tile.row * self.width + self._half())
 
     def worker(self) -> Any:
         """This multiprocessor's number."""
@@ -157,9 +157,7 @@ def operands(product: Product, dtype: Any) -> Operands:
     tiling = product.tiling
     right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
     if tiling.pair:
-        empty = plgpu.ClusterBarrier(
-            collective_axes=("pair",), num_arrivals=COMPUTING, num_barriers=tiling.stages
-        )
+        empty = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=COMPUTING, num_barriers=tiling.stages)
     else:
         empty = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiling.stages)
     return Operands(

@@ -61,8 +61,10 @@ def _body(product: Product, x: Any, w: Any, out: Any, partial: Any, *scratch: An
     @pl.when(warpgroup < COMPUTING)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        product.for_each_tile(functools.partial(_compute, product, arrays, buffers, arrived))
+        count = product.for_each_tile(functools.partial(_compute, product, arrays, buffers, arrived))
         plgpu.wait_smem_to_gmem(0)
+        if arrived is not None:
+            _announce(product, arrived, count - 1)
 
     @pl.when(warpgroup == COMPUTING)
     def _():
@@ -82,9 +84,7 @@ def _load(product: Product, arrays: _Arrays, buffers: Operands, number: Any, til
     pieces.load_tile(product, buffers, number, tile, arrays.x.at[rows], arrays.w)
 
 
-def _compute(
-    product: Product, arrays: _Arrays, buffers: Operands, arrived: Any, number: Any, tile: tiles.Tile
-) -> None:
+def _compute(product: Product, arrays: _Arrays, buffers: Operands, arrived: Any, number: Any, tile: tiles.Tile) -> None:
     rows = pl.ds(tile.row * ROWS + lax.axis_index("warpgroup") * HALF, HALF)
     own = product.devices - 1
 
@@ -99,9 +99,6 @@ def _compute(
             plgpu.copy_smem_to_gmem(piece, slot.at[rows, columns_at(column)])
 
         pieces.store_pieces(product, buffers, lambda columns: value[:, columns], copy)
-        # Waiting here costs the tensor cores the time of one store: the loader has the next tile's operands by then.
-        plgpu.wait_smem_to_gmem(0)
-        pl.semaphore_signal(arrived.at[_counter(product, step, tile)], device_id=owner)
 
     def keep(value: jax.Array) -> None:
         for sender in range(product.devices - 1):
@@ -121,11 +118,26 @@ def _compute(
         pieces.store_pieces(product, buffers, total, copy)
 
     def finish(value: jax.Array) -> None:
+        if arrived is not None:
+            # The tile before has long arrived: waiting for it here, and not where it was sent, takes no time. It
+            # also comes before any wait for others.
+            plgpu.wait_smem_to_gmem(0)
+            _announce(product, arrived, number - 1)
         for step in range(product.devices - 1):
             pl.when(tile.step == step)(functools.partial(send, step, value))
         pl.when(tile.step == own)(functools.partial(keep, value))
 
     pieces.multiply_tile(product, buffers, number, finish)
+
+
+def _announce(product: Product, arrived: Any, number: Any) -> None:
+    """Tells the owner of this program's `number`-th tile, if it is another device, that this half of it is there."""
+    tile = product.tile(number)
+
+    @pl.when((number >= 0) & (tile.step < product.devices - 1))
+    def _():
+        owner = tiles.chunk_scattered(tile.step, product.device(), product.devices)
+        pl.semaphore_signal(arrived.at[_counter(product, tile.step, tile)], device_id=product.peer(owner))
 
 
 def _counter(product: Product, sender: Any, tile: tiles.Tile) -> Any:
