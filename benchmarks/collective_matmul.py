@@ -386,15 +386,13 @@ def chunked_mlp(devices: int, x: Any, w1: Any, w2: Any) -> Any:
     import jax
     import jax.numpy as jnp
 
-    total = None
-    for distance in range(devices):
+    parts = [jnp.dot(jnp.dot(x, w1), w2)]
+    for distance in range(1, devices):
         there = [(device, (device - distance) % devices) for device in range(devices)]
         back = [(target, source) for source, target in there]
-        chunk = jax.lax.ppermute(x, "tensor", there) if distance else x
-        result = jnp.dot(jnp.dot(chunk, w1), w2)
-        result = jax.lax.ppermute(result, "tensor", back) if distance else result
-        total = result.astype(jnp.float32) if total is None else total + result.astype(jnp.float32)
-    return total.astype(x.dtype)
+        result = jnp.dot(jnp.dot(jax.lax.ppermute(x, "tensor", there), w1), w2)
+        parts.append(jax.lax.ppermute(result, "tensor", back))
+    return sum(part.astype(jnp.float32) for part in parts).astype(x.dtype)  # pyright: ignore
 
 
 if __name__ == "__main__":

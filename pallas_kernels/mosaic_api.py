@@ -15,8 +15,10 @@ def fence_before_async_reads() -> None:
     """Orders TMA reads of global memory, which go by another path than loads do, after what a semaphore told of."""
     from jax.experimental.mosaic.gpu import utils
 
+    untyped: Any = utils
+
     @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
-        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+        untyped.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     fence()

@@ -8,7 +8,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.collective_matmul import mosaic_product as pieces

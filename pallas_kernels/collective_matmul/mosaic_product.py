@@ -170,7 +170,7 @@ def operands(product: Product, dtype: Any) -> Operands:
 
 
 def load_tile(product: Product, buffers: Operands, number: Any, tile: tiles.Tile, left: Any, right: Any) -> None:
-    """Streams the operands of this program's `number`-th tile; `left` are the tile's rows [128, depth] of some array."""
+    """Streams the operands of this program's `number`-th tile; `left` holds its rows [128, depth]."""
     stages, shared = product.tiling.stages, "pair" if product.tiling.pair else None
     columns = pl.ds(tile.column * product.tiling.columns, product.tiling.columns)
 

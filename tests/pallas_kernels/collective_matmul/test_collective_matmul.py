@@ -157,9 +157,8 @@ def test_by_itself_it_takes_xla_and_says_so():
 def test_the_kernels_product_and_gradients(monkeypatch, form):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
     x, w, worth = (normal(*s, seed=i) for i, s in enumerate([(128, 128), (128, 128), (128, 128)]))
-    got = with_gradients(
-        sharded(form, 1, implementation="mosaic"), *(a.astype(jnp.bfloat16) for a in (x, w)), worth.astype(jnp.bfloat16)
-    )
+    narrow = [a.astype(jnp.bfloat16) for a in (x, w, worth)]
+    got = with_gradients(sharded(form, 1, implementation="mosaic"), narrow[0], narrow[1], narrow[2])
     want = with_gradients(lambda x, w: jnp.dot(x, w), x, w, worth)
     for mine, exact in zip(jax.tree.leaves(got)[1:], jax.tree.leaves(want)[1:], strict=True):
         np.testing.assert_allclose(np.asarray(mine, np.float32), exact, atol=0.02 * float(jnp.abs(exact).max()))
