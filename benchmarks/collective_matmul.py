@@ -14,19 +14,16 @@ to benchmarks/results/collective_matmul.jsonl.
 
 import argparse
 import functools
-import json
 import os
-import queue
-import subprocess
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.reports import events, report
 from benchmarks.timing import median_seconds
 
 TOKENS, WIDTH, INNER = 16384, 4096, 14336
@@ -68,7 +65,7 @@ def main() -> None:
     names = [*REFERENCES, *(QUICK if options.quick else VARIANTS)]
     if options.only:
         names = [name for name in [*names, COPIES] if any(word in name for word in options.only)]
-    elif not options.quick:
+    else:
         names.append(COPIES)
     rows = []
     for devices in options.devices:
@@ -86,7 +83,7 @@ def main() -> None:
     columns = ("work", "implementation", "gather_milliseconds", "scatter_milliseconds", "forward_milliseconds")
     columns += ("forward_speedup", "milliseconds", "speedup", "gemm_tflops", "gemm_transposed_tflops", "check")
     print_table(rows, columns)
-    append_rows("collective_matmul", rows)
+    append_rows("collective_matmul", [row for row in rows if "milliseconds" in row])
 
 
 def parse() -> argparse.Namespace:
@@ -105,7 +102,8 @@ def run_all(devices: int, names: list[str], patience: float, flags: str) -> list
     left = list(names)
     while left:
         current = left[0]
-        for event in events(devices, left, patience, flags):
+        command = [sys.executable, __file__, "--devices", str(devices), "--child", *left]
+        for event in events(command, patience, {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}):
             if "variant" in event:
                 current = event["variant"]
                 left.remove(current)
@@ -127,47 +125,7 @@ def new_row(devices: int, name: str) -> dict:
     return {"work": work, "implementation": implementation, "devices": devices}
 
 
-def events(devices: int, names: list[str], patience: float, flags: str) -> Iterator[dict]:
-    """What a process that runs these variants reports, and why it ended if it did not finish."""
-    command = [sys.executable, __file__, "--devices", str(devices), "--child", *names]
-    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-    environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    lines: queue.Queue[str | None] = queue.Queue()
-    errors: list[str] = []
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
-        lines.put(None)
-
-    def read_errors() -> None:
-        assert process.stderr is not None
-        errors.extend(process.stderr)
-
-    for target in (read, read_errors):
-        threading.Thread(target=target, daemon=True).start()
-    try:
-        while (line := lines.get(timeout=patience)) is not None:
-            if line.startswith("{"):
-                yield json.loads(line)
-        if process.wait():
-            yield {
-                "failed": f"exit {process.returncode}: {' | '.join(''.join(errors).strip().splitlines()[-4:])[-600:]}"
-            }
-    except queue.Empty:
-        yield {"failed": f"hangs: not a word for {patience:.0f} s"}
-    finally:
-        process.kill()
-        process.wait()
-
-
 # --- the child ----------------------------------------------------------------------------------------------------
-
-
-def report(**event: Any) -> None:
-    print(json.dumps(event), flush=True)
 
 
 def run_child(options: argparse.Namespace) -> None:
@@ -182,8 +140,8 @@ def run_child(options: argparse.Namespace) -> None:
         try:
             work = Work(devices, name)
             if name not in REFERENCES:
-                work.check(SMALL)
-                work.check((TOKENS, WIDTH, INNER))
+                work.check(SMALL, work.parts(name))
+                work.check((TOKENS, WIDTH, INNER), ("mlp",))
                 report(values={"check": "equal"}, note="results and gradients agree")
             work.time()
             if name not in (*REFERENCES, COPIES) or name == "no communication":
@@ -200,6 +158,8 @@ class Work:
         devices: of the axis.
         name: of the variant.
     """
+
+    known: ClassVar[dict[tuple, tuple[tuple, list]]] = {}
 
     def __init__(self, devices: int, name: str):
         import jax
@@ -278,31 +238,37 @@ class Work:
             result.append(jax.jit(make, out_shardings=NamedSharding(self.mesh, spec))(key))
         return tuple(result)
 
-    def check(self, sizes: tuple[int, int, int]) -> None:
+    def check(self, sizes: tuple[int, int, int], parts: Iterable[str]) -> None:
         """Raises AssertionError where a result or a gradient is further from float32 than twice the serialised one."""
         import jax
-        import jax.numpy as jnp
 
-        def error(got: Any, want: Any) -> tuple[float, float]:
-            difference = jnp.abs(got.astype(jnp.float32) - want)
-            return float(jnp.sqrt(jnp.mean(difference**2))), float(jnp.max(difference))
-
-        for part in self.parts(self.name):
+        for part in parts:
             arrays = self.arrays(sizes, part)
-            with jax.default_matmul_precision("highest"):
-                want = self.jitted("serialised", part, True)(*(x.astype(jnp.float32) for x in arrays))
-            plain = self.jitted("serialised", part, True)(*arrays)
+            exact, errors = self.expected(sizes, part, arrays)
+            function = self.jitted(self.name, part, True)
             for attempt in range(3):
-                got = jax.block_until_ready(self.jitted(self.name, part, True)(*arrays))
-                for index, (mine, its, exact) in enumerate(zip(got, plain, want, strict=True)):
-                    mean, most = error(mine, exact)
-                    mean_its, most_its = error(its, exact)
+                got = jax.block_until_ready(function(*arrays))
+                for index, (mine, want, (mean_its, most_its)) in enumerate(zip(got, exact, errors, strict=True)):
+                    mean, most = distance(mine, want)
                     where = f"{part} {sizes}, array {index} (0 the result, then gradients), attempt {attempt}"
                     good = mean <= 2 * mean_its + 1e-6 and most <= 4 * most_its + 1e-6
                     assert good, (
                         f"{where}: error {mean:.3g} (most {most:.3g}), serialised {mean_its:.3g} ({most_its:.3g})"
                     )
             report(note=f"{part} {sizes} equal")
+
+    def expected(self, sizes: tuple[int, int, int], part: str, arrays: tuple) -> tuple[tuple, list]:
+        """The float32 results and gradients of a part, and how far the serialised form is from them."""
+        import jax
+        import jax.numpy as jnp
+
+        key = self.devices, sizes, part
+        if key not in self.known:
+            with jax.default_matmul_precision("highest"):
+                exact = self.jitted("serialised", part, True)(*(x.astype(jnp.float32) for x in arrays))
+            plain = self.jitted("serialised", part, True)(*arrays)
+            self.known[key] = exact, [distance(*pair) for pair in zip(plain, exact, strict=True)]
+        return self.known[key]
 
     def time(self) -> None:
         """Milliseconds of the parts' forwards, and of the MLP's forward and backward."""
@@ -353,6 +319,14 @@ class Work:
         tiling = Tiling(**VARIANTS[self.name].get("gather", {}))
         columns = w.shape[0 if transposed else 1]
         return gather_multiply(Product(x.shape[0], x.shape[1], columns, 1, None, transposed, tiling), x, w)[0]
+
+
+def distance(got: Any, want: Any) -> tuple[float, float]:
+    """Root of the mean square of the difference, and its maximum."""
+    import jax.numpy as jnp
+
+    difference = jnp.abs(got.astype(jnp.float32) - want)
+    return float(jnp.sqrt(jnp.mean(difference**2))), float(jnp.max(difference))
 
 
 class Local:
