@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from pallas_kernels.attention.remat import save_attention as save_attention
     from pallas_kernels.attention.sparse import block_sparse_attention as block_sparse_attention
     from pallas_kernels.attention.sparse import longformer_attention as longformer_attention
+    from pallas_kernels.collective_matmul.api import all_gather_matmul as all_gather_matmul
+    from pallas_kernels.collective_matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
     from pallas_kernels.cross_entropy.api import linear_cross_entropy as linear_cross_entropy
     from pallas_kernels.cross_entropy.api import linear_cross_entropy_sum as linear_cross_entropy_sum
     from pallas_kernels.dispatch import Choice as Choice
@@ -34,6 +36,7 @@ _MODULES = {
     "LinearState": "feature_attention.state",
     "NotSupported": "dispatch",
     "Target": "target",
+    "all_gather_matmul": "collective_matmul.api",
     "apply_rotary": "pointwise.rotary",
     "block_sparse_attention": "attention.sparse",
     "current_target": "target",
@@ -44,6 +47,7 @@ _MODULES = {
     "linear_cross_entropy_sum": "cross_entropy.api",
     "longformer_attention": "attention.sparse",
     "lowering_platform": "target",
+    "matmul_reduce_scatter": "collective_matmul.api",
     "performer_attention": "feature_attention.api",
     "random_projection": "feature_attention.favor",
     "record_choices": "dispatch",

@@ -1,0 +1,373 @@
+"""A tensor-parallel MLP, up and down, with its communication inside our kernels, beside it, and not at all.
+
+    python benchmarks/collective_matmul.py                       # 4 and 2 of the GPUs here, all variants
+    python benchmarks/collective_matmul.py --devices 4 --only default
+    python benchmarks/collective_matmul.py --quick               # checks and the main variants only
+
+The MLP is that of llama3-8b (D 4096, F 14336, one matrix up and one down) on 2 x 8192 tokens, whose rows are split over
+the devices between the matmuls. Each variant is checked first, at a small shape and at the full one: every device's
+result and gradients against float32, whose error may be at most twice that of the serialised form. Variants run in
+processes that report as they go; one that says nothing for `--patience` seconds is killed, and the next variant starts
+in a new process. `gemm` is the kernels' product on one device, without communication, beside XLA's. Rows are appended
+to benchmarks/results/collective_matmul.jsonl.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.reports import events, report
+from benchmarks.timing import median_seconds
+
+TOKENS, WIDTH, INNER = 16384, 4096, 14336
+SMALL = 2048, 512, 2048
+"""Rows, D and F where results are checked first."""
+PAIR = {"pair": True}
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "default": {},
+    "pair": {"gather": PAIR, "scatter": PAIR},
+    "group 4": {"gather": {"group": 4}, "scatter": {"group": 4}},
+    "group 16": {"gather": {"group": 16}, "scatter": {"group": 16}},
+    "pair, group 4": {"gather": {**PAIR, "group": 4}, "scatter": {**PAIR, "group": 4}},
+    "pair, group 8, 3 stages": {
+        "gather": {**PAIR, "stages": 3, "store_columns": 64},
+        "scatter": {**PAIR, "stages": 3},
+    },
+    "sum by XLA": {"gather": {"stages": 3, "store_columns": 64}, "scatter": {"sum_in_kernel": False}},
+    "columns 128": {"gather": {"columns": 128, "stages": 6}, "scatter": {"columns": 128, "stages": 6}},
+}
+"""Name -> fields of the kernels' `Tiling` that differ from the default."""
+QUICK = ("default", "pair", "sum by XLA")
+COPIES = "chunks by copy engines"
+REFERENCES = ("serialised", "no communication")
+# Permutes by the copy engines instead of NCCL's kernels, as many at a time as there are; chunks are not merged again.
+COPY_FLAGS = (
+    "--xla_gpu_use_memcpy_local_p2p=true --xla_gpu_experimental_parallel_collective_overlap_limit=8 "
+    "--xla_gpu_dot_merger_threshold_mb=0"
+)
+
+
+# --- the parent ---------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Runs what the command line asks for, prints a table and appends the rows."""
+    options = parse()
+    if options.child:
+        return run_child(options)
+    names = [*REFERENCES, *(QUICK if options.quick else VARIANTS)]
+    if options.only:
+        names = [name for name in [*names, COPIES] if any(word in name for word in options.only)]
+    else:
+        names.append(COPIES)
+    rows = []
+    for devices in options.devices:
+        rows += run_all(devices, [name for name in names if name != COPIES], options.patience, "")
+        if COPIES in names:
+            rows += run_all(devices, [COPIES], options.patience, COPY_FLAGS)
+    from benchmarks.rows import append_rows, print_table
+
+    serialised = {row["work"]: row for row in rows if row["implementation"].endswith("serialised")}
+    for row in rows:
+        base = serialised.get(row["work"], {})
+        for key in ("forward_milliseconds", "milliseconds"):
+            if row.get(key) and base.get(key):
+                row[f"{key.replace('milliseconds', 'speedup')}"] = base[key] / row[key]
+    columns = ("work", "implementation", "gather_milliseconds", "scatter_milliseconds", "forward_milliseconds")
+    columns += ("forward_speedup", "milliseconds", "speedup", "gemm_tflops", "gemm_transposed_tflops", "check")
+    print_table(rows, columns)
+    append_rows("collective_matmul", [row for row in rows if "milliseconds" in row])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, nargs="*", default=[4, 2])
+    parser.add_argument("--only", nargs="*", help="variants whose name contains one of these words")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--patience", type=float, default=75, help="seconds without a word before a variant is killed")
+    parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_all(devices: int, names: list[str], patience: float, flags: str) -> list[dict]:
+    """One row for each variant; after a crash or a silence the rest goes on in a new process."""
+    rows = {name: new_row(devices, name) for name in names}
+    left = list(names)
+    while left:
+        current = left[0]
+        command = [sys.executable, __file__, "--devices", str(devices), "--child", *left]
+        for event in events(command, patience, {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}):
+            if "variant" in event:
+                current = event["variant"]
+                left.remove(current)
+            rows[current].update(event.get("values", {}))
+            if "note" in event:
+                print(f"[{devices}] {current}: {event['note']}", flush=True)
+            if "failed" in event:
+                rows[current]["check"] = "FAILED: " + event["failed"]
+                print(f"[{devices}] {current} FAILED: {event['failed']}", flush=True)
+        if current in left:  # The process never came so far.
+            left.remove(current)
+    return list(rows.values())
+
+
+def new_row(devices: int, name: str) -> dict:
+    known = name in (*REFERENCES, COPIES)
+    work = f"mlp tensor{devices} {TOKENS} x {WIDTH} x {INNER} bf16"
+    implementation = f"xla {name}" if known else f"jaxstack mosaic, {name}"
+    return {"work": work, "implementation": implementation, "devices": devices}
+
+
+# --- the child ----------------------------------------------------------------------------------------------------
+
+
+def run_child(options: argparse.Namespace) -> None:
+    """All checks and times of the variants named, in this process."""
+    import jax
+
+    (devices,) = options.devices
+    reported = False
+    for name in options.child:
+        report(variant=name, values={"device": jax.devices()[0].device_kind} if not reported else {})
+        reported = True
+        try:
+            work = Work(devices, name)
+            if name not in REFERENCES:
+                work.check(SMALL, work.parts(name))
+                work.check((TOKENS, WIDTH, INNER), ("mlp",))
+                report(values={"check": "equal"}, note="results and gradients agree")
+            work.time()
+            if name not in (*REFERENCES, COPIES) or name == "no communication":
+                work.time_product()
+        except Exception as error:  # One variant's failure must not hide the others' numbers.
+            traceback.print_exc()
+            report(failed=f"{type(error).__name__}: {str(error)[:500]}")
+
+
+class Work:
+    """One variant of the MLP on some devices.
+
+    Args:
+        devices: of the axis.
+        name: of the variant.
+    """
+
+    known: ClassVar[dict[tuple, tuple[tuple, list]]] = {}
+
+    def __init__(self, devices: int, name: str):
+        import jax
+
+        self.devices, self.name = devices, name
+        self.mesh = jax.make_mesh(
+            (devices,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
+        )
+
+    def multiplier(self, name: str) -> Any:
+        from pallas_kernels.collective_matmul.mosaic import Overlapped
+        from pallas_kernels.collective_matmul.xla import Serialised
+
+        if name == "serialised":
+            return Serialised()
+        if name == "no communication":
+            return Local(self.devices)
+        fields = VARIANTS[name]
+        return Overlapped(*(tuple(sorted(fields.get(kernel, {}).items())) for kernel in ("gather", "scatter")))
+
+    def parts(self, name: str) -> dict[str, tuple[Callable, tuple, Any]]:
+        """Name -> local function, in_specs, out_specs."""
+        from jax.sharding import PartitionSpec as P
+
+        from pallas_kernels.collective_matmul import gradients
+
+        up, down, rows = P(None, "tensor"), P("tensor", None), P("tensor", None)
+        if name == COPIES:
+            return {"mlp": (functools.partial(chunked_mlp, self.devices), (rows, up, down), rows)}
+        multiplier = self.multiplier(name)
+        gather = functools.partial(gradients.gather_multiply, multiplier, "tensor")
+        scatter = functools.partial(gradients.multiply_scatter, multiplier, "tensor")
+        return {
+            "gather": (gather, (rows, up), up),
+            "scatter": (scatter, (up, down), rows),
+            "mlp": (lambda x, w1, w2: scatter(gather(x, w1), w2), (rows, up, down), rows),
+        }
+
+    def jitted(self, name: str, part: str, gradients: bool) -> Any:
+        """jit of a part's forward, or of its result and all gradients (the last argument is the cotangent)."""
+        import jax
+
+        local, ins, outs = self.parts(name)[part]
+
+        def both(*arguments: Any) -> tuple:
+            result, backward = jax.vjp(local, *arguments[:-1])
+            return result, *backward(arguments[-1])
+
+        function = both if gradients else local
+        specs = ((*ins, outs), (outs, *ins)) if gradients else (ins, outs)
+        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+        return jax.jit(mapped)
+
+    def arrays(self, sizes: tuple[int, int, int], part: str, dtype: Any = "bfloat16") -> tuple:
+        """The part's arguments and its result's cotangent, in their places."""
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding
+
+        tokens, width, inner = sizes
+        shapes = {
+            "gather": ((tokens, width), (width, inner), (tokens, inner)),
+            "scatter": ((tokens, inner), (inner, width), (tokens, width)),
+            "mlp": ((tokens, width), (width, inner), (inner, width), (tokens, width)),
+        }[part]
+        reference = "serialised" if self.name == COPIES else self.name
+        _, ins, outs = self.parts(reference)[part]
+        keys = jax.random.split(jax.random.key(0), len(shapes))
+        result = []
+        for number, (key, shape, spec) in enumerate(zip(keys, shapes, (*ins, outs), strict=True)):
+            scale = shape[0] ** -0.5 if 0 < number < len(shapes) - 1 else 1.0
+
+            def make(key: Any, shape: tuple = shape, scale: float = scale) -> Any:
+                return (scale * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16).astype(dtype)
+
+            result.append(jax.jit(make, out_shardings=NamedSharding(self.mesh, spec))(key))
+        return tuple(result)
+
+    def check(self, sizes: tuple[int, int, int], parts: Iterable[str]) -> None:
+        """Raises AssertionError where a result or a gradient is further from float32 than twice the serialised one."""
+        import jax
+
+        for part in parts:
+            arrays = self.arrays(sizes, part)
+            exact, errors = self.expected(sizes, part, arrays)
+            function = self.jitted(self.name, part, True)
+            for attempt in range(3):
+                got = jax.block_until_ready(function(*arrays))
+                for index, (mine, want, (mean_its, most_its)) in enumerate(zip(got, exact, errors, strict=True)):
+                    mean, most = distance(mine, want)
+                    where = f"{part} {sizes}, array {index} (0 the result, then gradients), attempt {attempt}"
+                    good = mean <= 2 * mean_its + 1e-6 and most <= 4 * most_its + 1e-6
+                    assert good, (
+                        f"{where}: error {mean:.3g} (most {most:.3g}), serialised {mean_its:.3g} ({most_its:.3g})"
+                    )
+            report(note=f"{part} {sizes} equal")
+
+    def expected(self, sizes: tuple[int, int, int], part: str, arrays: tuple) -> tuple[tuple, list]:
+        """The float32 results and gradients of a part, and how far the serialised form is from them."""
+        import jax
+        import jax.numpy as jnp
+
+        key = self.devices, sizes, part
+        if key not in self.known:
+            with jax.default_matmul_precision("highest"):
+                exact = self.jitted("serialised", part, True)(*(x.astype(jnp.float32) for x in arrays))
+            plain = self.jitted("serialised", part, True)(*arrays)
+            self.known[key] = exact, [distance(*pair) for pair in zip(plain, exact, strict=True)]
+        return self.known[key]
+
+    def time(self) -> None:
+        """Milliseconds of the parts' forwards, and of the MLP's forward and backward."""
+        sizes = TOKENS, WIDTH, INNER
+        for part in self.parts(self.name):
+            arrays = self.arrays(sizes, part)
+            values = {f"{'forward' if part == 'mlp' else part}_milliseconds": self.milliseconds(part, False, arrays)}
+            if part == "mlp":
+                values["milliseconds"] = self.milliseconds(part, True, arrays)
+            report(values=values, note=str(values))
+
+    def milliseconds(self, part: str, gradients: bool, arrays: tuple) -> float:
+        import jax
+
+        arguments = arrays if gradients else arrays[:-1]
+        compiled = self.jitted(self.name, part, gradients).lower(*arguments).compile()
+        return 1e3 * median_seconds(lambda: compiled(*arguments), jax.block_until_ready, 0.2)
+
+    def time_product(self) -> None:
+        """TFLOP/s of the up product alone on one device, its right operand as it is and transposed."""
+        import jax
+        import jax.numpy as jnp
+
+        columns = INNER // self.devices
+        x = jnp.ones((TOKENS, WIDTH), jnp.bfloat16) * 0.5
+        x = x * jax.random.normal(jax.random.key(1), x.shape, jnp.bfloat16)
+        values = {}
+        for transposed in (False, True):
+            w = jax.random.normal(jax.random.key(2), (columns, WIDTH) if transposed else (WIDTH, columns), jnp.bfloat16)
+            function = functools.partial(self.product, transposed=transposed)
+            compiled = jax.jit(function).lower(x, w).compile()
+            want = jnp.dot(x, w.T if transposed else w, preferred_element_type=jnp.float32)
+            difference = float(jnp.max(jnp.abs(compiled(x, w).astype(jnp.float32) - want)))
+            assert difference <= 0.02 * float(jnp.max(jnp.abs(want))), f"the product is off by {difference}"
+            seconds = median_seconds(functools.partial(compiled, x, w), jax.block_until_ready, 0.2)
+            key = "gemm_transposed_tflops" if transposed else "gemm_tflops"
+            values[key] = 2 * TOKENS * WIDTH * columns / seconds / 1e12
+        report(values=values, note=str(values))
+
+    def product(self, x: Any, w: Any, transposed: bool) -> Any:
+        import jax
+
+        if self.name in REFERENCES:
+            return jax.lax.dot_general(x, w, (((1,), (1 if transposed else 0,)), ((), ())))
+        from pallas_kernels.collective_matmul.mosaic_gather import gather_multiply
+        from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
+
+        tiling = Tiling(**VARIANTS[self.name].get("gather", {}))
+        columns = w.shape[0 if transposed else 1]
+        return gather_multiply(Product(x.shape[0], x.shape[1], columns, 1, None, transposed, tiling), x, w)[0]
+
+
+def distance(got: Any, want: Any) -> tuple[float, float]:
+    """Root of the mean square of the difference, and its maximum."""
+    import jax.numpy as jnp
+
+    difference = jnp.abs(got.astype(jnp.float32) - want)
+    return float(jnp.sqrt(jnp.mean(difference**2))), float(jnp.max(difference))
+
+
+class Local:
+    """A `Multiplier` that computes as much and sends nothing: wrong results, and the time to hope for."""
+
+    def __init__(self, devices: int):
+        self.devices = devices
+
+    def gather_multiply(self, x: Any, w: Any, axis_name: str, transposed: bool) -> tuple:
+        import jax
+        import jax.numpy as jnp
+
+        from pallas_kernels.collective_matmul.xla import multiply
+
+        del axis_name
+        gathered = jnp.broadcast_to(x[None], (self.devices, *x.shape)).reshape(-1, x.shape[1])
+        gathered = jax.lax.optimization_barrier(gathered)
+        return multiply(gathered, w, transposed), gathered
+
+    def multiply_scatter(self, x: Any, w: Any, axis_name: str, transposed: bool) -> Any:
+        import jax
+
+        from pallas_kernels.collective_matmul.xla import multiply
+
+        del axis_name
+        return jax.lax.optimization_barrier(multiply(x, w, transposed))[: x.shape[0] // self.devices]
+
+
+def chunked_mlp(devices: int, x: Any, w1: Any, w2: Any) -> Any:
+    """The MLP chunk by chunk: every device sends its rows to all others at once, and the results back as they come."""
+    import jax
+    import jax.numpy as jnp
+
+    parts = [jnp.dot(jnp.dot(x, w1), w2)]
+    for distance in range(1, devices):
+        there = [(device, (device - distance) % devices) for device in range(devices)]
+        back = [(target, source) for source, target in there]
+        result = jnp.dot(jnp.dot(jax.lax.ppermute(x, "tensor", there), w1), w2)
+        parts.append(jax.lax.ppermute(result, "tensor", back))
+    return sum(part.astype(jnp.float32) for part in parts).astype(x.dtype)  # pyright: ignore
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Processes that report as they go, one JSON object a line, so that one that hangs or dies hides nothing before it."""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def report(**event: Any) -> None:
+    """Prints an event for the parent process."""
+    print(json.dumps(event), flush=True)
+
+
+def events(command: list[str], patience: float, environment: Mapping[str, str]) -> Iterator[dict]:
+    """What the process reports; last, if it did not end well, `{"failed": why}`.
+
+    Args:
+        command: starts a process that calls `report`.
+        patience: seconds without a report after which it is killed.
+        environment: variables that differ from this process'.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+    lines: queue.Queue[str | None] = queue.Queue()
+    errors: list[str] = []
+
+    def read() -> None:
+        for line in process.stdout or ():
+            lines.put(line)
+        lines.put(None)
+
+    def read_errors() -> None:
+        errors.extend(process.stderr or ())
+
+    readers = [threading.Thread(target=target, daemon=True) for target in (read, read_errors)]
+    for reader in readers:
+        reader.start()
+    try:
+        while (line := lines.get(timeout=patience)) is not None:
+            if line.startswith("{"):
+                yield json.loads(line)
+        if process.wait():
+            readers[1].join(timeout=5)
+            sys.stderr.write("".join(errors)[-4000:])
+            yield {
+                "failed": f"exit {process.returncode}: {' | '.join(''.join(errors).strip().splitlines()[-3:])[-500:]}"
+            }
+    except queue.Empty:
+        yield {"failed": f"hangs: not a word for {patience:.0f} s"}
+    finally:
+        process.kill()
+        process.wait(timeout=60)

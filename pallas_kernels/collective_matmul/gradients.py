@@ -1,0 +1,50 @@
+"""The two products, differentiable: the backward of a gather is a scatter and the other way round."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.collective_matmul.request import Multiplier
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gather_multiply(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """all_gather(x) @ w: [T/n, D] and [D, F/n] to [T, F/n]."""
+    return multiplier.gather_multiply(x, w, axis_name, False)[0]
+
+
+def _gather_forward(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> tuple:
+    out, gathered = multiplier.gather_multiply(x, w, axis_name, False)
+    return out, (gathered, w)
+
+
+def _gather_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_out: jax.Array) -> tuple:
+    gathered, w = saved
+    d_x = multiplier.multiply_scatter(d_out, w, axis_name, True)
+    return d_x, _weight_gradient(gathered, d_out).astype(w.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def multiply_scatter(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """psum_scatter(x @ w): [T, F/n] and [F/n, D] to [T/n, D]."""
+    return multiplier.multiply_scatter(x, w, axis_name, False)
+
+
+def _scatter_forward(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> tuple:
+    return multiplier.multiply_scatter(x, w, axis_name, False), (x, w)
+
+
+def _scatter_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_out: jax.Array) -> tuple:
+    x, w = saved
+    # The product that the input's gradient needs gathers what the weight's gradient needs too.
+    d_x, gathered = multiplier.gather_multiply(d_out, w, axis_name, True)
+    return d_x, _weight_gradient(x, gathered).astype(w.dtype)
+
+
+def _weight_gradient(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+gather_multiply.defvjp(_gather_forward, _gather_backward)
+multiply_scatter.defvjp(_scatter_forward, _scatter_backward)

@@ -1,0 +1,119 @@
+"""Collective products by our own Hopper kernels, which send and receive over NVLink while they multiply.
+
+What jax 0.11 needs for that, and what is refused otherwise: one process that holds all devices of the mesh (devices
+then read each other's addresses from a table that XLA fills in), peer access between them, devices in row-major
+order in the mesh (jax says so itself while lowering), and no other axis: a collective operation of another axis that
+runs beside the kernel could hold multiprocessors that the kernel waits for on another device.
+"""
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.collective_matmul.request import Request
+from pallas_kernels.target import multiprocessors
+
+if TYPE_CHECKING:
+    from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
+
+_LEAST_JAX = (0, 11)
+_MOST_DEVICES = 8
+_ROWS, _COLUMNS = 128, (256, 128)
+# Tests set this to run the kernels on a CPU, on one device.
+INTERPRET = False
+
+
+@dataclass(frozen=True)
+class Overlapped:
+    """A `Multiplier`. The tilings' fields are given as pairs; what they leave out is the default."""
+
+    gather: tuple[tuple[str, Any], ...] = field(default=())
+    scatter: tuple[tuple[str, Any], ...] = field(default=())
+
+    def gather_multiply(
+        self, x: jax.Array, w: jax.Array, axis_name: str, transposed: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        # Older releases of jax, on which `refuses` answers, cannot import the kernels.
+        from pallas_kernels.collective_matmul import mosaic_gather
+
+        columns = w.shape[0 if transposed else 1]
+        # Its sender needs shared memory of its own.
+        tiling = _tiling(columns, {"store_columns": 32, **dict(self.gather)})
+        product = _product(x.shape[0], x.shape[1], columns, axis_name, transposed, tiling)
+        return mosaic_gather.gather_multiply(product, x, w)
+
+    def multiply_scatter(self, x: jax.Array, w: jax.Array, axis_name: str, transposed: bool) -> jax.Array:
+        from pallas_kernels.collective_matmul import mosaic_scatter
+
+        columns = w.shape[0 if transposed else 1]
+        tiling = _tiling(columns, {"store_columns": 64, **dict(self.scatter)})
+        rows = x.shape[0] // jax.lax.axis_size(axis_name)
+        product = _product(rows, x.shape[1], columns, axis_name, transposed, tiling)
+        return mosaic_scatter.multiply_scatter(product, x, w)
+
+
+def refuses(request: Request) -> str | None:
+    """The first rule that the request breaks."""
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < _LEAST_JAX:
+        return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"
+    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
+        return "this jax has no Mosaic GPU"
+    if not INTERPRET and (request.target.platform != "cuda" or request.target.compute_capability != (9, 0)):
+        return f"is written for Hopper (compute capability 9.0), lowered for {request.target}"
+    return _refuses_devices(request) or _refuses_shapes(request)
+
+
+def _refuses_devices(request: Request) -> str | None:
+    if not request.target.declared and jax.process_count() > 1:
+        return (
+            f"devices reach each other's memory within one process, these are {jax.process_count()}: "
+            f"start one process on each machine and keep the axis within it"
+        )
+    if request.other_axes:
+        shown = ", ".join(f"{name}={size}" for name, size in request.other_axes)
+        return f"the axis must be the mesh's only one of more than one device, there are also {shown}"
+    if request.devices > _MOST_DEVICES:
+        return f"sends to at most {_MOST_DEVICES} devices, the axis has {request.devices}"
+    return None
+
+
+def _refuses_shapes(request: Request) -> str | None:
+    if request.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {request.dtype}"
+    if request.rows % _ROWS:
+        return f"the rows of one device must be a multiple of {_ROWS}, got {request.rows}"
+    least = _COLUMNS[-1]
+    if request.width % least or request.inner % least:
+        return f"D and F/n must be multiples of {least}, got {request.width} and {request.inner}"
+    return None
+
+
+def yields(request: Request) -> str | None:
+    """Until it is timed on more than one kind of machine, the caller says where it runs."""
+    del request
+    return "runs only when asked for by name"
+
+
+def multiplier(request: Request) -> Overlapped:
+    """The kernels with the tilings for these shapes."""
+    del request
+    return Overlapped()
+
+
+def _tiling(columns: int, fields: dict[str, Any]) -> "Tiling":
+    from pallas_kernels.collective_matmul.mosaic_product import Tiling
+
+    fitting = next(width for width in _COLUMNS if columns % width == 0)
+    return Tiling(**{"columns": fitting, **fields})
+
+
+def _product(rows: int, depth: int, columns: int, axis_name: str, transposed: bool, tiling: "Tiling") -> "Product":
+    from pallas_kernels.collective_matmul.mosaic_product import Product
+
+    devices = jax.lax.axis_size(axis_name)
+    programs = 2 if INTERPRET else multiprocessors()
+    return Product(rows, depth, columns, devices, axis_name, transposed, tiling, programs, INTERPRET)

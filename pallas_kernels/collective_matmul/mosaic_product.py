@@ -1,0 +1,245 @@
+"""The matrix product inside the Hopper kernels: tiles of 128 x 256 by two warpgroups, operands loaded by a third.
+
+One program stays on each multiprocessor and computes one tile after the other; the loading warpgroup runs ahead of the
+computing ones, across tiles. With `pair` two neighbouring multiprocessors compute tiles below each other and load
+the columns' operand once for both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.collective_matmul import tiles
+from pallas_kernels.mosaic_api import pl, plgpu
+
+COMPUTING = 2  # warpgroups, each with one half of a tile's rows
+ROWS = 128
+HALF = ROWS // COMPUTING
+DEPTH = 64  # of a step: one swizzle of 128 bytes
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What can be tuned.
+
+    Attributes:
+        columns: of a tile.
+        stages: steps of the product in flight from global memory.
+        group: rows of tiles that are computed together (`tiles.place`).
+        pair: whether two multiprocessors share the columns' operand.
+        store_columns: that go to global memory at a time.
+        sum_in_kernel: whether the scattering kernel adds what arrived, or XLA after it.
+    """
+
+    columns: int = 256
+    stages: int = 4
+    group: int = 8
+    pair: bool = False
+    store_columns: int = 32
+    sum_in_kernel: bool = True
+
+
+@dataclass(frozen=True)
+class Product:
+    """Static description of one kernel: [devices * rows, depth] times [depth, columns].
+
+    Attributes:
+        rows, depth, columns: `rows` of one device's chunk.
+        devices: of the axis.
+        axis_name: of the axis; unused where there is one device.
+        transposed: whether the right operand is given as [columns, depth].
+        tiling: see there.
+        multiprocessors: that the kernel fills.
+        interpret: whether it is interpreted on a CPU.
+    """
+
+    rows: int
+    depth: int
+    columns: int
+    devices: int
+    axis_name: Any
+    transposed: bool
+    tiling: Tiling
+    multiprocessors: int = 132
+    interpret: bool = False
+
+    @property
+    def width(self) -> int:
+        """Multiprocessors that work on neighbouring tiles."""
+        return 2 if self.tiling.pair else 1
+
+    @property
+    def programs(self) -> int:
+        """Pairs of multiprocessors, or single ones."""
+        return self.multiprocessors // self.width
+
+    @property
+    def steps(self) -> int:
+        return self.depth // DEPTH
+
+    @property
+    def row_tiles(self) -> int:
+        """Of one chunk; a pair's two tiles count as one."""
+        return self.rows // (ROWS * self.width)
+
+    @property
+    def column_tiles(self) -> int:
+        return self.columns // self.tiling.columns
+
+    def device(self) -> Any:
+        """This device's place on the axis."""
+        return lax.axis_index(self.axis_name) if self.devices > 1 else jnp.int32(0)
+
+    def peer(self, place: Any) -> dict[Any, Any]:
+        """How Pallas is told another device of the axis."""
+        return {self.axis_name: place}
+
+    def for_each_tile(self, visit: Callable[[Any, tiles.Tile], None]) -> Any:
+        """Calls visit(number, tile) for this program's tiles, with the row of the pair's own half; returns how many."""
+        program = lax.axis_index("program")
+        count = tiles.count_for(program, self.programs, self.devices * self.row_tiles * self.column_tiles)
+        lax.fori_loop(0, count, lambda number, _: visit(number, self.tile(number)), None)
+        return count
+
+    def tile(self, number: Any) -> tiles.Tile:
+        """This program's `number`-th tile."""
+        index = number * self.programs + lax.axis_index("program")
+        tile = tiles.place(index, self.row_tiles, self.column_tiles, self.tiling.group)
+        return tile._replace(row=tile.row * self.width + self._half())
+
+    def worker(self) -> Any:
+        """This multiprocessor's number."""
+        return lax.axis_index("program") * self.width + self._half()
+
+    def _half(self) -> Any:
+        return lax.axis_index("pair") if self.tiling.pair else jnp.int32(0)
+
+    def kernel(self, name: str, body: Callable, **parameters: Any) -> Callable:
+        """`plgpu.kernel` with what both kernels share; a profile shows the name."""
+        cluster = {"cluster": (2,), "cluster_names": ("pair",)} if self.tiling.pair else {}
+        return plgpu.kernel(
+            body,
+            kernel_name=name,
+            grid=(self.programs,),
+            grid_names=("program",),
+            num_threads=COMPUTING + 1,
+            thread_name="warpgroup",
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
+            **cluster,
+            **parameters,
+        )
+
+
+class Operands(NamedTuple):
+    """Rings of shared memory for both operands, tiles on their way out, and the rings' barriers."""
+
+    left: Any
+    right: Any
+    result: Any
+    full: Any
+    empty: Any
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the tiled and swizzled form of wgmma and TMA."""
+    swizzle = plgpu.find_swizzle(shape[-1] * jnp.dtype(dtype).itemsize * 8)
+    elements = swizzle // jnp.dtype(dtype).itemsize
+    transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def operands(product: Product, dtype: Any) -> Operands:
+    """The shared memory of a product."""
+    tiling = product.tiling
+    right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
+    if tiling.pair:
+        empty = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=COMPUTING, num_barriers=tiling.stages)
+    else:
+        empty = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiling.stages)
+    return Operands(
+        left=tiled((tiling.stages, ROWS, DEPTH), dtype),
+        right=tiled((tiling.stages, *right), dtype),
+        result=tiled((COMPUTING, 2, HALF, tiling.store_columns), dtype),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
+        empty=empty,
+    )
+
+
+def load_tile(product: Product, buffers: Operands, number: Any, tile: tiles.Tile, left: Any, right: Any) -> None:
+    """Streams the operands of this program's `number`-th tile; `left` holds its rows [128, depth]."""
+    stages, shared = product.tiling.stages, "pair" if product.tiling.pair else None
+    columns = pl.ds(tile.column * product.tiling.columns, product.tiling.columns)
+
+    def step(index: Any, _: None) -> None:
+        count = number * product.steps + index
+        slot = lax.rem(count, stages)
+        part = pl.ds(index * DEPTH, DEPTH)
+
+        @pl.when(count >= stages)
+        def _():
+            plgpu.barrier_wait(buffers.empty.at[slot])
+
+        full = buffers.full.at[slot]
+        plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
+        block = right.at[columns, part] if product.transposed else right.at[part, columns]
+        plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full, collective_axes=shared)
+
+    lax.fori_loop(0, product.steps, step, None)
+
+
+def drain(product: Product, buffers: Operands, count: Any) -> None:
+    """The loader leaves when all that it loaded is consumed, by both multiprocessors of a pair."""
+    total = count * product.steps
+
+    def wait(index: Any, _: None) -> None:
+        plgpu.barrier_wait(buffers.empty.at[lax.rem(index, product.tiling.stages)])
+
+    lax.fori_loop(jnp.maximum(total - product.tiling.stages, 0), total, wait, None)
+
+
+def multiply_tile(product: Product, buffers: Operands, number: Any, finish: Callable[[jax.Array], None]) -> None:
+    """One warpgroup's half of a tile: finish(product [64, columns] in float32)."""
+    stages = product.tiling.stages
+    rows = pl.ds(lax.axis_index("warpgroup") * HALF, HALF)
+
+    def scoped(accumulator: Any) -> jax.Array:
+        def step(index: Any, _: None) -> None:
+            count = number * product.steps + index
+            slot = lax.rem(count, stages)
+            plgpu.barrier_wait(buffers.full.at[slot])
+            right = buffers.right.at[slot]
+            right = right.transpose((1, 0)) if product.transposed else right
+            plgpu.wgmma(accumulator, buffers.left.at[slot, rows], right)
+            plgpu.wgmma_wait(1)
+
+            @pl.when(index > 0)
+            def _():
+                _release(product, buffers.empty.at[lax.rem(count - 1, stages)])
+
+        lax.fori_loop(0, product.steps, step, None)
+        plgpu.wgmma_wait(0)
+        _release(product, buffers.empty.at[lax.rem((number + 1) * product.steps - 1, stages)])
+        return accumulator[...]
+
+    finish(pl.run_scoped(scoped, plgpu.ACC((HALF, product.tiling.columns), jnp.float32)))
+
+
+def _release(product: Product, barrier: Any) -> None:
+    if product.interpret:
+        plgpu.commit_smem()  # Interpret mode asks for a fence that hardware does not need after reads.
+    plgpu.barrier_arrive(barrier)
+
+
+def store_pieces(product: Product, buffers: Operands, value: Any, copy: Callable[[Any, Any], None]) -> None:
+    """Rounds value(columns) to the output's dtype, piece by piece; copy(shared memory, columns) starts its way out."""
+    warpgroup, width = lax.axis_index("warpgroup"), product.tiling.store_columns
+    for piece in range(product.tiling.columns // width):
+        slot = buffers.result.at[warpgroup, piece % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        slot[...] = value(slice(piece * width, (piece + 1) * width)).astype(slot.dtype)
+        plgpu.commit_smem()
+        copy(slot, piece * width)
