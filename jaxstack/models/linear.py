@@ -45,7 +45,13 @@ class Linear(nnx.Module):
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y plus the bias, where there is one."""
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(y.dtype)
+        if is_sharded():
+            return y + bias
+        # With the matmul's own two dims XLA makes it part of the matmul.
+        return (y.reshape(-1, bias.size) + bias.reshape(-1)).reshape(y.shape)
 
 
 def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:

@@ -11,6 +11,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_together
 from jaxstack.parallel import shard
+from pallas_kernels.target import current_target
 
 
 def exact_gelu(x: jax.Array) -> jax.Array:
@@ -27,6 +28,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+def _recomputed(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """On a GPU, whose memory is slower than its arithmetic, the gradient keeps what goes in, not its parts as well."""
+    return activation if current_target().platform == "cpu" else jax.checkpoint(activation)
+
+
 class PlainMLP(nnx.Module):
     """down(act(up(x))), as in GPT-2."""
 
@@ -39,7 +45,7 @@ class PlainMLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = shard(self.up_proj(x), "batch", "length", "act_mlp")
-        return self.down_proj(self.activation(hidden))
+        return self.down_proj(_recomputed(self.activation)(hidden))
 
 
 class GatedMLP(PlainMLP):
