@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.precision.recipe import ScalingState
 
 Dict = dict[str, Any]
 NNXFactory = Callable[[nnx.Rngs], nnx.Module]
@@ -30,6 +31,7 @@ class FunctionalModule:
         self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
         self.abstract_params = _nested(self._params)
         self.abstract_rest = _nested(self._rest)
+        self._scaling = [tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)]
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""
@@ -43,6 +45,16 @@ class FunctionalModule:
     def merge(self, params: Dict, rest: Dict) -> Any:
         """The module with these arrays."""
         return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._rest, rest))
+
+    def split_scaling(self, rest: Dict) -> tuple[Dict, Dict]:
+        """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""
+        flat = _flat(rest)
+        scaling = {path: flat.pop(path) for path in self._scaling}
+        return _nest(scaling.items()), _nest(flat.items())
+
+    def join_scaling(self, scaling: Dict, others: Dict) -> Dict:
+        """What `split_scaling` took apart."""
+        return _nest([*_flat(scaling).items(), *_flat(others).items()])
 
     def parameter_specs(self, rules: AxisRules) -> Dict:
         """The stored layout of every parameter, in the structure of `abstract_params`."""
@@ -99,6 +111,13 @@ def _nest(items: Any) -> Dict:
             branch = branch.setdefault(str(key), {})
         branch[str(path[-1])] = value
     return tree
+
+
+def _flat(tree: Dict, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, (*path, key)) if isinstance(value, dict) else {(*path, key): value})
+    return flat
 
 
 def _filled(flat: Any, tree: Dict) -> Any:

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.functional import FunctionalModule
 from jaxstack.loss import LossSum, as_loss_sum
 from jaxstack.parallel.rules import AxisRules, logical_axis_rules
+from jaxstack.precision.recipe import renewed
 from jaxstack.state import TrainState
 
 Batch = Mapping[str, jax.Array]
@@ -25,11 +26,21 @@ Metrics = dict[str, jax.Array]
 
 
 class Sums(NamedTuple):
-    """What one microbatch adds: gradient of the loss sum, loss sum, weight."""
+    """What one microbatch adds: gradient of the loss sum, loss sum, weight; and the maxima for FP8 scales."""
 
     gradients: Any
     loss: jax.Array
     weight: jax.Array
+    maxima: Any
+
+    def plus(self, other: "Sums") -> "Sums":
+        """Both microbatches' together."""
+        summed = jax.tree.map(jnp.add, self[:3], other[:3])
+        return Sums(*summed, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
+
+    def over(self, axis: str) -> "Sums":
+        """All devices' along an axis together."""
+        return Sums(*jax.lax.psum(self[:3], axis), jax.lax.pmax(self.maxima, axis))
 
 
 class StepFunctions:
@@ -61,6 +72,8 @@ class StepFunctions:
         """
         key = jax.random.fold_in(state.key, state.step)
         sums, rest = self._accumulate(state.params, state.rest, batch, key)
+        scaling, others = self.module.split_scaling(rest)
+        rest = self.module.join_scaling(renewed(scaling, sums.maxima), others)
         weight = jnp.maximum(sums.weight, 1.0)
         gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
         loss, norm = sums.loss / weight, optax.global_norm(gradients)
@@ -94,13 +107,17 @@ class StepFunctions:
             return as_loss_sum(self._loss(self.module.merge(params, rest), batch, None))
 
     def _microbatch(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
-        def objective(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            model = self.module.merge(params, rest)
+        scaling, others = self.module.split_scaling(rest)
+
+        def objective(params: Any, scaling: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            model = self.module.merge(params, self.module.join_scaling(scaling, others))
             loss = as_loss_sum(self._loss(model, batch, key))
             return loss.total, (loss.weight, self.module.split(model)[1])
 
-        (total, (weight, rest)), gradients = jax.value_and_grad(objective, has_aux=True)(params)
-        return Sums(gradients, total, weight), rest
+        # What comes as the gradient of a scaling state are the largest magnitudes of this microbatch.
+        compute = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        (total, (weight, rest)), (gradients, maxima) = compute(params, scaling)
+        return Sums(gradients, total, weight, maxima), rest
 
     def _accumulate(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         rules = self.rules
@@ -116,7 +133,7 @@ class StepFunctions:
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
             with logical_axis_rules(rules.within(["data"])):
                 sums, rest = self._scan_microbatches(params, rest, batch, key)
-            return jax.lax.psum(sums, "data"), jax.tree.map(_mean_over_data, rest)
+            return sums.over("data"), jax.tree.map(_mean_over_data, rest)
 
         whole, split = PartitionSpec(), PartitionSpec("data")
         return jax.shard_map(
@@ -133,10 +150,11 @@ class StepFunctions:
             sums, rest = carry
             microbatch, index = item
             new, rest = self._microbatch(params, rest, microbatch, jax.random.fold_in(key, index))
-            return (jax.tree.map(jnp.add, sums, new), rest), None
+            return (sums.plus(new), rest), None
 
         zero = jnp.zeros((), jnp.float32)
-        start = Sums(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), zero, zero)
+        zeros = lambda tree: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree)  # noqa: E731
+        start = Sums(zeros(params), zero, zero, zeros(self.module.split_scaling(rest)[0]))
         pieces = {name: self._split(x) for name, x in batch.items()}
         carry, _ = jax.lax.scan(add, (start, rest), (pieces, jnp.arange(self.accumulation)))
         return carry

@@ -23,11 +23,16 @@ Caches = list[Any] | None
 
 def gather_weights(state: Any, dtype: Any) -> Any:
     """Every parameter of an NNX state in the compute dtype and whole over `fsdp` (vectors stay float32)."""
-    return jax.tree.map(
-        lambda p: p.replace(gather_weight(p[...], p.get_metadata().get("logical_axes"), dtype)),
-        state,
-        is_leaf=lambda p: isinstance(p, nnx.Variable),
-    )
+
+
+    def gather(p: nnx.Variable) -> nnx.Variable:
+        if not isinstance(p, nnx.Param):
+            return p
+        metadata = p.get_metadata()
+        names, matmul = metadata.get("logical_axes"), metadata.get("matmul")
+        return p.replace(gather_weight(p[...], names, dtype) if matmul is None else matmul.gather(p[...], names, dtype))
+
+    return jax.tree.map(gather, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
 def _relabel(state: Any, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Any:
@@ -66,6 +71,14 @@ class Stack(nnx.Module):
         parts += [Block(config, window, rngs) for window in windows[scanned:]]
         self.layers = nnx.List(parts)
         self.remat = config.remat
+
+    def numbers(self, index: int) -> range:
+        """Which layers of the model `layers[index]` stands for, counted from 0."""
+        scanned = self.period * self.repeats
+        if self.repeats > 1 and index < self.period:
+            return range(index, scanned, self.period)
+        number = index if self.repeats == 1 else scanned + index - self.period
+        return range(number, number + 1)
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any

@@ -166,19 +166,23 @@ def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike
     The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
     moves activations instead of weights when the use is inside a layer scan.
     """
-    rules = _current.get()
     if dtype is not None and x.ndim > 1:
         x = x.astype(dtype)
-    if rules is None or rules.mesh.shape["fsdp"] == 1 or "fsdp" in rules.manual:
-        return x
-    stored = rules.parameter_spec(names, x.shape)
-    whole = PartitionSpec(*(_without(part, "fsdp") for part in stored))
-    if stored == whole:
-        return x
-    return _gather(x, _placed(rules, stored), _placed(rules, whole))
+    layouts = gather_layouts(names, x.shape)
+    return x if layouts is None else _gather(x, *layouts)
 
 
 Placement = NamedSharding | PartitionSpec
+
+
+def gather_layouts(names: Names | None, shape: Sequence[int]) -> tuple[Placement, Placement] | None:
+    """How a parameter is stored, and how it lies whole over `fsdp`; None where that is the same."""
+    rules = _current.get()
+    if rules is None or rules.mesh.shape["fsdp"] == 1 or "fsdp" in rules.manual:
+        return None
+    stored = rules.parameter_spec(names, shape)
+    whole = PartitionSpec(*(_without(part, "fsdp") for part in stored))
+    return None if stored == whole else (_placed(rules, stored), _placed(rules, whole))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
