@@ -10,6 +10,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState
 
@@ -31,6 +32,7 @@ class FunctionalModule:
         self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
         self.abstract_params = _nested(self._params)
         self.abstract_rest = _nested(self._rest)
+        self.fp8_matmuls = count_fp8_matmuls(abstract)
         self._scaling = [tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)]
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
