@@ -37,8 +37,9 @@ def power_of_two_scale(amax: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Arra
 
 def saturating_cast(x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """x * scale in the format, clipped to its range (nan stays nan)."""
-    limit = largest(dtype)
-    return jnp.clip(x.astype(jnp.float32) * scale, -limit, limit).astype(dtype)
+    # In the dtype of x, where the product is as exact: of a float32 one XLA may keep a float32 copy of x.
+    limit = jnp.asarray(largest(dtype), x.dtype)
+    return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
 
 
 def absolute_maximum(x: jax.Array) -> jax.Array:
