@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.precision.recipe import ScalingState
+from jaxstack.precision.recipe import ScalingState, renewed
 
 Dict = dict[str, Any]
 NNXFactory = Callable[[nnx.Rngs], nnx.Module]
@@ -28,6 +28,10 @@ class FunctionalModule:
     def __init__(self, make: NNXFactory):
         self._make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
+        """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
+        for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
         self.abstract_params = _nested(self._params)
@@ -53,6 +57,11 @@ class FunctionalModule:
         flat = _flat(rest)
         scaling = {path: flat.pop(path) for path in self._scaling}
         return _nest(scaling.items()), _nest(flat.items())
+
+    def renew_scaling(self, rest: Dict, maxima: Dict) -> Dict:
+        """The variables with the next step's scaling states, from the maxima of this one."""
+        scaling, others = self.split_scaling(rest)
+        return self.join_scaling(renewed(scaling, maxima), others)
 
     def join_scaling(self, scaling: Dict, others: Dict) -> Dict:
         """What `split_scaling` took apart."""

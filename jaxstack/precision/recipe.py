@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.parallel.rules import Names, gather_layouts, gather_weight
+from jaxstack.parallel.rules import fsdp_dim, gather_parameter, gather_values, maximum_over_shards
 from pallas_kernels import QuantizedWeight, empty_fp8_state, fp8_dot_general, fp8_multiply, updated_fp8_state
-from pallas_kernels.fp8.formats import E4M3, Quantized, quantize
+from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quantize
 
 FP8_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 """What keeps XLA from rewriting the pattern of an FP8 matmul before it recognises it: into a Triton kernel, or, where
@@ -46,20 +46,18 @@ class Fp8Matmul:
             x, kernels, contracted=contracted, recipe=self.recipe, gradients=self.gradients, states=states
         )
 
-    def gather(self, weight: jax.Array, names: Names | None, dtype: Any) -> jax.Array | QuantizedWeight:
+    def gather(self, parameter: nnx.Variable, dtype: Any) -> jax.Array | QuantizedWeight:
         """A stored weight as the computation wants it; where it is gathered over `fsdp`, as FP8 bytes.
 
-        Its gradient goes the way of `gather_weight`: cast, and scattered to where the weight is stored.
+        Its gradient goes the way of `gather_parameter`: summed over the axis to where the weight is stored.
         """
-        carrier = gather_weight(weight, names, dtype)
-        layouts = gather_layouts(names, weight.shape)
-        if layouts is None:
+        carrier = gather_parameter(parameter, dtype)
+        known, own = parameter.get_metadata(), jax.lax.stop_gradient(parameter[...])
+        names, shape = known.get("logical_axes"), known.get("whole_shape", own.shape)
+        if fsdp_dim(names, shape) is None:
             return carrier
-        stored, whole = layouts
-        pinned = jax.lax.with_sharding_constraint(jax.lax.stop_gradient(weight.astype(dtype)), stored)
-        values, inverse_scale = quantize(pinned, E4M3)
-        values = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(values, stored), whole)
-        return QuantizedWeight(carrier, Quantized(values, inverse_scale))
+        values, inverse_scale = quantize(own.astype(dtype), E4M3, maximum_over_shards(absolute_maximum(own)))
+        return QuantizedWeight(carrier, Quantized(gather_values(values, names, shape), inverse_scale))
 
 
 def use_fp8(
