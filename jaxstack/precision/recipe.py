@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.parallel.rules import fsdp_dim, gather_parameter, gather_values, maximum_over_shards
+from jaxstack.precision.gather import gather_quantized
 from pallas_kernels import QuantizedWeight, empty_fp8_state, fp8_dot_general, fp8_multiply, updated_fp8_state
-from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quantize
 
 FP8_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 """What keeps XLA from rewriting the pattern of an FP8 matmul before it recognises it: into a Triton kernel, or, where
@@ -47,17 +46,8 @@ class Fp8Matmul:
         )
 
     def gather(self, parameter: nnx.Variable, dtype: Any) -> jax.Array | QuantizedWeight:
-        """A stored weight as the computation wants it; where it is gathered over `fsdp`, as FP8 bytes.
-
-        Its gradient goes the way of `gather_parameter`: summed over the axis to where the weight is stored.
-        """
-        carrier = gather_parameter(parameter, dtype)
-        known, own = parameter.get_metadata(), jax.lax.stop_gradient(parameter[...])
-        names, shape = known.get("logical_axes"), known.get("whole_shape", own.shape)
-        if fsdp_dim(names, shape) is None:
-            return carrier
-        values, inverse_scale = quantize(own.astype(dtype), E4M3, maximum_over_shards(absolute_maximum(own)))
-        return QuantizedWeight(carrier, Quantized(gather_values(values, names, shape), inverse_scale))
+        """A stored weight as the computation wants it; where it is gathered over `fsdp`, as FP8 bytes."""
+        return gather_quantized(parameter, dtype, blockwise=self.recipe == "blockwise")
 
 
 def use_fp8(
@@ -76,7 +66,7 @@ def use_fp8(
         if matmul is None:
             continue
         layer.dot_general = matmul
-        layer.kernel.set_metadata(matmul=matmul)
+        layer.kernel.set_metadata(matmul=matmul, contracted=getattr(layer, "contracted", 1))
         if matmul.recipe == "delayed":
             stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
             state = empty_fp8_state(history)

@@ -3,13 +3,14 @@
 One scale a tensor is a pattern that XLA's own compiler turns into cuBLASLt's FP8 matmul; XLA knows none for blocks.
 """
 
+import functools
 import math
 from dataclasses import dataclass, field
 
 import jax
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.fp8 import per_tensor
+from pallas_kernels.fp8 import blockwise, mosaic, per_tensor
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.fp8.per_tensor import Plan
 from pallas_kernels.target import Target, current_target
@@ -57,10 +58,34 @@ def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
     return per_tensor.multiply(request.plan, request.x, request.weights, request.quantized, request.states)
 
 
+def _mosaic_refuses(request: Request) -> str | None:
+    dtypes = (request.plan.dtype, request.plan.output)
+    return mosaic.refuses(request.target, dtypes, request.sizes)
+
+
+def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:
+    return blockwise.multiply(operations, request.plan, request.x, request.weights, request.quantized)
+
+
 _CUBLAS = Backend("cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_refuses, _per_tensor)
 _PLAIN = Backend("xla", "the same rounded numbers in bfloat16 or float32 products", lambda request: None, _per_tensor)
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "current": (_CUBLAS, _PLAIN),
     "delayed": (_CUBLAS, _PLAIN),
+    "blockwise": (
+        Backend(
+            "mosaic",
+            "the tensor cores' FP8 rate, scales applied in registers",
+            _mosaic_refuses,
+            functools.partial(_blockwise, mosaic.MOSAIC),
+            opaque=True,
+        ),
+        Backend(
+            "xla",
+            "the same rounded numbers in bfloat16 or float32 products",
+            lambda request: None,
+            functools.partial(_blockwise, blockwise.XLA),
+        ),
+    ),
 }
