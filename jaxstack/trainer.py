@@ -130,12 +130,16 @@ class Trainer:
         return self._compiled
 
     def _compiler_options(self) -> dict[str, Any] | None:
-        on_gpu = self.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return dict(FP8_COMPILER_OPTIONS) if on_gpu and self.module.fp8_matmuls else None
+        return dict(FP8_COMPILER_OPTIONS) if self._on_gpu and self.module.fp8_matmuls else None
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def describe(self) -> dict[str, Any]:
         """What actually runs: see `jaxstack.observe.ran`."""
-        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape))
+        expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
+        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""
