@@ -11,6 +11,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_together
 from jaxstack.parallel import shard
+from pallas_kernels import swiglu
 from pallas_kernels.target import current_target
 
 
@@ -61,7 +62,9 @@ class GatedMLP(PlainMLP):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = apply_together(x, self.gate_proj, self.up_proj)
         gate, up = shard(gate, "batch", "length", "act_mlp"), shard(up, "batch", "length", "act_mlp")
-        return self.down_proj(self.activation(gate) * up)
+        # Its gradient keeps the two inputs only; what XLA would keep of the plain product is one array more.
+        gated = swiglu(gate, up) if self.activation is jax.nn.silu else self.activation(gate) * up
+        return self.down_proj(gated)
 
 
 MLPS = {"gated": GatedMLP, "plain": PlainMLP}
