@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxstack.observe.hlo import Execution, Module, parse_module
+from jaxstack.observe.hlo import Execution, Instruction, Module, parse_module
 from jaxstack.observe.replica_groups import mesh_axes_of, permute_pairs, replica_groups
 
 # What one device has to send with a ring, as a multiple of (n - 1) / n of the payload.

@@ -123,6 +123,7 @@ def fp8_multiply(
     inner = x.shape[x.ndim - contracted :]
     if any(w.shape[:contracted] != inner for w in carriers):
         raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in carriers]}")
+    gradients = "e4m3" if recipe == "blockwise" else gradients
     plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients)
     request = Request(plan, x, carriers, quantized, states)
     return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)
