@@ -37,7 +37,9 @@ class FunctionalModule:
         self.abstract_params = _nested(self._params)
         self.abstract_rest = _nested(self._rest)
         self.fp8_matmuls = count_fp8_matmuls(abstract)
-        self._scaling = [tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)]
+        self._scaling = [
+            tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)
+        ]
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""

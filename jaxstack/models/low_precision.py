@@ -45,7 +45,9 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
 def count_fp8_matmuls(model: nnx.Module) -> int:
     """How many FP8 matmuls a forward and backward pass needs at least."""
     layers = [node for _, node in nnx.iter_modules(model) if isinstance(getattr(node, "dot_general", None), Fp8Matmul)]
-    stacked = [layer.kernel for layer in layers if layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)]
+    stacked = [
+        layer.kernel for layer in layers if layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
+    ]
     return _PRODUCTS * (len(layers) - len(stacked) + sum(kernel.shape[0] for kernel in stacked))
 
 

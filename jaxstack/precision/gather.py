@@ -44,7 +44,5 @@ def _gather_blocks(own: jax.Array, dim: int, contracted: int) -> tuple[jax.Array
     axis = 0 if dim < contracted else 1
     if matrix.shape[axis] % BLOCK:
         return None
-    values, inverse_scale = (
-        jax.lax.all_gather(x, "fsdp", axis=axis, tiled=True) for x in quantize_weight(matrix)
-    )
+    values, inverse_scale = (jax.lax.all_gather(x, "fsdp", axis=axis, tiled=True) for x in quantize_weight(matrix))
     return values, inverse_scale

@@ -33,9 +33,7 @@ class Fp8Matmul:
 
     def __call__(self, lhs: jax.Array, rhs: Any, dimension_numbers: Any, **options: Any) -> jax.Array:
         """As `jax.lax.dot_general`; see `pallas_kernels.fp8_dot_general`."""
-        return fp8_dot_general(
-            lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options
-        )
+        return fp8_dot_general(lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options)
 
     def together(
         self, x: jax.Array, kernels: Sequence[Any], contracted: int, states: Sequence[jax.Array | None]

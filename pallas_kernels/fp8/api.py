@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import NotSupported, select
+from pallas_kernels.dispatch import select
 from pallas_kernels.fp8.backends import BACKENDS, Request
 from pallas_kernels.fp8.formats import GRADIENT_FORMATS, Quantized
 from pallas_kernels.fp8.per_tensor import Plan

@@ -110,7 +110,7 @@ multiply.defvjp(_forward, _backward)
 def _dot(
     plan: Plan, a: Quantized, b: Quantized, dims: tuple[Sequence[int], Sequence[int]], output: str | None = None
 ) -> jax.Array:
-    """The product for `output`, or for a gradient, whose partial sums all stay in float32 (at some percent of the rate)."""
+    """The product for `output`, or for a gradient, with every partial sum in float32 (at some percent of the rate)."""
     precision = lax.Precision.HIGHEST if output is None else lax.Precision.DEFAULT
     left, right = dequantize(a, plan.dtype), dequantize(b, plan.dtype)
     return lax.dot_general(

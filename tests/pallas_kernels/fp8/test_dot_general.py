@@ -28,9 +28,12 @@ STEPS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 def operands(rows=(4, 40), inner=(144,), outputs=((3, 16), (32,)), dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 1 + 2 * len(outputs))
     x = jax.random.normal(keys[0], (*rows, *inner), dtype)
-    weights = tuple(0.02 * jax.random.normal(k, (*inner, *out), dtype) for k, out in zip(keys[1:], outputs, strict=False))
+    weights = tuple(
+        0.02 * jax.random.normal(k, (*inner, *out), dtype) for k, out in zip(keys[1:], outputs, strict=False)
+    )
     gradients = tuple(
-        1e-3 * jax.random.normal(k, (*rows, *out), dtype) for k, out in zip(keys[1 + len(outputs) :], outputs, strict=True)
+        1e-3 * jax.random.normal(k, (*rows, *out), dtype)
+        for k, out in zip(keys[1 + len(outputs) :], outputs, strict=True)
     )
     return x, weights, gradients
 
