@@ -255,12 +255,29 @@ def _parts_of(layout: Layout) -> Dims:
 
 
 class GlobalGradients:
-    """One program over the global batch, partitioned by XLA: statistics and means are those of all its rows."""
+    """One program over the global batch, partitioned by XLA: statistics and means are those of all its rows.
+
+    With ZeRO 1 and 2 the parameters are made whole over `data`, in float32, once a step, and the gradients split after
+    the last microbatch: in which dtype such a module uses its parameters, and where, is not known here.
+    """
 
     def __init__(self, microbatches: Microbatches, rules: AxisRules):
         self._microbatches, self._rules = microbatches, rules
+        module = microbatches.module
+        self._stored = module.parameter_specs(rules)
+        self._used = module.map_parameters(lambda names, shape, _: rules.parameter_spec(names, shape), rules)
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+        sums, rest = self._sums(self._placed(params, self._used), rest, batch, key)
+        return sums._replace(gradients=self._placed(sums.gradients, self._stored)), rest
+
+    def _placed(self, tree: Any, specs: Any) -> Any:
+        if not self._rules.zero:
+            return tree
+        place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731
+        return jax.tree.map(place, tree, specs)
+
+    def _sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         rules = self._rules
         # `data` is either 1 or manual where rows are cut; the batch's other axes still split them.
         shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data"])
@@ -287,7 +304,7 @@ class GlobalGradients:
 
     def loss(self, params: Any, rest: Any, batch: Batch) -> LossSum:
         with logical_axis_rules(self._rules):
-            return self._microbatches.loss(params, rest, batch, None)[0]
+            return self._microbatches.loss(self._placed(params, self._used), rest, batch, None)[0]
 
 
 class _NotASumError(Exception):

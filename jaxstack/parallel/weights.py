@@ -53,6 +53,24 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     return exchange_weight(value, how, spec, rules)
 
 
+def gathers_shards() -> bool:
+    """Whether `gather_parameter` gathers over `fsdp` inside a `shard_map`, so that `save_all_but_gathered` applies."""
+    rules = current_rules()
+    return rules is not None and "fsdp" in rules.manual and rules.mesh.shape["fsdp"] > 1
+
+
+_NOT_SAVED = ("all_gather", "concatenate", "convert_element_type", "reshape", "transpose")
+"""The gather, and what costs nothing to repeat: saved in its place, these would keep the gathered weight."""
+
+
+def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: the backward pass gathers weights again, and recomputes nothing that costs time.
+
+    Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind.
+    """
+    return primitive.name not in _NOT_SAVED
+
+
 def exchange_weight(value: jax.Array | Held, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
     """`exchange` of a weight of this layout, see `beside_tensor`."""
     if not (how.gathered or how.scattered or how.summed):
