@@ -110,9 +110,7 @@ class Microbatches:
         carry, _ = jax.lax.scan(add, (start, rest), (pieces, jnp.arange(self.count)))
         return carry
 
-    def _one(
-        self, params: Any, rest: Any, batch: Batch, key: jax.Array, use: Callable[[Any], Any]
-    ) -> tuple[Sums, Any]:
+    def _one(self, params: Any, rest: Any, batch: Batch, key: jax.Array, use: Callable[[Any], Any]) -> tuple[Sums, Any]:
         def objective(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             loss, new = self.loss(use(params), rest, batch, key)
             return loss.total, (loss.weight, new)

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from jaxstack.feed import abstract_batch
 from jaxstack.functional import FunctionalModule
 from jaxstack.gradients import GlobalGradients, LocalGradients, make_gradients
 from jaxstack.loss import LossSum, language_model_loss
 from jaxstack.models import Transformer
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AXES, ParallelConfig, make_mesh, make_rules
 from tests.small_runs import batch_at, make_trainer, small_config
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -171,3 +172,32 @@ def test_only_full_rematerialisation_repeats_matmuls():
         for over in (("parallel.data=4",), ("parallel.fsdp=4",), ("parallel.fsdp=4", "model.remat=full"))
     )
     assert plain == none < full
+
+
+@pytest.mark.parametrize(
+    ("degrees", "zero", "within_a_step", "published"),
+    [
+        ({"data": 64}, 0, lambda used, stored: 4 * used, 120e9),
+        ({"data": 64}, 1, lambda used, stored: 2 * used + 2 * used, 31.4e9),
+        ({"data": 64}, 2, lambda used, stored: 2 * used + 4 * stored, 16.6e9),
+        ({"fsdp": 64}, 0, lambda used, stored: 4 * stored, 1.9e9),
+    ],
+    ids=["data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3"],
+)
+def test_the_published_bytes_of_seven_and_a_half_billion_parameters_on_64_devices(
+    degrees, zero, within_a_step, published
+):
+    """State as it is sharded, and on top what docs/parallelism.md says of a step's copy and gradients."""
+    mesh = jax.sharding.AbstractMesh(tuple(degrees.get(axis, 1) for axis in AXES), AXES)
+    layout = make_rules(mesh, zero=zero)
+    shape = ("model.hidden_size=4096", "model.num_layers=35", "model.num_heads=32", "model.intermediate_size=10880")
+    module = transformer(*shape, "model.vocab_size=51200")
+
+    def bytes_of(tree: Any, specs: Any) -> int:
+        local = jax.tree.map(lambda x, spec: math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)), tree, specs)
+        return sum(jax.tree.leaves(local))
+
+    stored = bytes_of(module.abstract_params, module.parameter_specs(layout))
+    used_specs = module.map_parameters(lambda names, shape, _: layout.parameter_spec(names, shape), layout)
+    used = bytes_of(module.abstract_params, used_specs)
+    assert 12 * stored + within_a_step(used, stored) == pytest.approx(published, rel=0.02)

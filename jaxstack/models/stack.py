@@ -105,7 +105,9 @@ class Stack(nnx.Module):
             new = []
             for i, (graphdef, _) in enumerate(split):
                 run = _runner(graphdef, context, dtype)
-                x, cache = run(x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i))
+                x, cache = run(
+                    x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i)
+                )
                 new.append(cache)
             return x, new
 
