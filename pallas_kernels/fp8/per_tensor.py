@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fp8.formats import E4M3, GRADIENT_FORMATS, Quantized, absolute_maximum, dequantize, quantize
+from pallas_kernels.fp8.formats import E4M3, GRADIENT_FORMATS, Quantized, absolute_maximum, dequantize, keep, quantize
 from pallas_kernels.fp8.state import expected_amax, state_gradient
 
 
@@ -80,7 +80,7 @@ def _forward(
         outs.append(_dot(plan, q_x, given, dims, plan.output))
         q_weights.append(given)
     order = (*range(rows, x.ndim), *range(rows))
-    turned = Quantized(jnp.transpose(q_x.values, order), q_x.inverse_scale)
+    turned = keep(Quantized(jnp.transpose(q_x.values, order), q_x.inverse_scale))
     return tuple(outs), (turned, tuple(q_weights), states, tuple(seen))
 
 
