@@ -37,8 +37,8 @@ class Sums(NamedTuple):
 
     def plus(self, other: "Sums") -> "Sums":
         """Both microbatches' together."""
-        summed = jax.tree.map(jnp.add, self[:3], other[:3])
-        return Sums(*summed, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
+        gradients, loss, weight = jax.tree.map(jnp.add, self[:3], other[:3])
+        return Sums(gradients, loss, weight, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
 
 
 class Gradients(Protocol):
@@ -305,7 +305,8 @@ class GlobalGradients:
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
             with logical_axis_rules(rules.within(["data"])):
                 sums, rest = self._microbatches(params, rest, batch, key, shards=shards)
-            sums = Sums(*jax.lax.psum(sums[:3], "data"), sums.maxima)
+            gradients, loss, weight = jax.lax.psum(sums[:3], "data")
+            sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
             return self._microbatches.finish(sums, jax.tree.map(_mean_over_data, rest), ("data",))
 
         whole, split = PartitionSpec(), PartitionSpec("data")

@@ -44,11 +44,13 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
 
 def count_fp8_matmuls(model: nnx.Module) -> int:
     """How many FP8 matmuls a forward and backward pass needs at least."""
-    layers = [node for _, node in nnx.iter_modules(model) if isinstance(getattr(node, "dot_general", None), Fp8Matmul)]
-    stacked = [
-        layer.kernel for layer in layers if layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
-    ]
-    return _PRODUCTS * (len(layers) - len(stacked) + sum(kernel.shape[0] for kernel in stacked))
+    count = 0
+    for _, node in nnx.iter_modules(model):
+        layer: Any = node
+        if isinstance(getattr(layer, "dot_general", None), Fp8Matmul):
+            stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
+            count += layer.kernel.shape[0] if stacked else 1
+    return _PRODUCTS * count
 
 
 def _paths(stack: Stack, path: tuple[Any, ...]) -> list[str]:

@@ -58,7 +58,7 @@ def use_fp8(
       choose: path of a dense layer (attribute names and indices) -> its matmul, or None to leave it as it is.
       history: steps that delayed scaling looks back; only `jaxstack.models.linear.Linear` can keep its state.
     """
-    dense = [(path, node) for path, node in nnx.iter_modules(module) if hasattr(node, "dot_general")]
+    dense: list[Any] = [(path, node) for path, node in nnx.iter_modules(module) if hasattr(node, "dot_general")]
     for path, layer in dense:
         matmul = choose(path)
         if matmul is None:

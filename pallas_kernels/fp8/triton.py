@@ -46,7 +46,7 @@ def _launch(x: jax.Array, capability: int) -> tuple[Quantized, Quantized]:
     from pallas_kernels.fp8.triton_quantize import quantize_kernel
 
     plan = Plan(*x.shape)
-    shapes: tuple[tuple[tuple[int, int], Any], ...] = (
+    shapes: tuple[tuple[tuple[int, ...], Any], ...] = (
         (x.shape, E4M3),
         ((plan.columns // BLOCK, plan.rows), jnp.float32),
         ((plan.columns, plan.rows), E4M3),
