@@ -64,13 +64,13 @@ def test_every_matmul_of_the_layers_is_in_fp8(overrides, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=needs_mosaic)])
 def test_fsdp_gathers_fp8_bytes(recipe):
-    """A byte a weight, beside one scalar a layer (current) or four bytes of a scale for 128 x 128 (blockwise)."""
+    """A byte a weight forward and again backward, beside four bytes of a scale for 128 x 128 (blockwise)."""
     trainer, rows = compiled(f"precision.fp8={recipe}", "parallel.fsdp=4")
     ran = trainer.describe()["matmuls"]
     assert ran["fp8"] == ran["fp8_expected"] == MATMULS
     gathered = [row for row in rows if row.kind == "all-gather" and row.in_loop]
     assert gathered and all("f8e4m3fn" in row.dtype for row in gathered)
     scales = LAYER // 128**2 * 4 if recipe == "blockwise" else 0
-    assert sum(row.payload_bytes * row.calls for row in gathered) == LAYERS * (LAYER + scales)
-    maxima = [row for row in rows if row.kind == "all-reduce" and row.in_loop]
-    assert sum(row.payload_bytes * row.calls for row in maxima) == (LAYERS * 7 * 4 if recipe == "current" else 0)
+    assert sum(row.payload_bytes * row.calls for row in gathered) == 2 * LAYERS * (LAYER + scales)
+    small = [row for row in rows if row.kind == "all-reduce" and row.in_loop]
+    assert sum(row.payload_bytes for row in small) < 4 * (3 * D), "maxima of weights, gradients of the norms"
