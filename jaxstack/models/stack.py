@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel import gather_parameter
+from jaxstack.parallel import gather_parameter, gathers_shards, save_all_but_gathered
 from pallas_kernels import save_attention
 
 Caches = list[Any] | None
@@ -76,6 +76,8 @@ class Stack(nnx.Module):
             parts.append(stack_blocks(make, self.repeats, rngs) if self.repeats > 1 else make(rngs))
         parts += [Block(config, window, rngs) for window in windows[scanned:]]
         self.layers = nnx.List(parts)
+        for p in jax.tree.leaves(nnx.state(self.layers, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable)):
+            p.set_metadata(sum_where_used=True)  # all of them pass `gather_weights`, once
         self.remat = config.remat
 
     def numbers(self, index: int) -> range:
@@ -114,7 +116,9 @@ class Stack(nnx.Module):
             new = []
             for i, (graphdef, _) in enumerate(split):
                 run = _runner(graphdef, context, dtype)
-                x, cache = run(x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i))
+                x, cache = run(
+                    x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i)
+                )
                 new.append(cache)
             return x, new
 
@@ -152,8 +156,10 @@ def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Ca
     """`body` under `jax.checkpoint` with one of `ModelConfig.remat`'s named policies."""
     policies = jax.checkpoint_policies
     if policy == "none":
-        return body
-    if policy == "full":
+        if not gathers_shards():
+            return body
+        rule = save_all_but_gathered
+    elif policy == "full":
         rule = policies.nothing_saveable
     elif policy == "save_attention":
         rule = save_attention

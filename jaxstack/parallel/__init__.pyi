@@ -10,12 +10,6 @@ from .rules import (
     current_rules as current_rules,
 )
 from .rules import (
-    gather_parameter as gather_parameter,
-)
-from .rules import (
-    gather_weight as gather_weight,
-)
-from .rules import (
     logical_axis_rules as logical_axis_rules,
 )
 from .rules import (
@@ -23,4 +17,16 @@ from .rules import (
 )
 from .rules import (
     shard as shard,
+)
+from .weights import (
+    gather_parameter as gather_parameter,
+)
+from .weights import (
+    gather_weight as gather_weight,
+)
+from .weights import (
+    gathers_shards as gathers_shards,
+)
+from .weights import (
+    save_all_but_gathered as save_all_but_gathered,
 )
