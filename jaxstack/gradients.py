@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.functional import FunctionalModule
 from jaxstack.loss import LossSum, as_loss_sum
 from jaxstack.parallel.exchange import Dims, Exchange, Held, sum_gradient
-from jaxstack.parallel.rules import AxisRules, Names, current_rules, logical_axis_rules, restrict
+from jaxstack.parallel.rules import AxisRules, Names, logical_axis_rules, restrict
 from jaxstack.parallel.weights import beside_tensor, dims_of, exchange_weight
 
 Batch = Mapping[str, jax.Array]
@@ -172,6 +172,8 @@ class LocalGradients:
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         self._split = rules.batch_axes
         self._at_use = rules.zero == 2 or (rules.zero == 0 and microbatches.count == 1)
+        summed = self._split if self._at_use else ()
+        self._inner = dataclasses.replace(rules.within(self._taken), summed=summed)
         self._layouts = microbatches.module.map_parameters(self._layout, rules)
         self._specs = jax.tree.map(lambda x: restrict(x.stored, self._split), self._layouts)
 
@@ -190,7 +192,8 @@ class LocalGradients:
             sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
             return self._microbatches.finish(sums, jax.tree.map(self._mean, rest), self._split)
 
-        out_specs = (Sums(self._specs, PartitionSpec(), PartitionSpec()), PartitionSpec())
+        whole: Any = PartitionSpec()
+        out_specs = (Sums(self._specs, whole, whole), whole)
         try:
             return self._on_own_parts(local, out_specs, params, rest, batch, key)
         except _NotASumError:
@@ -210,10 +213,9 @@ class LocalGradients:
         self, function: Callable[..., Any], out_specs: Any, params: Any, rest: Any, batch: Batch, *key: jax.Array
     ) -> Any:
         rules = self._rules
-        inner = dataclasses.replace(rules.within(self._taken), summed=self._split if self._at_use else ())
 
         def local(*arguments: Any) -> Any:
-            with logical_axis_rules(inner):
+            with logical_axis_rules(self._inner):
                 return function(*arguments)
 
         parts = {name: restrict(rules.batch_spec(x.shape), self._split) for name, x in batch.items()}
@@ -238,7 +240,7 @@ class LocalGradients:
         if not parts:
             return x
         how = Exchange(layout.dtype, self._rules.reduce, gathered=parts)
-        return exchange_weight(x, how, layout.spec, current_rules() or self._rules)
+        return exchange_weight(x, how, layout.spec, self._inner)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: Layout) -> jax.Array | Held:
         """What the module gets for the parameter `x`, so that its gradient arrives summed up and in the layout of x."""
@@ -248,7 +250,7 @@ class LocalGradients:
             return held
         lacking = self._rules.lacking(layout.spec, self._split)
         how = Exchange(str(copy.dtype), self._rules.reduce, scattered=parts, summed=lacking)
-        return exchange_weight(held, how, layout.spec, current_rules() or self._rules)
+        return exchange_weight(held, how, layout.spec, self._inner)
 
     def _sum(self, gradient: jax.Array, layout: Layout) -> jax.Array:
         """The sum of a whole gradient over the axes along which the parameter is whole, as the parameter is stored."""
@@ -257,7 +259,7 @@ class LocalGradients:
         if not parts and not lacking:
             return gradient
         how = Exchange("", self._rules.reduce, scattered=parts, summed=lacking)
-        add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, current_rules() or self._rules)
+        add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, self._inner)
         return add(gradient).astype(jnp.float32)
 
     def _mean(self, x: jax.Array) -> jax.Array:

@@ -1,28 +1,29 @@
 """Sums over microbatches and devices: which way a module takes, random keys, and what each layout keeps in memory."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jaxstack.feed import abstract_batch
 from jaxstack.functional import FunctionalModule
 from jaxstack.gradients import GlobalGradients, LocalGradients, make_gradients
 from jaxstack.loss import LossSum, language_model_loss
 from jaxstack.models import Transformer
-from jaxstack.parallel import AXES, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AXES, AxisRules, ParallelConfig, make_mesh, make_rules
 from tests.small_runs import batch_at, make_trainer, small_config
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def rules(zero: int = 0, **degrees: int):
-    return make_rules(make_mesh(ParallelConfig(**degrees), jax.devices()[: math.prod(degrees.values())]), zero=zero)
+def rules(zero: int = 0, *, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AxisRules:
+    degrees = ParallelConfig(data=data, fsdp=fsdp, tensor=tensor)
+    return make_rules(make_mesh(degrees, jax.devices()[: data * fsdp * tensor]), zero=zero)
 
 
 def transformer(*overrides: str) -> FunctionalModule:
@@ -189,7 +190,7 @@ def test_the_published_bytes_of_seven_and_a_half_billion_parameters_on_64_device
 ):
     """State as it is sharded, and on top what docs/parallelism.md says of a step's copy and gradients."""
     mesh = jax.sharding.AbstractMesh(tuple(degrees.get(axis, 1) for axis in AXES), AXES)
-    layout = make_rules(mesh, zero=zero)
+    layout = make_rules(cast(Mesh, mesh), zero=zero)  # shapes only: no device is asked for
     shape = ("model.hidden_size=4096", "model.num_layers=35", "model.num_heads=32", "model.intermediate_size=10880")
     module = transformer(*shape, "model.vocab_size=51200")
 

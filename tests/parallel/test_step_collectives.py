@@ -112,6 +112,7 @@ def test_data_parallel_reduces_every_gradient_once():
     assert volume(*over) == pytest.approx(2 * PARAMETERS, rel=1e-3), "2P (Rajbhandari et al. 2020)"
 
 
+@pytest.mark.slow
 def test_gradients_may_be_summed_in_bfloat16():
     over = ("parallel.data=4", "precision.reduce=bfloat16")
     assert total_bytes("all-reduce", *over) == about(2 * PARAMETERS)
@@ -144,6 +145,7 @@ def test_zero_2_scatters_the_gradients_of_a_layer_as_its_backward_pass_ends():
     assert volume(*over) == pytest.approx(2 * PARAMETERS, rel=1e-3), "2P, as data parallelism"
 
 
+@pytest.mark.slow
 def test_zero_2_scatters_every_microbatch():
     over = ("parallel.data=4", "parallel.zero=2", "train.gradient_accumulation=2")
     assert total_bytes("all-gather", *over, in_loop=False) == 2 * MATRICES, "the copy is made once a step"
@@ -162,7 +164,7 @@ def test_fsdp_gathers_weights_in_bfloat16_and_scatters_gradients_in_float32():
     assert volume(*over) == pytest.approx(3 * PARAMETERS - 2 * V * D, rel=1e-3)
 
 
-@pytest.mark.parametrize("scan", ["true", "false"])
+@pytest.mark.parametrize("scan", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_fsdp_without_rematerialisation_gathers_weights_again_instead_of_keeping_them(scan):
     over = ("parallel.fsdp=4", "model.remat=none", f"model.scan_layers={scan}")
     assert total_bytes("all-gather", *over, dtype="bf16") == 2 * (2 * LAYERS * LAYER + 2 * V * D)
