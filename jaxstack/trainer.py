@@ -1,7 +1,7 @@
 """Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.evaluation import Evaluator
-from jaxstack.feed import abstract_batch, as_source, batch_sharding, check_batch
+from jaxstack.feed import BatchShardings, abstract_batch, arrange, as_source, batch_sharding, check_batch
 from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
@@ -146,13 +146,17 @@ class Trainer:
         """Global batches on the devices from batch `start` on, each with the seconds waited for it."""
         size = self.train.global_batch_size
         host = self.data.batches(global_batch_size=size, rows=self.host_rows(size), start=start)
-        return device_batches(host, batch_sharding(self.rules, (size,)), global_batch_size=size)
+        return self._place(host, size)
 
     def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A whole global batch, laid out on the devices."""
         size = len(next(iter(check_batch(batch).values())))
-        (placed, _), *_ = device_batches(iter([batch]), batch_sharding(self.rules, (size,)), global_batch_size=size)
+        (placed, _), *_ = self._place(iter([batch]), size)
         return placed
+
+    def _place(self, host: Iterator[Mapping[str, np.ndarray]], size: int) -> Any:
+        arranged = (arrange(batch, self.rules) for batch in host)
+        return device_batches(arranged, BatchShardings(self.rules, size), global_batch_size=size)
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on a global batch on the devices; returns its metrics, not waited for."""

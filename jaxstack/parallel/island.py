@@ -22,18 +22,18 @@ def with_local_batch(
     tensor: bool = False,
     as_stored: bool = False,
 ) -> jax.Array:
-    """`function(weight, *batched)`, computed on each device's rows of the batch.
+    """`function(weight, *batched)`, computed on each device's rows of the batch and part of the length.
 
     Args:
-      function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's rows; returns an array
-        whose first dim are these rows, or 1 for something of all of them, as a sum. With `tensor`, its weight is this
+      function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's tokens; returns an array
+        [b, t, ...] of these, or [1, 1] for something of all of them, as a sum. With `tensor`, its weight is this
         device's part along the tensor axis, and its result must be equal on all devices of that axis. With `as_stored`
         its weight has the stored dtype unless it is gathered, so that the gradient need not be rounded to `dtype`.
       weight: a stored parameter with logical axes `names`.
-      batched: arrays whose first dim is the batch.
+      batched: arrays [B, T, ...].
     """
     rules = current_rules()
-    axes = [a for a in ("data", "fsdp", *(["tensor"] if tensor else [])) if rules and _is_free(rules, a)]
+    axes = [a for a in ("data", "fsdp", "context", *(["tensor"] if tensor else [])) if rules and _is_free(rules, a)]
     if as_stored and (rules is None or not _is_free(rules, "fsdp")):
         dtype = weight.dtype
     if rules is None or not axes:
@@ -43,7 +43,7 @@ def with_local_batch(
         # A gather in the island would first make the weight whole over the axis that XLA still partitions.
         weight, stored = gather_weight(weight, names, dtype), PartitionSpec(*(None for _ in stored))
     held = PartitionSpec(*(_only(part, axes) for part in stored))
-    rows = PartitionSpec(_only(rules.spec(("batch",))[0], axes))
+    rows = PartitionSpec(*(_only(part, axes) for part in rules.spec(("batch", "length"))))
     inner = rules.within(axes)
 
     def local(weight: jax.Array, *batched: jax.Array) -> jax.Array:

@@ -29,8 +29,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
-    "length": (),
-    "residual_length": (),
+    "length": ("context",),
+    "residual_length": ("context",),
     "act_embed": (),
     "act_heads": ("tensor",),
     "act_kv_heads": ("tensor",),
@@ -47,6 +47,8 @@ class AxisRules:
     mesh: Mesh
     table: Mapping[str, tuple[str, ...]]
     manual: frozenset[str] = frozenset()
+    context_method: str | None = None
+    """How attention sees the keys of other devices of `context`; None: by its shape."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -106,14 +108,23 @@ def _is_stack(names: Names | None, dim: int) -> bool:
 
 
 def make_rules(
-    mesh: Mesh, *, sequence: bool = False, overrides: Mapping[str, tuple[str, ...]] | None = None
+    mesh: Mesh,
+    *,
+    sequence: bool = False,
+    context_method: str | None = None,
+    overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
-    """The standard table on `mesh`; `sequence` is Megatron's sequence parallelism on the tensor axis."""
+    """The standard table on `mesh`.
+
+    Args:
+      sequence: Megatron's sequence parallelism on the tensor axis.
+      context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
+    """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
-        table["residual_length"] = ("tensor",)
+        table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
-    return AxisRules(mesh, table)
+    return AxisRules(mesh, table, context_method=None if context_method == "auto" else context_method)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
@@ -139,6 +150,12 @@ def is_sharded() -> bool:
     """Whether the current rules spread arrays over more than one device."""
     rules = _current.get()
     return rules is not None and math.prod(rules.mesh.shape.values()) > 1
+
+
+def splits_length() -> bool:
+    """Whether the current rules spread sequences over several devices."""
+    rules = _current.get()
+    return rules is not None and rules.degree(rules.table["length"]) > 1
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Attention to keys that are collected first: all of them (all-gather), or those that a window reaches, from neighbours.
+"""Attention to keys that are collected first: all of them (all-gather), or, from neighbours, what a window reaches.
 
 Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is the plain causal one.
 Where the sequence has fewer chunks before it, the rest carries a segment id of its own, and its tiles are skipped.

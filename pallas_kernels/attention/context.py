@@ -148,7 +148,7 @@ METHODS = (
 """How attention is computed over a mesh axis, in the order in which it is chosen."""
 
 
-def context_attention(
+def context_attention(  # noqa: PLR0913
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -175,7 +175,7 @@ def context_attention(
             and does not yield. A named one never falls back.
         causal, window, scale, soft_cap: as in `flash_attention`.
         segment_ids: integers [B, T], greater than -2**31.
-        layout: "zigzag" (device i of n holds chunks i and 2n-1-i of 2n, equal work under a causal mask) or "contiguous".
+        layout: "zigzag" (device i of n holds chunks i and 2n-1-i: equal work under a causal mask) or "contiguous".
         implementation: the backend of `flash_attention` that computes each part, by name; cuDNN cannot but by
             "all_to_all", as jax drops the gradient of its log-sum-exp.
 
@@ -190,7 +190,7 @@ def context_attention(
     return select("context_attention", METHODS, method, request).call(request)[0]
 
 
-def ring_attention(
+def ring_attention(  # noqa: PLR0913
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -234,7 +234,7 @@ def _make_request(
         raise ValueError(f"queries and keys must be of the same part of the sequence; got {q.shape[1]}, {k.shape[1]}")
     if q.shape[1] % cuts:
         raise ValueError(
-            f"in the layout {layout!r} a device holds {cuts} chunks of equal length, got {q.shape[1]} tokens; the whole "
+            f"in the layout {layout!r} a device holds {cuts} equal chunks, got {q.shape[1]} tokens; the whole "
             f"length must be divisible by {cuts} x {devices}"
         )
     window = None if mask.window is None else check_window(mask.window)

@@ -32,7 +32,7 @@ def with_whole_sequences(
     axis_name: str,
     layout: str = "zigzag",
 ) -> jax.Array:
-    """`function(q, k, v, segment_ids)` of whole sequences, in their order, computed for each device's part of the heads.
+    """`function(q, k, v, segment_ids)` of whole sequences, in their order, for each device's part of the heads.
 
     Inside `shard_map`. Key heads that the devices do not divide are repeated until they do.
 

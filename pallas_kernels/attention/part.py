@@ -1,4 +1,4 @@
-"""Attention to a part of the keys, by the backends of `flash_attention`, so that parts can be merged and differentiated.
+"""Attention to a part of the keys, by the backends of `flash_attention`: parts can be merged and differentiated.
 
 Forward each part gives its output and log-sum-exp. Backward it takes the log-sum-exp of all keys, and `delta` of all
 keys' output: then its gradients are those of the whole softmax, and only have to be added up.

@@ -1,4 +1,4 @@
-"""Ring attention (Liu et al., arXiv:2310.01889): keys and values go around, each device attends to one part after another.
+"""Ring attention (Liu et al., arXiv:2310.01889): keys and values go around, each device attends to part after part.
 
 Step r attends to the keys that the device r places before holds. Under a causal mask with the layout "zigzag" such a
 step is, on every device, two of the four pairs of chunks, each of them whole: the later queries see the earlier keys,
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.chunks import chunks_a_device, shift, split
+from pallas_kernels.attention.chunks import shift, split
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.part import PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
@@ -65,7 +65,7 @@ def _hits(index: Any, count: int) -> list[Any]:
     return [index == part for part in range(count)]
 
 
-def _is_living(living: jax.Array | None, function: Any) -> Any:
+def _if_living(living: jax.Array | None, function: Any) -> Any:
     """function() where the tile lives, zeros elsewhere."""
     if living is None:
         return function()
@@ -87,42 +87,50 @@ def _pair(query_ids: list | None, key_ids: list | None, tile: _Tile) -> tuple | 
     return _take(query_ids, tile.query), _take(key_ids, tile.key)
 
 
-def _send(kv: Any, after: Any, axis_name: str) -> tuple[Any, Any]:
+def _send(kv: jax.Array, after: Any, axis_name: str) -> tuple[jax.Array, Any]:
     """(kv of the device before, `after`): it is sent only once `after` is there, lest XLA does all sends at once."""
     kv, after = lax.optimization_barrier((kv, after))
-    return jax.tree.map(lambda x: shift(x, axis_name), kv), after
+    return shift(kv, axis_name), after
 
 
 def _forward(
     ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    options, wide = ring.options, accumulator_dtype(q.dtype)
     everyone = None if ids is None else lax.all_gather(ids, ring.axis_name)
     query_ids = None if ids is None else _cut(ring, ids)
-    kv = _cut(ring, k), _cut(ring, v)
     queries = _cut(ring, q)
-    received = jax.tree.map(lambda x: shift(x, ring.axis_name), kv) if ring.devices > 1 else kv
-    out, lse = attend_part(options, Mask(ring.causal), q, k, v, None if ids is None else (ids, ids))
-    state = list(zip(_cut(ring, out.astype(wide)), _cut(ring, lse, 2), strict=True))
+    received = shift(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
+    out, lse = attend_part(ring.options, Mask(ring.causal), q, k, v, None if ids is None else (ids, ids))
+    state = list(zip(_cut(ring, out.astype(accumulator_dtype(q.dtype))), _cut(ring, lse, 2), strict=True))
     for step in range(1, ring.devices):
         kv = received
         if step + 1 < ring.devices:
             received, state = _send(kv, state, ring.axis_name)
-        key_ids = _ids_of(everyone, ring, step)
+        keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
         for tile in _tiles(ring, step):
-            arrays = _take(queries, tile.query), _take(kv[0], tile.key), _take(kv[1], tile.key)
+            arrays = _operands([queries], keys, tile)
             ids_here = _pair(query_ids, key_ids, tile)
 
-            def attend(arrays: tuple = arrays, ids_here: tuple | None = ids_here) -> tuple:
-                return attend_part(options, Mask(causal=False), *arrays, ids_here)
+            def attend(arrays: Any = arrays, ids_here: tuple | None = ids_here) -> tuple:
+                return attend_part(ring.options, Mask(causal=False), *arrays, ids_here)
 
-            found = _is_living(tile.living, attend)
+            found = _if_living(tile.living, attend)
             state = [
                 _merge(old, found, hit, tile.living)
                 for old, hit in zip(state, _hits(tile.query, len(state)), strict=True)
             ]
     outs, lses = zip(*state, strict=True)
     return jnp.concatenate(outs, axis=1).astype(q.dtype), jnp.concatenate(lses, axis=2)
+
+
+def _operands(rows: list[list[jax.Array]], keys: list[jax.Array], tile: _Tile) -> Any:
+    """The tile's part of every array of `rows`, the first of which are the queries, with keys and values behind these.
+
+    They are kept from XLA, which would draw slices and kernel into one fusion, beside which nothing is sent.
+    """
+    query, *others = (_take(parts, tile.query) for parts in rows)
+    k, v = jnp.split(_take(keys, tile.key), 2)
+    return lax.optimization_barrier((query, k, v, *others))
 
 
 def _merge(old: tuple, found: Any, hit: Any, living: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -138,54 +146,57 @@ def _merge(old: tuple, found: Any, hit: Any, living: jax.Array | None) -> tuple[
 def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, ids, out, lse = saved
     d_out, d_lse = cotangents
-    options, wide = ring.options, accumulator_dtype(q.dtype)
+    own = d_out.astype(q.dtype), lse, row_delta(out, d_out, d_lse)
+    d_q, d_kv = _backward_of_others(ring, (q, k, v, ids), own) if ring.devices > 1 else (None, None)
+    home = None if d_kv is None else shift(d_kv, ring.axis_name)
+    found = part_gradients(ring.options, Mask(ring.causal), q, k, v, None if ids is None else (ids, ids), own)
+    if d_q is not None and home is not None:
+        found = [x + more for x, more in zip(found, (d_q, *jnp.split(home, 2)), strict=True)]
+    return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None
+
+
+def _backward_of_others(ring: Ring, arrays: tuple, own: tuple) -> tuple[jax.Array, jax.Array]:
+    """dQ by the keys of all other devices, and, packed, dK and dV of the device behind by those between, in float32."""
+    q, k, v, ids = arrays
     everyone = None if ids is None else lax.all_gather(ids, ring.axis_name)
     query_ids = None if ids is None else _cut(ring, ids)
-    delta = row_delta(out, d_out, d_lse)
-    rows = [_cut(ring, q), _cut(ring, d_out.astype(q.dtype)), _cut(ring, lse, 2), _cut(ring, delta, 2)]
-    d_q = [jnp.zeros(x.shape, wide) for x in rows[0]]
-    kv = received = _cut(ring, k), _cut(ring, v)
+    d_out, lse, delta = own
+    rows = [_cut(ring, q), _cut(ring, d_out), _cut(ring, lse, 2), _cut(ring, delta, 2)]
+    d_q: Any = [None] * len(rows[0])
     d_kv: Any = None
+    received = shift(jnp.concatenate([k, v]), ring.axis_name)
     for step in range(1, ring.devices):
-        if step == 1:
-            received = jax.tree.map(lambda x: shift(x, ring.axis_name), kv)
         kv = received
         if step + 1 < ring.devices:
             received, d_q = _send(kv, d_q, ring.axis_name)
-        if step > 1:
-            d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
-        key_ids = _ids_of(everyone, ring, step)
-        for tile in _tiles(ring, step):
-            q_part, *row_parts = (_take(parts, tile.query) for parts in rows)
-            k_part, v_part = (_take(parts, tile.key) for parts in kv)
+        keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
+        d_keys: Any = [None] * len(keys)
+        tiles = _tiles(ring, step)
+        for tile in tiles:
+            if tile is tiles[-1] and d_kv is not None:
+                # Keys are sent beside the first tile, gradients beside the last: one transfer at a time.
+                d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
+            operands = _operands(rows, keys, tile)
             ids_here = _pair(query_ids, key_ids, tile)
-            arguments = q_part, k_part, v_part, ids_here, row_parts
 
-            def gradients(arguments: tuple = arguments) -> tuple:
-                return part_gradients(options, Mask(causal=False), *arguments)
+            def gradients(operands: Any = operands, ids_here: tuple | None = ids_here) -> tuple:
+                return part_gradients(ring.options, Mask(causal=False), *operands[:3], ids_here, operands[3:])
 
-            q_found, *found = _is_living(tile.living, gradients)
+            q_found, k_found, v_found = _if_living(tile.living, gradients)
             d_q = _add(d_q, q_found, tile.query)
-            if d_kv is None:
-                d_kv = tuple([jnp.zeros(x.shape, wide) for x in parts] for parts in kv)
-            d_kv = tuple(_add(parts, x, tile.key) for parts, x in zip(d_kv, found, strict=True))
-    home = d_kv if d_kv is None else jax.tree.map(lambda x: shift(x, ring.axis_name), d_kv)
-    own_ids = None if ids is None else (ids, ids)
-    own = part_gradients(options, Mask(ring.causal), q, k, v, own_ids, (d_out.astype(q.dtype), lse, delta))
-    added = (d_q, *(home or ()))
-    joined = [jnp.concatenate(parts, axis=1) for parts in added]
-    total = [x.astype(wide) + y for x, y in zip(own, joined, strict=True)] if home else own
-    return *(x.astype(like.dtype) for x, like in zip(total, (q, k, v), strict=True)), None
+            d_keys = _add(d_keys, jnp.concatenate([k_found, v_found]), tile.key)
+        here = jnp.concatenate(d_keys, axis=1)
+        d_kv = here if d_kv is None else d_kv + here
+    return jnp.concatenate(d_q, axis=1), d_kv
 
 
-def _add(parts: list[jax.Array], found: jax.Array, index: Any) -> list[jax.Array]:
-    """`parts` with `found` added to the one that the index means."""
+def _add(parts: list[Any], found: jax.Array, index: Any) -> list[Any]:
+    """`parts` with `found`, in float32, added to the one that the index means; None stands for 0."""
+    wide = found.astype(accumulator_dtype(found.dtype))
     sums = []
     for part, hit in zip(parts, _hits(index, len(parts)), strict=True):
-        if hit is False:
-            sums.append(part)
-        else:
-            sums.append(part + (jnp.where(hit, found, 0) if isinstance(hit, jax.Array) else found))
+        term = None if hit is False else jnp.where(hit, wide, 0) if isinstance(hit, jax.Array) else wide
+        sums.append(term if part is None else part if term is None else part + term)
     return sums
 
 
