@@ -129,6 +129,8 @@ def _forward(
 def _backward(plan: Collection, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, ids, out, lse = saved
     d_out, d_lse = cotangents
+    # Else XLA finds that the forward collected the same before, and keeps that until the backward.
+    k, v = lax.optimization_barrier((k, v))
     keys, values = _collect(plan, k), _collect(plan, v)
     rows = zip(
         _cut(plan, d_out.astype(q.dtype)), _cut(plan, lse, 2), _cut(plan, row_delta(out, d_out, d_lse), 2), strict=True

@@ -145,6 +145,8 @@ def _merge(old: tuple, found: Any, hit: Any, living: jax.Array | None) -> tuple[
 
 def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, ids, out, lse = saved
+    # Else XLA finds that the forward sent the same before, and keeps what arrived until the backward.
+    k, v = lax.optimization_barrier((k, v))
     d_out, d_lse = cotangents
     own = d_out.astype(q.dtype), lse, row_delta(out, d_out, d_lse)
     d_q, d_kv = _backward_of_others(ring, (q, k, v, ids), own) if ring.devices > 1 else (None, None)
