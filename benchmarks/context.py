@@ -5,8 +5,8 @@
     python benchmarks/context.py --window 4096                # sliding window
 
 One sequence, causal, bfloat16, in zig-zag order. `efficiency` is the time of the whole sequence on one GPU, by the
-kernel that this repository chooses, divided by the number of GPUs and by the time measured: 1 would be perfect. Rows are
-appended to benchmarks/results/context.jsonl.
+kernel that this repository chooses, divided by the number of GPUs and by the time measured: 1 would be perfect. Rows
+are appended to benchmarks/results/context.jsonl.
 """
 
 import argparse

@@ -117,10 +117,10 @@ def _cut(plan: Collection, x: jax.Array, dim: int = 1) -> list[jax.Array]:
 def _forward(
     plan: Collection, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    keys, values = _collect(plan, k), _collect(plan, v)
+    arrays = zip(_cut(plan, q), _collect(plan, k), _collect(plan, v), strict=True)
     found = [
-        attend_part(plan.options, plan.mask, *arrays, ids_here)
-        for *arrays, ids_here in zip(_cut(plan, q), keys, values, _collect_ids(plan, ids, q), strict=True)
+        attend_part(plan.options, plan.mask, part, ids_here)
+        for part, ids_here in zip(arrays, _collect_ids(plan, ids, q), strict=True)
     ]
     outs, lses = zip(*found, strict=True)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
@@ -131,15 +131,12 @@ def _backward(plan: Collection, saved: tuple, cotangents: tuple) -> tuple:
     d_out, d_lse = cotangents
     # Else XLA finds that the forward collected the same before, and keeps that until the backward.
     k, v = lax.optimization_barrier((k, v))
-    keys, values = _collect(plan, k), _collect(plan, v)
-    rows = zip(
-        _cut(plan, d_out.astype(q.dtype)), _cut(plan, lse, 2), _cut(plan, row_delta(out, d_out, d_lse), 2), strict=True
-    )
+    arrays = zip(_cut(plan, q), _collect(plan, k), _collect(plan, v), strict=True)
+    delta = row_delta(out, d_out, d_lse)
+    rows = zip(_cut(plan, d_out.astype(q.dtype)), _cut(plan, lse, 2), _cut(plan, delta, 2), strict=True)
     found = [
-        part_gradients(plan.options, plan.mask, *arrays, ids_here, rows_here)
-        for *arrays, ids_here, rows_here in zip(
-            _cut(plan, q), keys, values, _collect_ids(plan, ids, q), rows, strict=True
-        )
+        part_gradients(plan.options, plan.mask, part, ids_here, rows_here)
+        for part, ids_here, rows_here in zip(arrays, _collect_ids(plan, ids, q), rows, strict=True)
     ]
     d_q, d_k, d_v = zip(*found, strict=True)
     return jnp.concatenate(d_q, axis=1), _send_home(plan, d_k, k), _send_home(plan, d_v, v), None

@@ -33,25 +33,27 @@ def _parts_only(backend: Backend) -> Backend:
 _BACKENDS = tuple(_parts_only(backend) for backend in BACKENDS)
 
 
-def _request(options: PartOptions, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple | None) -> Request:
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+"""q [B, T, N, H]; k and v [B, S, K, H]."""
+Ids = tuple[jax.Array, jax.Array] | None
+"""Segment ids of queries [B, T] and keys [B, S]."""
+
+
+def _request(options: PartOptions, mask: Mask, arrays: Arrays, ids: Ids) -> Request:
     return make_request(
-        q, k, v, mask=mask, segment_ids=ids, scale=options.scale, soft_cap=options.soft_cap, return_lse=True
+        *arrays, mask=mask, segment_ids=ids, scale=options.scale, soft_cap=options.soft_cap, return_lse=True
     )
 
 
-def attend_part(
-    options: PartOptions, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple | None
-) -> tuple[jax.Array, jax.Array]:
+def attend_part(options: PartOptions, mask: Mask, arrays: Arrays, ids: Ids) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] in the dtype of q and lse [B, N, T] float32, of these keys alone."""
-    request = _request(options, mask, q, k, v, ids)
+    request = _request(options, mask, arrays, ids)
     return select("flash_attention", _BACKENDS, options.implementation, request).call(request)
 
 
-def part_gradients(
-    options: PartOptions, mask: Mask, q: jax.Array, k: jax.Array, v: jax.Array, ids: tuple | None, rows: tuple
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def part_gradients(options: PartOptions, mask: Mask, arrays: Arrays, ids: Ids, rows: Arrays) -> Arrays:
     """dQ, dK and dV of these keys from `rows`: d_out [B, T, N, H], and lse and delta [B, N, T] of all keys."""
-    request = _request(options, mask, q, k, v, ids)
+    request = _request(options, mask, arrays, ids)
     backend = select("flash_attention", _BACKENDS, options.implementation, request, record=False)
     assert backend.gradients is not None
     return backend.gradients(request, *rows)

@@ -99,8 +99,8 @@ def _forward(
     everyone = None if ids is None else lax.all_gather(ids, ring.axis_name)
     query_ids = None if ids is None else _cut(ring, ids)
     queries = _cut(ring, q)
-    received = shift(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
-    out, lse = attend_part(ring.options, Mask(ring.causal), q, k, v, None if ids is None else (ids, ids))
+    received: Any = shift(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
+    out, lse = attend_part(ring.options, Mask(ring.causal), (q, k, v), None if ids is None else (ids, ids))
     state = list(zip(_cut(ring, out.astype(accumulator_dtype(q.dtype))), _cut(ring, lse, 2), strict=True))
     for step in range(1, ring.devices):
         kv = received
@@ -112,7 +112,7 @@ def _forward(
             ids_here = _pair(query_ids, key_ids, tile)
 
             def attend(arrays: Any = arrays, ids_here: tuple | None = ids_here) -> tuple:
-                return attend_part(ring.options, Mask(causal=False), *arrays, ids_here)
+                return attend_part(ring.options, Mask(causal=False), arrays, ids_here)
 
             found = _if_living(tile.living, attend)
             state = [
@@ -151,7 +151,7 @@ def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
     own = d_out.astype(q.dtype), lse, row_delta(out, d_out, d_lse)
     d_q, d_kv = _backward_of_others(ring, (q, k, v, ids), own) if ring.devices > 1 else (None, None)
     home = None if d_kv is None else shift(d_kv, ring.axis_name)
-    found = part_gradients(ring.options, Mask(ring.causal), q, k, v, None if ids is None else (ids, ids), own)
+    found = part_gradients(ring.options, Mask(ring.causal), (q, k, v), None if ids is None else (ids, ids), own)
     if d_q is not None and home is not None:
         found = [x + more for x, more in zip(found, (d_q, *jnp.split(home, 2)), strict=True)]
     return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None
@@ -182,7 +182,7 @@ def _backward_of_others(ring: Ring, arrays: tuple, own: tuple) -> tuple[jax.Arra
             ids_here = _pair(query_ids, key_ids, tile)
 
             def gradients(operands: Any = operands, ids_here: tuple | None = ids_here) -> tuple:
-                return part_gradients(ring.options, Mask(causal=False), *operands[:3], ids_here, operands[3:])
+                return part_gradients(ring.options, Mask(causal=False), operands[:3], ids_here, operands[3:])
 
             q_found, k_found, v_found = _if_living(tile.living, gradients)
             d_q = _add(d_q, q_found, tile.query)

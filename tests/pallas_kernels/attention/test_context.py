@@ -13,8 +13,10 @@ from pallas_kernels import (
     NotSupported,
     context_attention,
     flash_attention,
+    lowering_platform,
     record_choices,
     ring_attention,
+    save_attention,
     sequence_order,
     with_whole_sequences,
 )
@@ -228,6 +230,20 @@ def test_the_order_of_a_sequence(devices, layout, wanted):
 def test_a_length_that_the_chunks_do_not_divide():
     with pytest.raises(ValueError, match=r"nearest: 992 or 1008"):
         sequence_order(1000, 8)
+
+
+@pytest.mark.parametrize(("policy", "hops"), [(save_attention, 3 * 3), (None, 4 * 3)])
+def test_a_policy_of_checkpoint_keeps_the_merged_output(policy, hops):
+    """Traced for a GPU: three hops forward, of keys backward, and of gradients; three more to go around again."""
+    part = P(None, "parts")
+    mapped = jax.shard_map(
+        lambda q, k, v: ring_attention(q, k, v, axis_name="parts", implementation="xla_dense"),
+        mesh=mesh_of(4), in_specs=(part,) * 3, out_specs=part, check_vma=False,
+    )  # fmt: skip
+    layer = jax.checkpoint(lambda *x: jnp.sin(mapped(*x)), policy=policy)
+    with lowering_platform("cuda"):
+        text = str(jax.make_jaxpr(jax.grad(lambda *x: layer(*x).sum(), argnums=(0, 1, 2)))(*arrays()[:3]))
+    assert text.count("ppermute[") == hops
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------

@@ -14,12 +14,15 @@ from pallas_kernels import context_attention, lowering_platform
 from tests.hopper import hopper_array, hopper_mesh
 
 N, B, T, HEADS, KV_HEADS, H = 4, 2, 512, 8, 2, 64
-"""T tokens a device."""
+"""Devices, and the shape of one device's part."""
+LARGE = 1, 8192, 32, 8, 128
+"""B, T, N, K, H of a part whose hops XLA does not combine."""
 KEYS = B * T * KV_HEADS * H
 """Numbers in a device's keys."""
 
 
-def compiled(method: str, *, gradient: bool, implementation: str, **options) -> str:
+def compiled(method: str, *, gradient: bool, implementation: str, shape=(B, T, HEADS, KV_HEADS, H), **options) -> str:
+    rows, length, heads, kv_heads, width = shape
     mesh, part = hopper_mesh({"context": N}), P(None, "context")
     attention = jax.shard_map(
         lambda q, k, v: context_attention(
@@ -31,8 +34,8 @@ def compiled(method: str, *, gradient: bool, implementation: str, **options) -> 
     def gradients(q, k, v, g):
         return jax.vjp(attention, q, k, v)[1](g)
 
-    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
-    arrays = [hopper_array((B, N * T, n, H), jnp.bfloat16, mesh, part) for n in heads]
+    sizes = (heads, kv_heads, kv_heads, heads)
+    arrays = [hopper_array((rows, N * length, n, width), jnp.bfloat16, mesh, part) for n in sizes]
     with lowering_platform("cuda"):
         lowered = jax.jit(gradients).lower(*arrays) if gradient else jax.jit(attention).lower(*arrays[:3])
         return lowered.compile().as_text()
@@ -109,7 +112,7 @@ def schedule(text: str) -> list[str]:
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_every_hop_runs_beside_a_kernel(gradient):
-    order = schedule(compiled("ring", gradient=gradient, implementation="mosaic"))
+    order = schedule(compiled("ring", gradient=gradient, implementation="mosaic", shape=LARGE))
     hops = 3 * (N - 1) if gradient else N - 1
     assert order.count("start") == hops and order.count("synchronous") == 0
     under_way, kernels = 0, 0
