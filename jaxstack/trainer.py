@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxstack.data.device import device_batches, local_rows
+from jaxstack.errors import ConfigError
 from jaxstack.evaluation import Evaluator
 from jaxstack.feed import BatchShardings, abstract_batch, arrange, as_source, batch_sharding, check_batch
 from jaxstack.functional import make_functional
@@ -21,7 +22,7 @@ from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
-from pallas_kernels import Choice, record_choices
+from pallas_kernels import Choice, NotSupported, record_choices
 
 
 class Trainer:
@@ -118,12 +119,19 @@ class Trainer:
         return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
-        """Compiles the train step ahead of its first use; `choices` then tells which kernels it took."""
+        """Compiles the train step ahead of its first use; `choices` then tells which kernels it took.
+
+        Raises:
+          ConfigError: a kernel or method that was asked for by name cannot compute what the model needs.
+        """
         step = jax.jit(
             self.steps.train_step, donate_argnums=0, out_shardings=(self.shardings, self.rules.sharding(jax.P()))
         )
-        with record_choices() as choices:
-            lowered = step.lower(self.abstract_state, dict(batch))
+        try:
+            with record_choices() as choices:
+                lowered = step.lower(self.abstract_state, dict(batch))
+        except NotSupported as error:
+            raise ConfigError(str(error)) from None
         self.choices = list(choices)
         self._compiled = lowered.compile()
         return self._compiled

@@ -52,6 +52,13 @@ def test_a_model_asks_for_positions():
         trainer.trained_module.hidden(tokens)
 
 
+def test_a_kernel_by_name_that_cannot_compute_parts_is_refused():
+    over = ("parallel.context=2", "parallel.context_method=ring", "model.attention_implementation=reference")
+    trainer = make_trainer(small_config(*over))
+    with pytest.raises(ConfigError, match="gradients cannot be taken of a part"):
+        trainer.compile(trainer.peek_batch())
+
+
 def test_held_out_loss_is_that_of_one_device():
     held_out = [batch_at(step, 4) for step in (7, 8)]
     losses = []
