@@ -128,9 +128,8 @@ def _forward(
 
 def _backward(plan: Collection, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, ids, out, lse = saved
-    d_out, d_lse = cotangents
-    # Else XLA finds that the forward collected the same before, and keeps that until the backward.
-    k, v = lax.optimization_barrier((k, v))
+    # Else XLA collects in the forward already, or finds that it did, and keeps all that until the backward.
+    k, v, (d_out, d_lse) = lax.optimization_barrier((k, v, cotangents))
     arrays = zip(_cut(plan, q), _collect(plan, k), _collect(plan, v), strict=True)
     delta = row_delta(out, d_out, d_lse)
     rows = zip(_cut(plan, d_out.astype(q.dtype)), _cut(plan, lse, 2), _cut(plan, delta, 2), strict=True)

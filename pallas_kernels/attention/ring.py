@@ -5,7 +5,7 @@ step is, on every device, two of the four pairs of chunks, each of them whole: t
 and besides either the earlier queries see the earlier keys (from a device before) or the later ones the later keys.
 Which of the two is a selection of operands, not a branch, so that no device waits and no host is asked.
 
-Backward dK and dV of a part travel along with it, in float32, and its last hop home runs beside the own keys' step.
+Backward dK and dV of a part travel along with it, in float32, and its last hop home runs beside the own keys.
 """
 
 import dataclasses
@@ -144,52 +144,52 @@ def _merge(old: tuple, found: Any, hit: Any, living: jax.Array | None) -> tuple[
 
 
 def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
-    q, k, v, ids, out, lse = saved
-    # Else XLA finds that the forward sent the same before, and keeps what arrived until the backward.
-    k, v = lax.optimization_barrier((k, v))
-    d_out, d_lse = cotangents
-    own = d_out.astype(q.dtype), lse, row_delta(out, d_out, d_lse)
-    d_q, d_kv = _backward_of_others(ring, (q, k, v, ids), own) if ring.devices > 1 else (None, None)
-    home = None if d_kv is None else shift(d_kv, ring.axis_name)
-    found = part_gradients(ring.options, Mask(ring.causal), (q, k, v), None if ids is None else (ids, ids), own)
-    if d_q is not None and home is not None:
-        found = [x + more for x, more in zip(found, (d_q, *jnp.split(home, 2)), strict=True)]
-    return *(x.astype(like.dtype) for x, like in zip(found, (q, k, v), strict=True)), None
-
-
-def _backward_of_others(ring: Ring, arrays: tuple, own: tuple) -> tuple[jax.Array, jax.Array]:
-    """dQ by the keys of all other devices, and, packed, dK and dV of the device behind by those between, in float32."""
-    q, k, v, ids = arrays
+    # Else XLA sends in the forward already, or finds that it did, and keeps what arrived until the backward.
+    (q, k, v, ids, out, lse), (d_out, d_lse) = lax.optimization_barrier((saved, cotangents))
     everyone = None if ids is None else lax.all_gather(ids, ring.axis_name)
     query_ids = None if ids is None else _cut(ring, ids)
-    d_out, lse, delta = own
-    rows = [_cut(ring, q), _cut(ring, d_out), _cut(ring, lse, 2), _cut(ring, delta, 2)]
-    d_q: Any = [None] * len(rows[0])
-    d_kv: Any = None
-    received = shift(jnp.concatenate([k, v]), ring.axis_name)
+    delta = row_delta(out, d_out, d_lse)
+    rows = [_cut(ring, q), _cut(ring, d_out.astype(q.dtype)), _cut(ring, lse, 2), _cut(ring, delta, 2)]
+
+    def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, d_q: list, d_keys: list) -> tuple[list, list]:
+        operands, ids_here = _operands(rows, keys, tile), _pair(query_ids, key_ids, tile)
+        found = _if_living(
+            tile.living, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:])
+        )
+        return _add(d_q, found[0], tile.query), _add(d_keys, jnp.concatenate(found[1:]), tile.key)
+
+    own = _cut(ring, jnp.concatenate([k, v]))
+    d_q, d_own, d_kv = [None] * len(own), [None] * len(own), None
+    received: Any = shift(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
+    # Of the own keys a whole pair of chunks is computed beside the first hop, the rest beside the last one, home.
+    for tile in [_Tile(1, 0)] if len(own) == 2 else []:
+        d_q, d_own = add(tile, Mask(causal=False), own, query_ids, d_q, d_own)
     for step in range(1, ring.devices):
         kv = received
         if step + 1 < ring.devices:
             received, d_q = _send(kv, d_q, ring.axis_name)
         keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
-        d_keys: Any = [None] * len(keys)
-        tiles = _tiles(ring, step)
+        d_keys, tiles = [None] * len(keys), _tiles(ring, step)
         for tile in tiles:
             if tile is tiles[-1] and d_kv is not None:
                 # Keys are sent beside the first tile, gradients beside the last: one transfer at a time.
                 d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
-            operands = _operands(rows, keys, tile)
-            ids_here = _pair(query_ids, key_ids, tile)
-
-            def gradients(operands: Any = operands, ids_here: tuple | None = ids_here) -> tuple:
-                return part_gradients(ring.options, Mask(causal=False), operands[:3], ids_here, operands[3:])
-
-            q_found, k_found, v_found = _if_living(tile.living, gradients)
-            d_q = _add(d_q, q_found, tile.query)
-            d_keys = _add(d_keys, jnp.concatenate([k_found, v_found]), tile.key)
-        here = jnp.concatenate(d_keys, axis=1)
+            d_q, d_keys = add(tile, Mask(causal=False), keys, key_ids, d_q, d_keys)
+        here = _joined(d_keys)
         d_kv = here if d_kv is None else d_kv + here
-    return jnp.concatenate(d_q, axis=1), d_kv
+    if d_kv is not None:
+        d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
+    for chunk in range(len(own)):
+        d_q, d_own = add(_Tile(chunk, chunk), Mask(ring.causal), own, query_ids, d_q, d_own)
+    # What is home is looked at only when all is computed.
+    d_kv, d_q, d_own = lax.optimization_barrier((d_kv, d_q, d_own))
+    total = _joined(d_own) if d_kv is None else _joined(d_own) + d_kv
+    gradients = _joined(d_q), *jnp.split(total, 2)
+    return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None
+
+
+def _joined(parts: list[Any]) -> jax.Array:
+    return jnp.concatenate(parts, axis=1)
 
 
 def _add(parts: list[Any], found: jax.Array, index: Any) -> list[Any]:

@@ -21,7 +21,10 @@ KEYS = B * T * KV_HEADS * H
 """Numbers in a device's keys."""
 
 
-def compiled(method: str, *, gradient: bool, implementation: str, shape=(B, T, HEADS, KV_HEADS, H), **options) -> str:
+def compiled(
+    method: str, *, gradient: bool, implementation: str, shape=(B, T, HEADS, KV_HEADS, H), project=False, **options
+) -> str:
+    """The program of attention, with `project` also of the output projection, or of their gradients."""
     rows, length, heads, kv_heads, width = shape
     mesh, part = hopper_mesh({"context": N}), P(None, "context")
     attention = jax.shard_map(
@@ -31,14 +34,19 @@ def compiled(method: str, *, gradient: bool, implementation: str, shape=(B, T, H
         mesh=mesh, in_specs=(part,) * 3, out_specs=part, check_vma=False,
     )  # fmt: skip
 
-    def gradients(q, k, v, g):
-        return jax.vjp(attention, q, k, v)[1](g)
+    def layer(q, k, v, weight):
+        out = attention(q, k, v)
+        return jnp.einsum("btnh,nhd->btd", out, weight) if project else out
 
-    sizes = (heads, kv_heads, kv_heads, heads)
+    def gradients(q, k, v, weight):
+        out, pullback = jax.vjp(layer, q, k, v, weight)
+        return pullback(jnp.sin(out))
+
+    sizes = (heads, kv_heads, kv_heads)
     arrays = [hopper_array((rows, N * length, n, width), jnp.bfloat16, mesh, part) for n in sizes]
+    arrays.append(hopper_array((heads, width, heads * width), jnp.bfloat16, mesh))
     with lowering_platform("cuda"):
-        lowered = jax.jit(gradients).lower(*arrays) if gradient else jax.jit(attention).lower(*arrays[:3])
-        return lowered.compile().as_text()
+        return jax.jit(gradients if gradient else layer).lower(*arrays).compile().as_text()
 
 
 @functools.cache
@@ -89,7 +97,7 @@ def test_an_exchange_sends_every_activation_once():
     assert got == {("all-to-all", "bf16"): 2 * (2 * HEADS * B * T * H + kv)}
 
 
-KERNEL = re.compile(r'custom_call_target="(mosaic_gpu|triton)')
+KERNEL = re.compile(r'custom_call_target="(mosaic_gpu|triton|__cublas)')
 
 
 def schedule(text: str) -> list[str]:
@@ -108,11 +116,17 @@ def schedule(text: str) -> list[str]:
     return found
 
 
+NEEDS_MOSAIC = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+@pytest.mark.parametrize("implementation", [pytest.param("mosaic", marks=NEEDS_MOSAIC), "triton"])
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
-def test_every_hop_runs_beside_a_kernel(gradient):
-    order = schedule(compiled("ring", gradient=gradient, implementation="mosaic", shape=LARGE))
+def test_every_hop_runs_beside_a_kernel(gradient, implementation):
+    if implementation == "triton":
+        pytest.importorskip("jax_triton")
+    text = compiled("ring", gradient=gradient, implementation=implementation, shape=LARGE, project=True)
+    order = schedule(text)
     hops = 3 * (N - 1) if gradient else N - 1
     assert order.count("start") == hops and order.count("synchronous") == 0
     under_way, kernels = 0, 0
