@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.data.device import device_batches, local_rows
-from jaxstack.feed import batch_sharding, check_batch, check_rows
+from jaxstack.feed import BatchShardings, arrange, batch_sharding, check_batch, check_rows
 from jaxstack.loss import LossSum
 from jaxstack.step import StepFunctions
 
@@ -40,7 +40,8 @@ class Evaluator:
         rules = self._steps.rules
         host, size = self._host_batches(max_tokens)
         began, sums = time.perf_counter(), LossSum(jnp.zeros(()), jnp.zeros(()))
-        for batch, _ in device_batches(host, rules.sharding(rules.spec(("batch",))), global_batch_size=size):
+        arranged = (arrange(batch, rules) for batch in host)
+        for batch, _ in device_batches(arranged, BatchShardings(rules, self._batch_size), global_batch_size=size):
             sums = jax.tree.map(jnp.add, sums, self._step(params, rest, batch))
         total, weight = (float(x) for x in jax.device_get(sums))
         if not weight:

@@ -218,7 +218,7 @@ class LocalGradients:
             with logical_axis_rules(self._inner):
                 return function(*arguments)
 
-        parts = {name: restrict(rules.batch_spec(x.shape), self._split) for name, x in batch.items()}
+        parts = {name: restrict(rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
         return jax.shard_map(
             local,
             mesh=rules.mesh,

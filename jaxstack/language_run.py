@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
@@ -15,7 +16,7 @@ from jaxstack.evaluation import bits_per_byte
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
-from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.startup import cache_compilations, start_devices
 from jaxstack.trainer import Trainer
@@ -45,6 +46,18 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
     return model
 
 
+def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
+    """How logical axes lie on the mesh in this run."""
+    parallel = config.parallel
+    return make_rules(
+        mesh,
+        sequence=parallel.sequence,
+        reduce=config.precision.reduce,
+        zero=parallel.zero,
+        context_method=parallel.context_method,
+    )
+
+
 def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
     """The trainer of a run whose layout and vocabulary are resolved."""
     mesh = make_mesh(config.parallel, devices)
@@ -57,9 +70,7 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         data,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(
-            mesh, sequence=config.parallel.sequence, reduce=config.precision.reduce, zero=config.parallel.zero
-        ),
+        mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
     )

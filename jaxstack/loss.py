@@ -43,7 +43,7 @@ def language_model_loss(
     def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         cap = model.config.final_logit_softcapping
         total = linear_cross_entropy_sum(hidden, weight, labels, ignore_index=IGNORE, z_loss=z_loss, soft_cap=cap)
-        return total[None]
+        return total[None, None]
 
     with jax.named_scope("loss"):
         stored, labels = model.stored_output_weight(), batch["labels"]

@@ -139,10 +139,45 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"train.eval_batch_size ({evaluated}) must be divisible by data x fsdp ({shards}); "
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
-    if parallel.sequence and train.sequence_length % tensor:
+    return problems + _length_problems(config)
+
+
+def _length_problems(config: RunConfig) -> list[str]:
+    """Of `layout_problems` those of a sequence that is split."""
+    parallel, length = config.parallel, config.train.sequence_length
+    problems = []
+    if parallel.context > 1:
+        problems += _context_problems(config)
+    unit = parallel.context * parallel.tensor
+    if parallel.sequence and length % unit:
+        context = f" x parallel.context ({parallel.context})" if parallel.context > 1 else ""
         problems.append(
-            f"train.sequence_length ({train.sequence_length}) must be divisible by parallel.tensor ({tensor}) with "
-            f"parallel.sequence; nearest: {_near_multiples(train.sequence_length, tensor)}."
+            f"train.sequence_length ({length}) must be divisible by parallel.tensor ({parallel.tensor}){context} with "
+            f"parallel.sequence; nearest: {_near_multiples(length, unit)}."
+        )
+    return problems
+
+
+def _context_problems(config: RunConfig) -> list[str]:
+    parallel, model, length = config.parallel, config.model, config.train.sequence_length
+    problems, context = [], parallel.context
+    unit, method = 2 * context, None if parallel.context_method == "auto" else parallel.context_method
+    if length % unit:
+        problems.append(
+            f"sequence_length {length} must be divisible by 2 x context parallel degree ({context}), as each device "
+            f"holds an early and a late chunk; nearest: {_near_multiples(length, unit)}."
+        )
+    elif reason := model.attention.length_problem(length // unit):
+        problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
+    if reason := model.attention.context_problem(method):
+        problems.append(reason)
+    elif model.attention.exchanges_heads(method) and (heads := model.num_heads // parallel.tensor) % context:
+        fits = [d for d in range(1, heads + 1) if heads % d == 0]
+        tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
+        problems.append(
+            f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), as "
+            f"attention.name {model.attention.name} with context_method {parallel.context_method} exchanges heads; "
+            f"context degrees that fit: {', '.join(map(str, fits))}."
         )
     return problems
 

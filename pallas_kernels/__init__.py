@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pallas_kernels.attention.api import flash_attention as flash_attention
+    from pallas_kernels.attention.chunks import sequence_order as sequence_order
+    from pallas_kernels.attention.context import context_attention as context_attention
+    from pallas_kernels.attention.context import ring_attention as ring_attention
+    from pallas_kernels.attention.exchange import with_whole_sequences as with_whole_sequences
     from pallas_kernels.attention.remat import save_attention as save_attention
     from pallas_kernels.attention.sparse import block_sparse_attention as block_sparse_attention
     from pallas_kernels.attention.sparse import longformer_attention as longformer_attention
@@ -45,6 +49,7 @@ _MODULES = {
     "all_gather_matmul": "collective_matmul.api",
     "apply_rotary": "pointwise.rotary",
     "block_sparse_attention": "attention.sparse",
+    "context_attention": "attention.context",
     "current_target": "target",
     "empty_fp8_state": "fp8.state",
     "empty_linear_state": "feature_attention.state",
@@ -60,10 +65,13 @@ _MODULES = {
     "performer_attention": "feature_attention.api",
     "random_projection": "feature_attention.favor",
     "record_choices": "dispatch",
+    "ring_attention": "attention.context",
     "rms_norm": "pointwise.norm",
     "save_attention": "attention.remat",
+    "sequence_order": "attention.chunks",
     "swiglu": "pointwise.gated",
     "updated_fp8_state": "fp8.state",
+    "with_whole_sequences": "attention.exchange",
 }
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 

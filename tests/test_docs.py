@@ -55,9 +55,9 @@ GIVEN = {
     """,
     "kernels.md": """
         import jax, jax.numpy as jnp
-        q = k = v = jnp.ones((1, 8, 2, 8))
-        segment_ids = labels = jnp.ones((1, 8), jnp.int32)
-        hidden, output_weight = jnp.ones((1, 8, 4)), jnp.ones((4, 16))
+        q = k = v = jnp.ones((1, 16, 2, 8))
+        segment_ids = labels = jnp.ones((1, 16), jnp.int32)
+        hidden, output_weight = jnp.ones((1, 16, 4)), jnp.ones((4, 16))
         step, state, batch = lambda state, batch: state + batch, 1.0, 2.0
     """,
     "observe.md": """

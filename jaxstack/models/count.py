@@ -33,6 +33,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
     embedding = config.vocab_size * d
     head = config.vocab_size * d
     rows = (config.max_position_embeddings or 0) if config.positions == "learned" else 0
+    vectors += config.attention.count_weight()
     total = layers * (matrices + vectors) + embedding + rows * d + norm
     total += 0 if config.tie_word_embeddings else head
     return ParameterCount(total=total, embedding=embedding + rows * d, matmul=layers * matrices + head)

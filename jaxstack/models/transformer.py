@@ -15,7 +15,7 @@ from jaxstack.models.initialization import embedding_initializer, make_initializ
 from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, Stack
-from jaxstack.parallel import gather_parameter, shard
+from jaxstack.parallel import gather_parameter, shard, splits_length
 
 HEAD_AXES = ("embed", "vocab")
 
@@ -87,6 +87,11 @@ class Transformer(nnx.Module):
           dropout_key: draws dropout masks; without it there is no dropout.
         """
         counted = positions is None
+        if positions is None and splits_length():
+            raise ValueError(
+                "a mesh with several devices on context holds sequences in another order, so `positions` must be given "
+                "(jaxstack.feed.arrange orders a batch and adds them)."
+            )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         context = Context(positions, self._angles(positions), segment_ids, None, counted)

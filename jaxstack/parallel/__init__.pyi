@@ -1,3 +1,4 @@
+from .attention_island import context_axis as context_axis
 from .attention_island import with_local_heads as with_local_heads
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
@@ -17,6 +18,9 @@ from .rules import (
 )
 from .rules import (
     shard as shard,
+)
+from .rules import (
+    splits_length as splits_length,
 )
 from .weights import (
     gather_parameter as gather_parameter,

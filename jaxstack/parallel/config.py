@@ -12,7 +12,7 @@ from jaxstack.errors import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
 
-_LATER = ("pipeline", "expert", "context")
+_LATER = ("pipeline", "expert")
 
 
 class ParallelConfig(Component):
@@ -25,6 +25,9 @@ class ParallelConfig(Component):
     tensor: int = 1
     """Megatron's tensor parallelism: heads, feed-forward and vocabulary split."""
     context: int = 1
+    """Devices that one sequence is split over, in every layer; attention passes keys and values between them."""
+    context_method: Literal["auto", "ring", "all_gather", "all_to_all"] = "auto"
+    """How attention sees the keys of other devices; auto: by the shape of each layer."""
     pipeline: int = 1
     expert: int = 1
     sequence: bool = False
@@ -51,13 +54,18 @@ class ParallelConfig(Component):
                 wanted[name] = getattr(self, name)
         if wanted:
             raise ValueError(
-                f"{_show(wanted)} is not available in this version: pipeline, context and expert parallelism "
-                "come in a later one. Use data, zero, fsdp (ZeRO-3), tensor and sequence."
+                f"{_show(wanted)} is not available in this version: pipeline and expert parallelism "
+                "come in a later one. Use data, zero, fsdp (ZeRO-3), context, tensor and sequence."
             )
         if self.zero and self.data == 1:
             raise ValueError(
                 f"zero: {self.zero} shards over the data axis, but data is 1; set data to 2 or more (or -1), use fsdp, "
                 "which is ZeRO-3 over its own axis, or set zero to 0."
+            )
+        if self.context == 1 and self.context_method != "auto":
+            raise ValueError(
+                f"context_method ({self.context_method}) needs a sequence that is split, but context is 1; set context "
+                "to 2 or more, or leave context_method out."
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(

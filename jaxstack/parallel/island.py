@@ -23,15 +23,15 @@ def with_local_batch(
     tensor: bool = False,
     as_stored: bool = False,
 ) -> jax.Array:
-    """`function(weight, *batched)`, computed on each device's rows of the batch.
+    """`function(weight, *batched)`, computed on each device's rows of the batch and part of the length.
 
     Args:
-      function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's rows; returns an array
-        whose first dim are these rows, or 1 for something of all of them, as a sum. With `tensor`, its weight is this
+      function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's tokens; returns an array
+        [b, t, ...] of these, or [1, 1] for something of all of them, as a sum. With `tensor`, its weight is this
         device's part along the tensor axis, and its result must be equal on all devices of that axis. With `as_stored`
         its weight has the stored dtype unless it is gathered, so that the gradient need not be rounded to `dtype`.
       parameter: a stored parameter with `logical_axes`.
-      batched: arrays whose first dim is the batch.
+      batched: arrays [B, T, ...].
     """
     rules = current_rules()
     if rules is None:
@@ -41,7 +41,7 @@ def with_local_batch(
     gathered = dims_of(stored, "fsdp")
     if as_stored and not gathered:
         dtype = parameter[...].dtype
-    wanted = ("data", "fsdp", "expert", *(["tensor"] if tensor else []))
+    wanted = ("data", "fsdp", "expert", "context", *(["tensor"] if tensor else []))
     axes = [a for a in wanted if rules.splits(a)]
     # A gather in the island would first make the weight whole over a tensor axis that XLA still partitions.
     inside = bool(gathered) and "fsdp" in axes and (tensor or not rules.splits("tensor"))
@@ -49,7 +49,7 @@ def with_local_batch(
     if not axes:
         return function(weight, *batched)
     held = restrict(stored, [a for a in axes if a != "fsdp" or inside])
-    rows = restrict(rules.spec(("batch",)), axes)
+    rows = restrict(rules.spec(("batch", "length")), axes)
     inner = rules.within(axes)
 
     def local(weight: jax.Array, *batched: jax.Array) -> jax.Array:

@@ -15,6 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Names = Sequence[str | None]
 
+SEQUENCES = ("tokens", "labels", "segment_ids", "positions")
+"""Arrays [B, T] of a batch that are split along their length where the mesh splits it."""
+
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "heads": ("tensor",),
@@ -28,8 +31,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
-    "length": (),
-    "residual_length": (),
+    "length": ("context",),
+    "residual_length": ("context",),
     "act_embed": (),
     "act_heads": ("tensor",),
     "act_kv_heads": ("tensor",),
@@ -52,6 +55,8 @@ class AxisRules:
     """1 or 2: parameters and optimizer state are stored in parts over `data` too, see `stored_spec`."""
     summed: tuple[str, ...] = ()
     """Inside the `shard_map` of a train step: axes over which gradients are summed where their weight is used."""
+    context_method: str | None = None
+    """How attention sees the keys of other devices of `context`; None: by its shape."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -127,9 +132,10 @@ class AxisRules:
         """The axes of more than one device over which each device has its own items of the batch."""
         return tuple(a for a in ("data", "fsdp", "expert", "context") if self.mesh.shape[a] > 1)
 
-    def batch_spec(self, shape: Sequence[int]) -> PartitionSpec:
-        """The layout of an array of the global batch: rows split over the batch axes, everything else whole."""
-        return self.spec(("batch",), shape[:1])
+    def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
+        """The layout of a batch's array: rows split over the batch axes, `SEQUENCES` along their length too."""
+        rows = self.spec(("batch",), shape[:1])
+        return PartitionSpec(*rows, *(self.spec(("length",)) if name in SEQUENCES else ()))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -174,6 +180,7 @@ def make_rules(
     sequence: bool = False,
     reduce: str = "float32",
     zero: int = 0,
+    context_method: str | None = None,
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -182,13 +189,15 @@ def make_rules(
       sequence: Megatron's sequence parallelism on the tensor axis.
       reduce: dtype in which gradients are summed over devices.
       zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
+      context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
-        table["residual_length"] = ("tensor",)
+        table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
-    return AxisRules(mesh, table, reduce=reduce, zero=zero)
+    method = None if context_method == "auto" else context_method
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
@@ -214,6 +223,12 @@ def is_sharded() -> bool:
     """Whether XLA spreads arrays over more than one device under the current rules."""
     rules = _current.get()
     return rules is not None and rules.degree(rules.free) > 1
+
+
+def splits_length() -> bool:
+    """Whether the current rules spread sequences over several devices."""
+    rules = _current.get()
+    return rules is not None and rules.degree(rules.table["length"]) > 1
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:

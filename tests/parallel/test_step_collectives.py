@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from jaxstack.feed import abstract_batch
+from jaxstack.language_run import layout_rules
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.observe.collectives import Collective, collectives
-from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parallel import make_mesh
 from jaxstack.trainer import Trainer
 from pallas_kernels import lowering_platform
 from tests.hopper import hopper_topology
@@ -52,9 +53,7 @@ def compiled_for_hopper(*overrides: str) -> tuple[list[Collective], int]:
         lambda step: None,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(
-            mesh, sequence=config.parallel.sequence, reduce=config.precision.reduce, zero=config.parallel.zero
-        ),
+        mesh=layout_rules(config, mesh),
         train=config.train,
     )
     host = {name: np.zeros((B, T), np.int32) for name in ("tokens", "labels", "segment_ids")}
@@ -228,6 +227,20 @@ def test_fsdp_and_tensor_keep_to_their_axes():
     assert total_bytes("all-gather", *over, axes=("tensor",)) == (6 * LAYERS + 2) * rows
     assert total_bytes("reduce-scatter", *over, axes=("tensor",)) == (5 * LAYERS + 2) * rows
     assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_split_sequences_send_keys_around_and_reduce_gradients():
+    """A hop is the keys and values of a device: three forward, recomputed, and backward, and of float32 gradients."""
+    over = ("parallel.context=4", "parallel.context_method=ring")
+    assert kinds(*over) == {"collective-permute", "all-gather", "all-reduce"}
+    hop = 2 * 2 * B * T // 4 * HEADS * H
+    assert total_bytes("collective-permute", *over, in_loop=True) == LAYERS * 3 * (3 * hop + 2 * hop)
+    assert total_bytes("collective-permute", *over, in_loop=False) == 0
+    gathered = [row for row in compiled_for_hopper(*over)[0] if row.kind == "all-gather"]
+    assert all(row.dtype == "s32" and row.payload_bytes == 4 * B * T for row in gathered), "segment ids only"
+    assert total_bytes("all-reduce", *over, in_loop=True) == 2 * LAYERS * LAYER
+    assert total_bytes("all-reduce", *over, in_loop=False) == about(4 * 2 * V * D + 4 * VECTORS)
+    assert all(row.axes == ("context",) for row in compiled_for_hopper(*over)[0])
 
 
 def test_one_device_has_no_collectives():
