@@ -38,7 +38,7 @@ def schedule_of_the_step() -> str:
     )
     host = {name: np.zeros((ROWS, LENGTH), np.int32) for name in ("tokens", "labels", "segment_ids")}
     with lowering_platform("cuda", compute_capability=(9, 0)):
-        text = trainer.compile(abstract_batch(host, trainer.rules, ROWS)).as_text()
+        text = str(trainer.compile(abstract_batch(host, trainer.rules, ROWS)).as_text())
     return text[text.index("\nENTRY ") :]
 
 
