@@ -1,4 +1,4 @@
-"""Attention, loss and pointwise operations for JAX on NVIDIA GPUs, usable from any JAX or Flax code.
+"""Attention, loss, grouped matmul and pointwise operations for JAX on NVIDIA GPUs, usable from any JAX or Flax code.
 
 Every operation is a plain function with an ordered table of backends (see `pallas_kernels.dispatch`). The package
 imports jax and nothing of jaxstack; a name is imported when it is first asked for.
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pallas_kernels.feature_attention.favor import random_projection as random_projection
     from pallas_kernels.feature_attention.state import LinearState as LinearState
     from pallas_kernels.feature_attention.state import empty_linear_state as empty_linear_state
+    from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
+    from pallas_kernels.grouped.api import grouped_matmul_alignment as grouped_matmul_alignment
     from pallas_kernels.pointwise.gated import swiglu as swiglu
     from pallas_kernels.pointwise.norm import rms_norm as rms_norm
     from pallas_kernels.pointwise.rotary import apply_rotary as apply_rotary
@@ -39,6 +41,8 @@ _MODULES = {
     "current_target": "target",
     "empty_linear_state": "feature_attention.state",
     "flash_attention": "attention.api",
+    "grouped_matmul": "grouped.api",
+    "grouped_matmul_alignment": "grouped.api",
     "linear_attention": "feature_attention.api",
     "linear_cross_entropy": "cross_entropy.api",
     "linear_cross_entropy_sum": "cross_entropy.api",
