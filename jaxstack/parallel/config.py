@@ -12,7 +12,7 @@ from jaxstack.errors import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
 
-_LATER = ("pipeline", "expert", "context")
+_LATER = ("pipeline", "context")
 
 
 class ParallelConfig(Component):
@@ -27,6 +27,7 @@ class ParallelConfig(Component):
     context: int = 1
     pipeline: int = 1
     expert: int = 1
+    """The batch, and the experts of each layer (`model.moe`); tokens travel to their experts by all-to-all."""
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
     zero: Literal[0, 1, 2] = 0
@@ -52,8 +53,8 @@ class ParallelConfig(Component):
                 wanted[name] = getattr(self, name)
         if wanted:
             raise ValueError(
-                f"{_show(wanted)} is not available in this version: pipeline, context and expert parallelism and "
-                "ZeRO 1/2 come in a later one. Use data, fsdp (ZeRO-3), tensor and sequence."
+                f"{_show(wanted)} is not available in this version: pipeline and context parallelism and ZeRO 1/2 "
+                "come in a later one. Use data, fsdp (ZeRO-3), expert, tensor and sequence."
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(

@@ -33,7 +33,7 @@ def with_local_batch(
       batched: arrays whose first dim is the batch.
     """
     rules = current_rules()
-    axes = [a for a in ("data", "fsdp", *(["tensor"] if tensor else [])) if rules and _is_free(rules, a)]
+    axes = [a for a in ("data", "fsdp", "expert", *(["tensor"] if tensor else [])) if rules and _is_free(rules, a)]
     if as_stored and (rules is None or not _is_free(rules, "fsdp")):
         dtype = weight.dtype
     if rules is None or not axes:

@@ -25,10 +25,12 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "position": (),
     "norm": (),
+    "expert": ("expert",),
+    "router": (),
     "layers": (),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": (),
     "residual_length": (),
     "act_embed": (),
@@ -167,6 +169,8 @@ def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike
     moves activations instead of weights when the use is inside a layer scan.
     """
     rules = _current.get()
+    if names and ("expert" in names or "router" in names):
+        return x  # `with_local_tokens` casts and gathers them
     if dtype is not None and x.ndim > 1:
         x = x.astype(dtype)
     if rules is None or rules.mesh.shape["fsdp"] == 1 or "fsdp" in rules.manual:

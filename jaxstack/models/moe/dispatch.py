@@ -1,0 +1,128 @@
+"""Where the rows of each expert lie, and the two ways between tokens and rows. Both are gathers, forward and backward:
+no scatter adds up rows in an order that differs from run to run.
+
+Dims: t tokens, k experts a token, N = t k assignments, R rows, G experts here, D model.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped.groups import aligned_rows, group_bounds
+
+
+class Rows(NamedTuple):
+    """An arrangement of assignments in rows."""
+
+    source: jax.Array
+    """[R] int32: the assignment in each row, counted token by token; N where there is none."""
+    place: jax.Array
+    """[t, k] int32: the row of each assignment; R for those that have none."""
+
+
+class Order(NamedTuple):
+    """Assignments sorted by group, in their own order within one."""
+
+    order: jax.Array
+    """[N] int32: the assignments, sorted; those of no group last."""
+    position: jax.Array
+    """[N] int32: where each stands in it."""
+    first: jax.Array
+    """[G + 1] int32: where each group begins, and the last one ends."""
+
+
+def sort_by_group(groups: jax.Array, count: int) -> Order:
+    """Of int32 group ids [N], where `count` and above are of no group."""
+    numbers = jnp.arange(groups.shape[0], dtype=jnp.int32)
+    ordered, order = jax.lax.sort((groups, numbers), num_keys=1, is_stable=True)
+    position = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
+    first = jnp.searchsorted(ordered, jnp.arange(count + 1, dtype=groups.dtype), method="compare_all")
+    return Order(order, position, first.astype(jnp.int32))
+
+
+def arrange(assigned: jax.Array, count: int, alignment: int) -> tuple[Rows, jax.Array]:
+    """Rows by group, each group from a multiple of `alignment` on, and the groups' sizes [G].
+
+    Args:
+      assigned: int32 [t, k], the group of each assignment; `count` and above are of none.
+    """
+    groups = assigned.reshape(-1)
+    order, position, first = sort_by_group(groups, count)
+    sizes = first[1:] - first[:-1]
+    rows = aligned_rows(groups.shape[0], count, alignment)
+    starts, ends = group_bounds(sizes, alignment)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    group = jnp.minimum(jnp.searchsorted(ends, row, side="right", method="compare_all"), count - 1)
+    offset = row - starts[group]
+    there = (offset >= 0) & (offset < sizes[group])
+    source = jnp.where(there, order.at[first[:-1][group] + offset].get(mode="clip"), groups.shape[0])
+    shift = (starts - first[:-1]).at[groups].get(mode="fill", fill_value=0)
+    place = jnp.where(groups < count, position + shift, rows)
+    return Rows(source, place.reshape(assigned.shape)), sizes
+
+
+def _spread(x: jax.Array, rows: Rows) -> jax.Array:
+    return x.at[rows.source // rows.place.shape[1]].get(mode="fill", fill_value=0)
+
+
+def _collect(y: jax.Array, rows: Rows) -> jax.Array:
+    return y.at[rows.place].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def take_rows(x: jax.Array, rows: Rows) -> jax.Array:
+    """Tokens [t, D] -> [R, D], each token in the rows of its k assignments; rows of none are 0."""
+    return _spread(x, rows)
+
+
+def _take_forward(x: jax.Array, rows: Rows) -> tuple:
+    return _spread(x, rows), rows
+
+
+def _take_backward(rows: Rows, gradient: jax.Array) -> tuple:
+    exact = jnp.promote_types(gradient.dtype, jnp.float32)
+    return _collect(gradient, rows).sum(axis=1, dtype=exact).astype(gradient.dtype), None
+
+
+take_rows.defvjp(_take_forward, _take_backward)
+
+
+@jax.custom_vjp
+def return_rows(y: jax.Array, rows: Rows) -> jax.Array:
+    """Rows [R, D] -> [t, D] for tokens with one assignment each; 0 for those that have none."""
+    return _collect(y, rows)[:, 0]
+
+
+def _return_forward(y: jax.Array, rows: Rows) -> tuple:
+    return return_rows(y, rows), rows
+
+
+def _return_backward(rows: Rows, gradient: jax.Array) -> tuple:
+    return _spread(gradient, rows), None
+
+
+return_rows.defvjp(_return_forward, _return_backward)
+
+
+@jax.custom_vjp
+def combine_rows(y: jax.Array, weights: jax.Array, rows: Rows) -> jax.Array:
+    """The weighted sum of each token's rows: y [R, D], weights float32 [t, k] -> [t, D] in the dtype of y."""
+    return jnp.einsum("tkd,tk->td", _collect(y, rows).astype(weights.dtype), weights).astype(y.dtype)
+
+
+def _combine_forward(y: jax.Array, weights: jax.Array, rows: Rows) -> tuple:
+    return combine_rows(y, weights, rows), (y, weights, rows)
+
+
+def _combine_backward(saved: tuple, gradient: jax.Array) -> tuple:
+    y, weights, rows = saved
+    gradient = gradient.astype(weights.dtype)
+    of_row = weights.reshape(-1).at[rows.source].get(mode="fill", fill_value=0)
+    d_y = (_spread(gradient, rows) * of_row[:, None]).astype(y.dtype)
+    d_weights = jnp.einsum("tkd,td->tk", _collect(y, rows).astype(weights.dtype), gradient)
+    return d_y, d_weights, None
+
+
+combine_rows.defvjp(_combine_forward, _combine_backward)
