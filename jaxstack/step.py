@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.functional import FunctionalModule
 from jaxstack.loss import LossSum, as_loss_sum
+from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.rules import AxisRules, logical_axis_rules
 from jaxstack.state import TrainState
 
@@ -55,7 +56,7 @@ class StepFunctions:
         self._loss = loss if _takes_key(loss) else lambda model, batch, key: loss(model, batch)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped (scalars).
+        """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped, expert_overload (scalars).
 
         A step whose loss or gradients are not finite changes nothing but the step count and `skipped`.
         """
@@ -63,7 +64,7 @@ class StepFunctions:
         sums, rest = self._accumulate(state.params, state.rest, batch, key)
         weight = jnp.maximum(sums.weight, 1.0)
         gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
-        loss, norm = sums.loss / weight, optax.global_norm(gradients)
+        loss, norm = sums.loss / weight, gradient_norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -84,6 +85,9 @@ class StepFunctions:
             "weight": sums.weight,
             "skipped": skipped,
         }
+        overload = largest_overload(gradients)
+        if overload is not None:
+            metrics["expert_overload"] = overload
         if self.learning_rate is not None:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics

@@ -91,7 +91,10 @@ class _Layout(NamedTuple):
         kept = tuple(a for a in residual if a in length)
         gathered = tuple(a for a in residual if a not in length)
         held = tuple(a for a in rules.table["length"] if a in rules.manual and sizes[a] > 1)
-        specs = {name: rules.parameter_spec(names, p.shape) for name, (p, names) in parameters.items()}
+        specs = {
+            name: PartitionSpec(*(tuple(a for a in _axes(part) if a in free) or None for part in spec))
+            for name, spec in ((name, rules.parameter_spec(names, p.shape)) for name, (p, names) in parameters.items())
+        }
         named = {name: names for name, (_, names) in parameters.items()}
         summed = any(
             axis == "mlp" and "tensor" in _axes(part)
@@ -109,7 +112,7 @@ def _local(
     for name, value in stored.items():
         value = _cast(value, layout.names[name], dtype)
         for dim, part in enumerate(layout.specs[name]):
-            if layout.free and "fsdp" in _axes(part):
+            if "fsdp" in _axes(part):
                 value = jax.lax.all_gather(value, "fsdp", axis=dim, tiled=True)
         parameters[name] = value
     if layout.gathered:

@@ -170,7 +170,9 @@ def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike
     """
     rules = _current.get()
     if names and ("expert" in names or "router" in names):
-        return x  # `with_local_tokens` casts and gathers them
+        if rules is None or "fsdp" not in rules.manual:
+            return x  # `with_local_tokens` casts and gathers them
+        dtype = dtype if "expert" in names else None
     if dtype is not None and x.ndim > 1:
         x = x.astype(dtype)
     if rules is None or rules.mesh.shape["fsdp"] == 1 or "fsdp" in rules.manual:
