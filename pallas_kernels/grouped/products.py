@@ -4,7 +4,6 @@ from functools import partial
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.grouped.groups import aligned_rows, realign
 from pallas_kernels.grouped.request import Request
@@ -27,32 +26,38 @@ class Products(Protocol):
         ...
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(products: Products, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    return products.rows(x, weights, sizes, False)
+def multiply(products: Products, request: Request) -> jax.Array:
+    """The request by these products; groups that are not aligned to the products' tiles are copied to where they are."""
+    return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 
 
-def _forward(products: Products, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple:
-    return products.rows(x, weights, sizes, False), (x, weights, sizes)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(products: Products, alignment: int, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _forward(products, alignment, x, weights, sizes)[0]
 
 
-def _backward(products: Products, saved: tuple, d_out: jax.Array) -> tuple:
+def _forward(products: Products, alignment: int, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple:
+    rows, x = x.shape[0], _to_tiles(products, alignment, x, sizes)
+    out = products.rows(x, weights, sizes, False)
+    return _from_tiles(products, alignment, out, sizes, rows), (x, weights, sizes)
+
+
+def _backward(products: Products, alignment: int, saved: tuple, d_out: jax.Array) -> tuple:
     x, weights, sizes = saved
-    d_out = d_out.astype(x.dtype)
-    return products.rows(d_out, weights, sizes, True), products.matrices(x, d_out, sizes), None
+    rows, d_out = d_out.shape[0], _to_tiles(products, alignment, d_out.astype(x.dtype), sizes)
+    d_x = products.rows(d_out, weights, sizes, True)
+    return _from_tiles(products, alignment, d_x, sizes, rows), products.matrices(x, d_out, sizes), None
 
 
 _multiply.defvjp(_forward, _backward)
 
 
-def multiply(products: Products, request: Request) -> jax.Array:
-    """The request by these products; groups that are not aligned to whole tiles are copied to where they are."""
-    x, sizes, tile = request.x, request.group_sizes, products.tile
-    if request.alignment == tile:
-        return _multiply(products, x, request.weights, sizes)
-    rows = aligned_rows(x.shape[0], sizes.shape[0], tile)
-    if rows == 0:
-        return jnp.zeros((x.shape[0], request.weights.shape[2]), x.dtype)
-    aligned = realign(x, sizes, request.alignment, tile, rows)
-    out = _multiply(products, aligned, request.weights, sizes)
-    return realign(out, sizes, tile, request.alignment, x.shape[0])
+def _to_tiles(products: Products, alignment: int, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    if alignment == products.tile:
+        return x
+    rows = max(products.tile, aligned_rows(x.shape[0], sizes.shape[0], products.tile))
+    return realign(x, sizes, alignment, products.tile, rows)
+
+
+def _from_tiles(products: Products, alignment: int, y: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    return y if alignment == products.tile else realign(y, sizes, products.tile, alignment, rows)
