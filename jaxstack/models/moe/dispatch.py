@@ -1,5 +1,5 @@
-"""Where the rows of each expert lie, and the two ways between tokens and rows. Both are gathers, forward and backward:
-no scatter adds up rows in an order that differs from run to run.
+"""Where the rows of each expert lie, and the two ways between tokens and rows, each the other's transpose. Both are
+gathers, forward and backward: no scatter adds up rows in an order that differs from run to run.
 
 Dims: t tokens, k experts a token, N = t k assignments, R rows, G experts here, D model.
 """
@@ -68,7 +68,8 @@ def _spread(x: jax.Array, rows: Rows) -> jax.Array:
 
 
 def _collect(y: jax.Array, rows: Rows) -> jax.Array:
-    return y.at[rows.place].get(mode="fill", fill_value=0)
+    found = y.at[rows.place].get(mode="fill", fill_value=0)
+    return found.sum(axis=1, dtype=jnp.promote_types(y.dtype, jnp.float32)).astype(y.dtype)
 
 
 @jax.custom_vjp
@@ -82,47 +83,29 @@ def _take_forward(x: jax.Array, rows: Rows) -> tuple:
 
 
 def _take_backward(rows: Rows, gradient: jax.Array) -> tuple:
-    exact = jnp.promote_types(gradient.dtype, jnp.float32)
-    return _collect(gradient, rows).sum(axis=1, dtype=exact).astype(gradient.dtype), None
+    return _collect(gradient, rows), None
 
 
 take_rows.defvjp(_take_forward, _take_backward)
 
 
 @jax.custom_vjp
-def return_rows(y: jax.Array, rows: Rows) -> jax.Array:
-    """Rows [R, D] -> [t, D] for tokens with one assignment each; 0 for those that have none."""
-    return _collect(y, rows)[:, 0]
+def sum_rows(y: jax.Array, rows: Rows) -> jax.Array:
+    """The sum of each token's rows: [R, D] -> [t, D], added up in float32."""
+    return _collect(y, rows)
 
 
-def _return_forward(y: jax.Array, rows: Rows) -> tuple:
-    return return_rows(y, rows), rows
+def _sum_forward(y: jax.Array, rows: Rows) -> tuple:
+    return _collect(y, rows), rows
 
 
-def _return_backward(rows: Rows, gradient: jax.Array) -> tuple:
+def _sum_backward(rows: Rows, gradient: jax.Array) -> tuple:
     return _spread(gradient, rows), None
 
 
-return_rows.defvjp(_return_forward, _return_backward)
+sum_rows.defvjp(_sum_forward, _sum_backward)
 
 
-@jax.custom_vjp
-def combine_rows(y: jax.Array, weights: jax.Array, rows: Rows) -> jax.Array:
-    """The weighted sum of each token's rows: y [R, D], weights float32 [t, k] -> [t, D] in the dtype of y."""
-    return jnp.einsum("tkd,tk->td", _collect(y, rows).astype(weights.dtype), weights).astype(y.dtype)
-
-
-def _combine_forward(y: jax.Array, weights: jax.Array, rows: Rows) -> tuple:
-    return combine_rows(y, weights, rows), (y, weights, rows)
-
-
-def _combine_backward(saved: tuple, gradient: jax.Array) -> tuple:
-    y, weights, rows = saved
-    gradient = gradient.astype(weights.dtype)
-    of_row = weights.reshape(-1).at[rows.source].get(mode="fill", fill_value=0)
-    d_y = (_spread(gradient, rows) * of_row[:, None]).astype(y.dtype)
-    d_weights = jnp.einsum("tkd,td->tk", _collect(y, rows).astype(weights.dtype), gradient)
-    return d_y, d_weights, None
-
-
-combine_rows.defvjp(_combine_forward, _combine_backward)
+def take_weights(weights: jax.Array, rows: Rows) -> jax.Array:
+    """The weights [t, k] of assignments, for the rows that they are in: [R], 0 where there is none."""
+    return take_rows(weights.reshape(-1, 1), Rows(rows.source, rows.place.reshape(-1, 1)))[:, 0]

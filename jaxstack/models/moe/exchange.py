@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxstack.models.moe.dispatch import Order, Rows, arrange, combine_rows, return_rows, sort_by_group, take_rows
+from jaxstack.models.moe.dispatch import Order, Rows, arrange, sort_by_group, sum_rows, take_rows, take_weights
 from pallas_kernels import grouped_matmul_alignment
 
-Compute = Callable[[jax.Array, Any, jax.Array, int], jax.Array]
-"""(rows [R, D], kernels, sizes of the groups [G], their alignment) -> [R, D]."""
+Compute = Callable[[jax.Array, jax.Array, Any, jax.Array, int], jax.Array]
+"""(rows [R, D], their weights [R], kernels, sizes of the groups [G], their alignment) -> [R, D], already weighted.
+
+Weighted there and not where the results are summed, the backward pass needs no result again: one exchange and one
+matmul less where it recomputes."""
 
 AXIS = "expert"
 _ROUND = 8
@@ -30,7 +33,7 @@ def compute_here(compute: Compute, x: jax.Array, experts: jax.Array, weights: ja
     count = jax.tree.leaves(kernels)[0].shape[0]
     alignment = grouped_matmul_alignment(experts.size, count)
     rows, sizes = arrange(experts, count, alignment)
-    return combine_rows(compute(take_rows(x, rows), kernels, sizes, alignment), weights, rows)
+    return sum_rows(compute(take_rows(x, rows), take_weights(weights, rows), kernels, sizes, alignment), rows)
 
 
 def slots_of(assignments: int, devices: int, factor: float, most: int) -> int:
@@ -40,7 +43,8 @@ def slots_of(assignments: int, devices: int, factor: float, most: int) -> int:
 
 
 def exchange_bytes(slots: int, devices: int, width: int, itemsize: int) -> int:
-    """Bytes of one all-to-all of rows: a round has two forward and two backward."""
+    """Bytes of one all-to-all of rows: a round has two forward and two backward, and one more where the backward pass
+    computes its forward again."""
     return devices * slots * width * itemsize
 
 
@@ -99,14 +103,15 @@ def _run_round(static: _Static, operands: tuple, plan: Plan, number: Any) -> jax
     devices, slots = static.devices, static.slots
     rows = _sent_rows(static, plan, number)
     received = _all_to_all(take_rows(x, rows), devices)
+    weights = _all_to_all(take_weights(weights, rows)[:, None], devices)
     local = plan.arriving.shape[1]
     slot = jnp.arange(slots, dtype=jnp.int32) + number * slots
     ends = jnp.cumsum(plan.arriving, axis=1)
     groups = (slot[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1, 1)
     alignment = grouped_matmul_alignment(devices * slots, local)
     here, sizes = arrange(groups, local, alignment)
-    results = static.compute(take_rows(received, here), kernels, sizes, alignment)
-    return combine_rows(_all_to_all(return_rows(results, here), devices), weights, rows)
+    results = static.compute(take_rows(received, here), take_weights(weights, here), kernels, sizes, alignment)
+    return sum_rows(_all_to_all(sum_rows(results, here), devices), rows)
 
 
 def _sent_rows(static: _Static, plan: Plan, number: Any) -> Rows:

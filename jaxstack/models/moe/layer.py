@@ -99,7 +99,9 @@ class MoE(nnx.Module):
             y = compute_apart(self._compute, *arrays, devices=devices, factor=moe.exchange_factor, most=most)
         return y.reshape(shape), routing.loss
 
-    def _compute(self, rows: jax.Array, kernels: Any, sizes: jax.Array, alignment: int) -> jax.Array:
+    def _compute(
+        self, rows: jax.Array, weights: jax.Array, kernels: Any, sizes: jax.Array, alignment: int
+    ) -> jax.Array:
         def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return grouped_matmul(x, kernel, sizes, alignment=alignment, implementation=self.moe.implementation)
 
@@ -108,6 +110,7 @@ class MoE(nnx.Module):
             hidden = self.activation(multiply(rows, kernels["gate"])) * hidden
         else:
             hidden = self.activation(hidden)
+        hidden = (hidden * weights[:, None]).astype(rows.dtype)
         return multiply(hidden, kernels["down"])
 
 
