@@ -154,7 +154,9 @@ def layout_problems(config: RunConfig) -> list[str]:
 def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
     if moe is None:
-        way_out = f"parallel.expert ({expert}) splits the experts of model.moe, and this model has none; use data or fsdp."
+        way_out = (
+            f"parallel.expert ({expert}) splits the experts of model.moe, and this model has none; use data or fsdp."
+        )
         return [way_out] if expert > 1 else []
     problems = []
     if moe.num_experts % expert:

@@ -58,8 +58,8 @@ def _mixture(config: ModelConfig) -> tuple[int, int, int]:
         return 0, 0, 0
     expert = config.hidden_size * config.expert_size * (3 if config.mlp == "gated" else 2)
     always = config.hidden_size * moe.num_experts + moe.n_shared_experts * expert
-    counts = (always + experts * expert for experts in (moe.num_experts, moe.num_experts_per_tok))
-    return *counts, moe.num_experts * moe.balance_bias
+    held, used = (always + experts * expert for experts in (moe.num_experts, moe.num_experts_per_tok))
+    return held, used, moe.num_experts * moe.balance_bias
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

@@ -27,7 +27,7 @@ class Products(Protocol):
 
 
 def multiply(products: Products, request: Request) -> jax.Array:
-    """The request by these products; groups that are not aligned to the products' tiles are copied to where they are."""
+    """The request by these products; groups that are not aligned to their tiles are copied to where they are."""
     return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 
 

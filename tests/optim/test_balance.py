@@ -14,10 +14,14 @@ LOAD = jnp.array([[1.5, -0.5, 0.0, -1.0]] * 3)
 
 
 def test_the_bias_moves_against_the_sign_of_the_load():
-    optimizer = AdamW(balance_rate=0.01, clip_norm=0.1, weight_decay=0.5, groups=(GroupRule(path="router", weight_decay=1.0),))
+    optimizer = AdamW(
+        balance_rate=0.01, clip_norm=0.1, weight_decay=0.5, groups=(GroupRule(path="router", weight_decay=1.0),)
+    )
     transformation = build_optimizer(optimizer, lambda step: 0.5, PARAMS)
     state = transformation.init(PARAMS)
-    updates, state = transformation.update({"router": {"kernel": PARAMS["router"]["kernel"], "balance_bias": LOAD}}, state, PARAMS)
+    updates, state = transformation.update(
+        {"router": {"kernel": PARAMS["router"]["kernel"], "balance_bias": LOAD}}, state, PARAMS
+    )
     np.testing.assert_allclose(updates["router"]["balance_bias"], -0.01 * jnp.sign(LOAD))
     assert not any(leaf.shape == (3, 4) for leaf in jax.tree.leaves(state)), "no moments"
 

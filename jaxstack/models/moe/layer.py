@@ -50,9 +50,7 @@ class MoE(nnx.Module):
         inner, outer = make_initializer(config), make_initializer(config, residual=True)
         self.router = Router(config, moe, rngs)
         self.up_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs)
-        self.gate_proj = (
-            Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs) if config.mlp == "gated" else None
-        )
+        self.gate_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs) if config.mlp == "gated" else None
         self.down_proj = Experts((e, f, d), ("expert", "mlp", "embed"), outer, rngs)
         shared = config.model_copy(update={"intermediate_size": moe.n_shared_experts * f})
         self.shared_experts = MLPS[config.mlp](shared, rngs) if moe.n_shared_experts else None

@@ -153,7 +153,9 @@ def test_the_loss_of_the_routers_counts_in_training_only():
     assert dense.hidden_and_router_loss(batch["tokens"])[1] is None
 
 
-@pytest.mark.parametrize("policy", ["full", *(pytest.param(p, marks=pytest.mark.slow) for p in ("save_dots", "save_attention"))])
+@pytest.mark.parametrize(
+    "policy", ["full", *(pytest.param(p, marks=pytest.mark.slow) for p in ("save_dots", "save_attention"))]
+)
 def test_every_remat_policy_has_the_same_gradients(policy):
     batch = {name: jnp.asarray(x) for name, x in batch_at(0, 2).items()}
 
@@ -165,7 +167,9 @@ def test_every_remat_policy_has_the_same_gradients(policy):
 
         return jax.jit(jax.grad(loss))(state)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients(policy), gradients("none"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradients(policy), gradients("none")
+    )
 
 
 def test_decoding_gives_the_logits_of_the_whole_forward_also_with_a_capacity():

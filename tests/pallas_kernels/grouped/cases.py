@@ -76,7 +76,9 @@ def loop_over_groups(case: Case, dtype: str) -> list[np.ndarray]:
 def check(case: Case, implementation: str | None) -> None:
     """The error against float32 is at most twice that of the plain matmuls in the case's dtype."""
     exact, plain = loop_over_groups(case, "float32"), loop_over_groups(case, case.dtype)
-    for name, found, low, wanted in zip(("out", "d_x", "d_weights"), run(case, implementation), plain, exact, strict=True):
+    for name, found, low, wanted in zip(
+        ("out", "d_x", "d_weights"), run(case, implementation), plain, exact, strict=True
+    ):
         size = np.linalg.norm(wanted) + 1e-30
         error, allowed = np.linalg.norm(found - wanted) / size, np.linalg.norm(low - wanted) / size
         assert error <= 2 * allowed + 1e-6, f"{name}: {error:.2e}, plainly {allowed:.2e}"
