@@ -4,8 +4,8 @@
     python benchmarks/grouped_matmul.py --only mixtral  # works whose name contains the word
     python benchmarks/grouped_matmul.py --variants      # our kernels with other constants
 
-Rows are tokens times experts a token. Their groups are uneven: a random router's, whose fullest expert has about twice an
-even share. FLOPs: 2 x rows x D x F forward, three times that with both gradients; padding is not counted.
+Rows are tokens times experts a token. Their groups are uneven: the fullest of 128 has about twice an even share.
+FLOPs: 2 x rows x D x F forward, three times that with both gradients; padding is not counted.
 Rows are appended to benchmarks/results/grouped_matmul.jsonl.
 """
 

@@ -154,10 +154,8 @@ def layout_problems(config: RunConfig) -> list[str]:
 def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
     if moe is None:
-        way_out = (
-            f"parallel.expert ({expert}) splits the experts of model.moe, and this model has none; use data or fsdp."
-        )
-        return [way_out] if expert > 1 else []
+        reason = f"parallel.expert ({expert}) splits the experts of model.moe, which this model has none of"
+        return [f"{reason}; use data or fsdp."] if expert > 1 else []
     problems = []
     if moe.num_experts % expert:
         fits = [d for d in range(1, moe.num_experts + 1) if moe.num_experts % d == 0]

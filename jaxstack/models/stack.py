@@ -1,6 +1,7 @@
 """Many equal blocks as one: parameters stacked along a leading `layers` dim, run by a scan, or unrolled.
 
-Layers that alternate (windows, experts) form groups: a period of p kinds is p stacks, scanned together; a remainder is unrolled.
+Layers that alternate (windows, experts) form groups: a period of p kinds is p stacks, scanned together; what comes
+before and a remainder are unrolled.
 """
 
 from collections.abc import Callable, Sequence

@@ -37,7 +37,7 @@ def grouped_matmul(
         weights: [G, D, F], of the dtype of x.
         group_sizes: integers [G], rows of each group.
         alignment: every group begins at a multiple of it, and the rows between the end of one and the begin of the next
-            are 0 (of x, whatever comes of them in the result). `grouped_matmul_alignment` tells which one needs no copy.
+            are 0. `grouped_matmul_alignment` tells which one needs no copy.
         implementation: a name of `BACKENDS`; None takes the first that fits. A named one never falls back.
 
     Returns:

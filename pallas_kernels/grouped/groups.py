@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 
 def aligned_rows(rows: int, groups: int, alignment: int) -> int:
-    """Rows that suffice for `rows` rows in `groups` groups of any sizes, each group from a multiple of `alignment` on."""
+    """Rows that suffice for `rows` rows in `groups` groups of any sizes, each from a multiple of `alignment` on."""
     most = rows + min(groups, rows) * (alignment - 1)
     return most // alignment * alignment
 
@@ -24,7 +24,7 @@ def group_bounds(sizes: jax.Array, alignment: int) -> tuple[jax.Array, jax.Array
 
 
 def group_of_tiles(sizes: jax.Array, alignment: int, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """For tiles of `alignment` rows: (group of each tile, int32 [tiles]; number of tiles that belong to a group, [])."""
+    """Of tiles of `alignment` rows: (group of each, int32 [tiles]; number of tiles that belong to a group, [])."""
     ends = group_bounds(sizes, alignment)[1] // alignment
     first = jnp.arange(tiles, dtype=jnp.int32)
     group = jnp.searchsorted(ends, first, side="right", method="compare_all").astype(jnp.int32)

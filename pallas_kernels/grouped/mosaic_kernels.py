@@ -205,7 +205,7 @@ def _sum_slices(kernels: Kernels, buffers: _Buffers, before: Any, count: Any, wi
 
     def release(index: Any) -> None:
         if kernels.interpret:
-            plgpu.commit_smem()  # Hardware has read the buffer when a product is waited for; interpret mode asks for it.
+            plgpu.commit_smem()  # Interpret mode asks for it; hardware has read a buffer when its product is done.
         plgpu.barrier_arrive(buffers.empty.at[lax.rem(index, STAGES)])
 
     def scoped(sums: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The gradients, the same for every backend that works in tiles of rows: three products, and groups laid out for them."""
+"""The gradients, the same for every backend that works in tiles: three products, and rows laid out for them."""
 
 from functools import partial
 from typing import Protocol
