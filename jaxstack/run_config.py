@@ -160,8 +160,8 @@ def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
     if moe.num_experts % expert:
         fits = [d for d in range(1, moe.num_experts + 1) if moe.num_experts % d == 0]
         problems.append(
-            f"model.moe.num_experts ({moe.num_experts}) must be divisible by parallel.expert ({expert}); expert degrees "
-            f"that fit: {', '.join(map(str, fits))}."
+            f"model.moe.num_experts ({moe.num_experts}) must be divisible by parallel.expert ({expert}); expert "
+            f"degrees that fit: {', '.join(map(str, fits))}."
         )
     if model.expert_size % tensor:
         problems.append(
