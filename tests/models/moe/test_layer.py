@@ -52,7 +52,12 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", [*KINDS, "plain"])
+QUICK = ("softmax", "sigmoid_bias_scaled", "capacity", "shared")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in (*KINDS, "plain") if n not in QUICK)]
+)
 def test_output_and_gradients_are_those_of_the_loop_over_experts(name):
     values = {"mlp": "plain", "hidden_act": "gelu"} if name == "plain" else {}
     graphdef, state = nnx.split(MoE(model_config(KINDS.get(name), **values), nnx.Rngs(0)))
