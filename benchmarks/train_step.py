@@ -30,6 +30,13 @@ WORKS = {
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=8", "train.sequence_length=8192",
         "precision.fp8=current",
     ],
+    "qwen3-30b-a3b of 6 layers bf16": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
+    ],
+    "qwen3-30b-a3b of 24 layers expert4 bf16": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=24", "parallel.expert=4", "train.global_batch_size=16",
+        "train.sequence_length=4096",
+    ],
 }  # fmt: skip
 VARIANTS = {
     "unrolled": ["model.scan_layers=false"],

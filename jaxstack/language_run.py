@@ -139,8 +139,10 @@ def _introduce(config: RunConfig, data: Data, flops: float) -> str:
     tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
     name = config.model.preset or "model"
     compute = config.precision.compute_dtype(device.platform)
+    active = f"{count.active:,} for each token, " if count.active != count.total else ""
     return (
-        f"{name}: {count.total:,} parameters ({count.embedding:,} in the embedding), {config.model.num_layers} layers; "
+        f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
+        f"{config.model.num_layers} layers; "
         f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout})\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "

@@ -109,7 +109,7 @@ def layout_problems(config: RunConfig) -> list[str]:
     """The rules between the model, the batch and a fully given layout that are broken, each with the way out."""
     problems = []
     parallel, model, train = config.parallel, config.model, config.train
-    tensor, shards = parallel.tensor, parallel.data * parallel.fsdp
+    tensor, shards = parallel.tensor, parallel.data * parallel.fsdp * parallel.expert
     if model.num_heads % tensor:
         fits = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
         problems.append(
@@ -121,22 +121,26 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"model.num_kv_heads ({model.kv_heads}) and parallel.tensor ({tensor}) must divide one another; "
             f"nearest tensor: {_near_multiples(tensor, model.kv_heads)}."
         )
-    if model.feed_forward_size % tensor:
+    if model.feed_forward_size % tensor and not all(map(model.is_mixture, range(model.num_layers))):
         problems.append(
             f"model.intermediate_size ({model.feed_forward_size}) must be divisible by parallel.tensor ({tensor}); "
             f"nearest: {_near_multiples(model.feed_forward_size, tensor)}."
         )
+    problems += _expert_problems(model, parallel)
     unit = shards * train.gradient_accumulation
+    expert, degree = ("expert x ", f"{parallel.expert} x ") if parallel.expert > 1 else ("", "")
     if train.global_batch_size % unit:
         problems.append(
             f"train.global_batch_size ({train.global_batch_size}) must be divisible by data x fsdp x "
-            f"gradient_accumulation ({parallel.data} x {parallel.fsdp} x {train.gradient_accumulation} = {unit}); "
+            f"{expert}gradient_accumulation ({parallel.data} x {parallel.fsdp} x {degree}{train.gradient_accumulation} "
+            f"= {unit}); "
             f"nearest: {_near_multiples(train.global_batch_size, unit)}."
         )
     evaluated = train.eval_batch_size
     if evaluated is not None and evaluated % shards:
         problems.append(
-            f"train.eval_batch_size ({evaluated}) must be divisible by data x fsdp ({shards}); "
+            f"train.eval_batch_size ({evaluated}) must be divisible by data x fsdp{' x expert' * bool(expert)} "
+            f"({shards}); "
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
     return problems + _length_problems(config)
@@ -178,6 +182,31 @@ def _context_problems(config: RunConfig) -> list[str]:
             f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), as "
             f"attention.name {model.attention.name} with context_method {parallel.context_method} exchanges heads; "
             f"context degrees that fit: {', '.join(map(str, fits))}."
+        )
+    return problems
+
+
+def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
+    if moe is None:
+        reason = f"parallel.expert ({expert}) splits the experts of model.moe, which this model has none of"
+        return [f"{reason}; use data or fsdp."] if expert > 1 else []
+    problems = []
+    if moe.num_experts % expert:
+        fits = [d for d in range(1, moe.num_experts + 1) if moe.num_experts % d == 0]
+        problems.append(
+            f"model.moe.num_experts ({moe.num_experts}) must be divisible by parallel.expert ({expert}); expert "
+            f"degrees that fit: {', '.join(map(str, fits))}."
+        )
+    if model.expert_size % tensor:
+        problems.append(
+            f"model.moe.moe_intermediate_size ({model.expert_size}) must be divisible by parallel.tensor ({tensor}); "
+            f"nearest: {_near_multiples(model.expert_size, tensor)}."
+        )
+    if moe.capacity_factor is not None and parallel.context > 1:
+        problems.append(
+            f"model.moe.capacity_factor ({moe.capacity_factor}) counts the tokens of whole sequences, which "
+            f"parallel.context ({parallel.context}) splits; leave one of them out."
         )
     return problems
 

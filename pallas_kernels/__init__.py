@@ -1,4 +1,4 @@
-"""Attention, loss, FP8 products and pointwise operations for JAX on NVIDIA GPUs, usable from any JAX or Flax code.
+"""Attention, loss, FP8 and grouped products, and pointwise operations for JAX on NVIDIA GPUs, for any JAX or Flax code.
 
 Every operation is a plain function with an ordered table of backends (see `pallas_kernels.dispatch`). The package
 imports jax and nothing of jaxstack; a name is imported when it is first asked for.
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from pallas_kernels.fp8.api import fp8_multiply as fp8_multiply
     from pallas_kernels.fp8.state import empty_fp8_state as empty_fp8_state
     from pallas_kernels.fp8.state import updated_fp8_state as updated_fp8_state
+    from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
+    from pallas_kernels.grouped.api import grouped_matmul_alignment as grouped_matmul_alignment
     from pallas_kernels.pointwise.gated import swiglu as swiglu
     from pallas_kernels.pointwise.norm import rms_norm as rms_norm
     from pallas_kernels.pointwise.rotary import apply_rotary as apply_rotary
@@ -56,6 +58,8 @@ _MODULES = {
     "flash_attention": "attention.api",
     "fp8_dot_general": "fp8.api",
     "fp8_multiply": "fp8.api",
+    "grouped_matmul": "grouped.api",
+    "grouped_matmul_alignment": "grouped.api",
     "linear_attention": "feature_attention.api",
     "linear_cross_entropy": "cross_entropy.api",
     "linear_cross_entropy_sum": "cross_entropy.api",

@@ -24,6 +24,7 @@ def refusal(*overrides: str, devices: int | None = None) -> str:
 PUBLISHED = {
     "gpt2-124m": 124e6, "gpt2-350m": 355e6, "llama3-8b": 8.03e9, "llama3-70b": 70.55e9, "qwen2.5-7b": 7.62e9,
     "qwen3-8b": 8.19e9, "mistral-7b": 7.24e9, "gemma2-2b": 2.61e9, "llama3-1b": 1.236e9 + 128256 * 2048,
+    "mixtral-8x7b": 46.7e9, "qwen3-30b-a3b": 30.5e9,
 }  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def test_presets_have_their_published_size(name):
 
 
 def test_every_preset_builds_and_is_known_here():
-    assert set(preset_names()) - {"tiny"} <= set(PUBLISHED) | {"tiny"}
+    assert set(preset_names()) == set(PUBLISHED) | {"tiny", "tiny-moe"}
     for name in preset_names():
         assert load_config(None, [f"model.preset={name}"]).model.preset == name
 
@@ -149,7 +150,7 @@ def test_schema_tells_what_keys_mean():
             4,
             ["2 x context parallel degree (2)", "16 or 20"],
         ),
-        (["parallel.expert=2"], 2, ["expert=2", "not available"]),
+        (["parallel.expert=2"], 2, ["parallel.expert (2)", "model.moe", "use data or fsdp"]),
         (["parallel.zero=1"], 1, ["zero: 1", "data to 2 or more", "fsdp"]),
         (["precision.fp8_rules=[{path: q_proj, fp8: false}]"], 1, ["fp8_rules", "fp8 is none"]),
         (["precision.fp8=current", "precision.fp8_rules=[{path: '(', fp8: false}]"], 1, ["'('", "regular expression"]),

@@ -2,6 +2,8 @@ from .attention_island import context_axis as context_axis
 from .attention_island import with_local_heads as with_local_heads
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
+from .expert_island import TokenSplit as TokenSplit
+from .expert_island import with_local_tokens as with_local_tokens
 from .island import with_local_batch as with_local_batch
 from .mesh import make_mesh as make_mesh
 from .rules import (

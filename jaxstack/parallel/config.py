@@ -12,7 +12,7 @@ from jaxstack.errors import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
 
-_LATER = ("pipeline", "expert")
+_LATER = ("pipeline",)
 
 
 class ParallelConfig(Component):
@@ -30,6 +30,7 @@ class ParallelConfig(Component):
     """How attention sees the keys of other devices; auto: by the shape of each layer."""
     pipeline: int = 1
     expert: int = 1
+    """The batch, and the experts of each layer (`model.moe`); tokens travel to their experts by all-to-all."""
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
     zero: Literal[0, 1, 2] = 0
@@ -54,8 +55,8 @@ class ParallelConfig(Component):
                 wanted[name] = getattr(self, name)
         if wanted:
             raise ValueError(
-                f"{_show(wanted)} is not available in this version: pipeline and expert parallelism "
-                "come in a later one. Use data, zero, fsdp (ZeRO-3), context, tensor and sequence."
+                f"{_show(wanted)} is not available in this version: pipeline parallelism comes in a later one. "
+                "Use data, zero, fsdp (ZeRO-3), expert, context, tensor and sequence."
             )
         if self.zero and self.data == 1:
             raise ValueError(

@@ -27,6 +27,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "position": (),
     "norm": (),
+    "expert": ("expert",),
+    "router": (),
     "layers": (),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {

@@ -38,7 +38,11 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     """
     rules, known = current_rules(), parameter.get_metadata()
     names = known.get("logical_axes")
+    if names and "router" in names:
+        dtype = None
     if rules is None or "fsdp" not in rules.manual:
+        if names and ("expert" in names or "router" in names):
+            return parameter[...]  # `with_local_tokens` casts and gathers them
         return gather_weight(parameter[...], names, dtype)
     value = parameter.get_raw_value()
     shape = known.get("whole_shape") or value.shape
