@@ -14,7 +14,6 @@ COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX
 LOCAL_DEVICES, BIND, INSECURE = "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_BIND_ADDRESS", "JAXSTACK_INSECURE"
 TLS_FILES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
 TLS_PEER_PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
-DEFAULT_PORT = 8476
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Nodes:
     count: int = 1
     rank: int = 0
     coordinator: str | None = None
-    source: str = "one host"
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
@@ -85,13 +83,13 @@ def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
         if environ.get("SLURM_LOCALID", "0") != "0":
             raise ConfigError("start one launcher a node: srun --ntasks-per-node=1 python -m jaxstack.launch ...")
         coordinator = environ.get(COORDINATOR) or slurm_coordinator(environ)
-        return Nodes(slurm, _number(environ, "SLURM_NODEID"), coordinator, "Slurm")
+        return Nodes(slurm, _number(environ, "SLURM_NODEID"), coordinator)
     kubernetes = _number(environ, "JAXSTACK_NODES", 1)
     if kubernetes > 1:
         if COORDINATOR not in environ:
             raise ConfigError(f"JAXSTACK_NODES is {kubernetes}, but {COORDINATOR} (HOST:PORT) is not set.")
         rank = "JAXSTACK_NODE_RANK" if "JAXSTACK_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
-        return Nodes(kubernetes, _number(environ, rank), environ[COORDINATOR], rank)
+        return Nodes(kubernetes, _number(environ, rank), environ[COORDINATOR])
     return Nodes()
 
 
@@ -108,7 +106,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of `HOST:PORT` or `[IPV6]:PORT`; raises ConfigError for anything else."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"the coordinator's address must be HOST:PORT, e.g. 127.0.0.1:{DEFAULT_PORT}, not {address!r}.")
+        raise ConfigError(f"the coordinator's address must be HOST:PORT, e.g. 10.0.0.1:8476, not {address!r}.")
     return host.strip("[]"), int(port)
 
 

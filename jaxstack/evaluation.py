@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Evaluator:
         host, size = self._host_batches(max_tokens)
         began, sums = time.perf_counter(), None
         batches = device_batches(host, rules.sharding(rules.spec(("batch",))), global_batch_size=size)
-        with contextlib.closing(batches):
+        with contextlib.closing(cast(Any, batches)):
             for batch, _ in batches:
                 found = self._step(params, rest, batch)
                 sums = found if sums is None else self._add(sums, found)

@@ -123,8 +123,7 @@ def exchange(name: str, value: Any, timeout_seconds: float = 300) -> list[Any]:
             found.append(await_value(f"{name}/{other}", max(0.1, deadline - time.monotonic())))
         except TimeoutError:
             raise JaxstackError(
-                f"process {other} of {count} did not answer ({name}) within {timeout_seconds:.0f} s; "
-                "look at its log."
+                f"process {other} of {count} did not answer ({name}) within {timeout_seconds:.0f} s; look at its log."
             ) from None
     return found
 

@@ -38,10 +38,15 @@ def advise_interval(
     least = blocking_seconds / best + best / 2 / between
     return (
         f"a save held up training for {_seconds(blocking_seconds)} and was on disk after {_seconds(total_seconds)}; "
-        f"with a failure every {between / 3600:,.0f} h on {devices} device{'s' * (devices > 1)}, checkpoint.every_steps="
-        f"{steps} ({_seconds(best)}) would lose least, {100 * least:.2g} % of the time; {every_steps} loses "
-        f"{100 * lost:.2g} %"
+        f"with a failure every {between / 3600:,.0f} h on {devices} device{'s' * (devices > 1)}, "
+        f"checkpoint.every_steps={steps} ({_seconds(best)}) would lose least, {_percent(least)} of the time; "
+        f"{every_steps} loses {_percent(lost)}"
     )
+
+
+def _percent(fraction: float) -> str:
+    value = 100 * fraction
+    return f"{value:.0f} %" if value >= 10 else f"{value:.2g} %"
 
 
 def _seconds(value: float) -> str:

@@ -4,7 +4,6 @@ import faulthandler
 import itertools
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 
@@ -57,10 +56,10 @@ class StopRequest:
     def __exit__(self, kind: object, *_: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
-        if self._thread is not None:
-            self._over.set()
+        self._over.set()
+        if self._thread is not None and kind is None:
             self._thread.join()
-            if kind is None and self._announced is None:
+            if self._announced is None:
                 # Another process may have been asked at its last tick, and waits for what this one says.
                 processes.publish(f"{self._name}/at/{self._index}", _NEVER)
 
@@ -121,7 +120,7 @@ class EndAtOnce:
 
     def __enter__(self) -> "EndAtOnce":
         stacks = os.environ.get(STACKS)
-        self._stacks = open(stacks, "a") if stacks else sys.__stderr__  # noqa: SIM115
+        self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -140,7 +139,7 @@ class EndAtOnce:
     def _watch(self) -> None:
         while received := os.read(self._read, 1):
             if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is self._handler:
-                text = f"{self._name}: stopped by signal {received[0]} outside of the training steps; nothing new to save\n"
-                os.write(2, text.encode())
+                text = f"stopped by signal {received[0]} outside of the training steps; nothing new to save"
+                os.write(2, f"{self._name}: {text}\n".encode())
                 os._exit(128 + received[0])
         os.close(self._read)
