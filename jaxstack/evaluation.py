@@ -13,6 +13,7 @@ import numpy as np
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.errors import JaxstackError
 from jaxstack.feed import batch_sharding, check_batch, check_rows
+from jaxstack.loss import LossSum
 from jaxstack.step import StepFunctions
 
 
@@ -32,8 +33,14 @@ class Evaluator:
         self._steps, self._data = steps, data
         self._batch_size = max(batch_size, steps.rules.degree(steps.rules.table["batch"]))
         whole = steps.rules.sharding(jax.P())
-        self._step = jax.jit(steps.eval_step, out_shardings=whole)
-        self._add = jax.jit(lambda sums, more: jax.tree.map(jnp.add, sums, more), out_shardings=whole)
+
+        # One batch waits for the one before by its sums: collectives of programs that run at once on a CPU meet in
+        # another order on another process, and hang.
+        def add_batch(params: Any, rest: Any, batch: Any, sums: LossSum) -> LossSum:
+            return jax.tree.map(jnp.add, sums, steps.eval_step(params, rest, batch))
+
+        self._step = jax.jit(add_batch, out_shardings=whole)
+        self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)
 
     def run(
         self, params: Any, rest: Any, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
@@ -46,16 +53,13 @@ class Evaluator:
         """
         rules = self._steps.rules
         host, size = self._host_batches(max_tokens)
-        began, sums = time.perf_counter(), None
+        began, sums = time.perf_counter(), self._zero()
         batches = device_batches(host, rules.sharding(rules.spec(("batch",))), global_batch_size=size)
         with contextlib.closing(cast(Any, batches)):
             for batch, _ in batches:
-                found = self._step(params, rest, batch)
-                sums = found if sums is None else self._add(sums, found)
+                sums = self._step(params, rest, batch, sums)
                 if stop():
                     return None
-        if sums is None:
-            return None
         total, weight = (float(x) for x in jax.device_get(sums))
         if not weight:
             return None
