@@ -1,0 +1,130 @@
+"""Row 12 and row 2: ranks that hang, and ranks that die."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from jaxstack.launch.shared_memory import list_files
+from tests.reliability.runs import FAULTY, Runs, alive, finish, ranks
+
+pytestmark = pytest.mark.slow
+LIMIT = 12
+QUICK = ("checkpoint.every_steps=4", "train.eval_every_steps=null", "resilience.heartbeat_seconds=6")
+
+
+def started(said: str) -> int:
+    """How often the run was taken up or begun."""
+    return said.count("compiled the step")
+
+
+@pytest.mark.parametrize("fault", ["gil", "sleep", "stop"])
+def test_a_stuck_rank_is_named_ended_and_restarted(runs: Runs, fault, record, full):
+    """The interpreter held for ever, a rank asleep, a rank suspended from outside (SIGSTOP)."""
+    if fault == "sleep" and not full:
+        pytest.skip("--full")
+    before, name = list_files(), f"stuck-{fault}"
+    options = ["--processes", "2", "--step-seconds", str(LIMIT)]
+    if fault == "stop":
+        launcher = runs.launch(options, runs.train(name, "train.steps=3000", *QUICK))
+        runs.wait_for_step(launcher, name, 9)
+        pids = list(ranks(launcher).values())
+        os.kill(ranks(launcher)[1], signal.SIGSTOP)
+    else:
+        launcher = runs.launch(
+            options,
+            runs.train(name, "train.steps=24", *QUICK, command=FAULTY),
+            FAULT=fault,
+            FAULT_RANK="1",
+            FAULT_STEP="10",
+        )
+        runs.wait_for_step(launcher, name, 6)
+        pids = list(ranks(launcher).values())
+    began = time.monotonic()
+    for line in launcher.stdout or ():
+        if "starting again" in line:
+            break
+        if "stacks of rank 1" in line:
+            noticed = time.monotonic() - began
+    restarted = time.monotonic() - began
+    assert not any(map(alive, pids)), "all ranks of the failed start are gone"
+    if fault == "stop":
+        runs.wait_for_step(launcher, name, max(runs.losses(name)) + 5)
+        launcher.send_signal(signal.SIGTERM)
+    code, said = finish(launcher)
+    assert code == (143 if fault == "stop" else 0), said
+    assert "resuming from step" in said and started(said) == 1
+    assert fault == "stop" or sorted(runs.losses(name)) == list(range(1, 25))
+    assert noticed < LIMIT + 30 and restarted < LIMIT + 30
+    assert list_files() <= before
+    what = {"gil": "the interpreter held", "sleep": "a rank asleep", "stop": "SIGSTOP"}[fault]
+    record(
+        12, what, f"stacks after {noticed:.0f} s (limit {LIMIT} s), all ended and started again after {restarted:.0f} s"
+    )
+
+
+def test_stacks_say_where(runs: Runs, full):
+    """The dump names the line that hangs."""
+    if not full:
+        pytest.skip("--full")
+    name = "where"
+    launcher = runs.launch(
+        ["--processes", "1", "--step-seconds", "5", "--max-restarts", "0"],
+        runs.train(name, "train.steps=24", *QUICK, command=FAULTY), FAULT="sleep", FAULT_RANK="0", FAULT_STEP="10",
+    )  # fmt: skip
+    code, said = finish(launcher)
+    assert code == 1 and "giving up" in said
+    assert re.search(r"rank 0 gave no sign of life for \d+ s in phase 'train' at step 10 \(limit 5 s\)", said)
+    assert re.search(r'faulty_train.py", line \d+ in _faulty_step', said)
+
+
+def test_a_random_rank_killed_during_saves(runs: Runs, record, full):
+    """Row 2. A save at every step; SIGKILL at a random moment, to a random rank."""
+    name, kills = "killed", 30 if full else 1
+    steps = 1000 * kills
+    overrides = [f"train.steps={steps}", *QUICK, "checkpoint.every_steps=1", "checkpoint.keep=3"]
+    launcher = runs.launch(["--processes", "2", "--max-restarts", "3"], runs.train(name, *overrides))
+    slowest, resumed_at = 0.0, 0
+    for _ in range(kills):
+        runs.wait_for_step(launcher, name, resumed_at + 4)
+        pids = ranks(launcher)
+        time.sleep(random.uniform(0, 1.5))
+        kept = runs.saved(name)
+        began = time.monotonic()
+        os.kill(pids[random.choice(list(pids))], signal.SIGKILL)
+        for line in launcher.stdout or ():
+            if "starting again" in line:
+                slowest = max(slowest, time.monotonic() - began)
+            if match := re.search(r"resuming from step (\d+)", line):
+                resumed_at = int(match[1])
+                break
+        assert not any(map(alive, pids.values()))
+        assert resumed_at >= max(kept, default=0), "a committed step was lost"
+    runs.wait_for_step(launcher, name, resumed_at + 2)
+    launcher.send_signal(signal.SIGTERM)
+    code, said = finish(launcher)
+    assert code == 143 and "damaged" not in said, said
+    losses = runs.losses(name)
+    assert sorted(losses) == list(range(1, len(losses) + 1)) and slowest < 6 + 5
+    record(2, f"{kills} x SIGKILL of a random rank of 2", f"no committed step lost; peer ended within {slowest:.1f} s")
+
+
+def test_a_straggler_is_named(runs: Runs, record, monkeypatch, capsys):
+    """The rank that sleeps 0.1 s a step on its own, not those that wait for it."""
+    import sys
+
+    from jaxstack.launch import supervisor
+
+    monkeypatch.setattr(supervisor, "_STRAGGLER_SECONDS", 4.0)
+    for name, value in {**runs.environment, "FAULT": "lag", "FAULT_RANK": "1", "FAULT_STEP": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    command = runs.train("lagging", "train.steps=120", *QUICK, "checkpoint.every_steps=1000", command=FAULTY)
+    job = supervisor.Job((sys.executable, *command[1:]), processes=2)
+    assert supervisor.Supervisor(job).run() == 0
+    said = capsys.readouterr().err
+    assert "rank 1 holds the others up" in said and "rank 0 holds" not in said
+    record(12, "a rank that is slow on its host", re.search(r"it spends .*", said)[0])
