@@ -1,4 +1,4 @@
-"""`jaxstack.train` with a fault of one rank at one step of its first start: FAULT=sleep|gil, FAULT_RANK, FAULT_STEP."""
+"""`jaxstack.train` with a fault of one rank at one step of its first start: FAULT=sleep|gil|lag, FAULT_RANK, FAULT_STEP."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from jaxstack.train import main
 from jaxstack.trainer import Trainer
 
 _steps = 0
-_train_step = Trainer.train_step
+_train_step, _batches = Trainer.train_step, Trainer.batches
 
 
 def _faulty_step(self: Trainer, batch: Any) -> Any:
@@ -18,16 +18,23 @@ def _faulty_step(self: Trainer, batch: Any) -> Any:
     _steps += 1
     mine = os.environ.get("JAX_PROCESS_ID", "0") == os.environ["FAULT_RANK"]
     kind = os.environ["FAULT"]
-    if kind == "lag" and mine:
-        time.sleep(0.1)
-    elif mine and _steps == int(os.environ["FAULT_STEP"]) and os.environ["JAXSTACK_ATTEMPT"] == "1":
+    if mine and kind != "lag" and _steps == int(os.environ["FAULT_STEP"]) and os.environ["JAXSTACK_ATTEMPT"] == "1":
         if kind == "gil":
             ctypes.PyDLL(None).sleep(10_000)  # a call that does not let the interpreter go
         time.sleep(10_000)
     return _train_step(self, batch)
 
 
+def _late_batches(self: Trainer, start: int) -> Any:
+    for batch in _batches(self, start):
+        if os.environ.get("JAX_PROCESS_ID", "0") == os.environ["FAULT_RANK"]:
+            time.sleep(0.1)
+        yield batch
+
+
 Trainer.train_step = _faulty_step
+if os.environ["FAULT"] == "lag":
+    Trainer.batches = _late_batches
 
 if __name__ == "__main__":
     sys.exit(main())

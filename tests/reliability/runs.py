@@ -1,5 +1,6 @@
 """Small real runs in processes of their own, alone or under the launcher, and a look at what they do."""
 
+import ipaddress
 import json
 import os
 import signal
@@ -138,3 +139,31 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def listening(pid: int | str = "self") -> list[str]:
+    """The addresses that a process listens on, as the kernel tells them: `ADDRESS:PORT`."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = row.split()
+            if words[3] == "0A" and words[9] in inodes:
+                found.append(_address(words[1]))
+    return sorted(found)
+
+
+def _address(words: str) -> str:
+    """The kernel's `0100007F:1F90` as an address."""
+    digits, port = words.split(":")
+    raw = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
+    address = ipaddress.ip_address(raw)
+    mapped = getattr(address, "ipv4_mapped", None)
+    return f"{mapped or address}:{int(port, 16)}"
