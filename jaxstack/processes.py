@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from typing import Any
 
@@ -40,6 +41,10 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
     # Its handler of SIGTERM would take the place of ours.
     if "jax_enable_preemption_service" in jax.config.values:
         jax.config.update("jax_enable_preemption_service", False)
+    # jax itself would abort with the stack of its C++ code.
+    limit = threading.Timer(connect_seconds, _end_alone, (place, connect_seconds))
+    limit.daemon = True
+    limit.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -48,16 +53,27 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
             local_device_ids=place.local_devices,
             cluster_detection_method="deactivate",
             coordinator_bind_address=place.bind or place.coordinator,
-            initialization_timeout=connect_seconds,
+            initialization_timeout=connect_seconds + 60,
             heartbeat_timeout_seconds=heartbeat_seconds,
             shutdown_timeout_seconds=max(30, 2 * heartbeat_seconds),
             **options,
         )
     except RuntimeError as error:
         raise JaxstackError(
-            f"process {place.index} of {place.count} did not find the others at {place.coordinator} within "
-            f"{connect_seconds} s: {str(error).splitlines()[0]}. Are all {place.count} started, and can they reach it?"
+            f"process {place.index} of {place.count} could not join {place.coordinator}: {str(error).splitlines()[0]}"
         ) from None
+    finally:
+        limit.cancel()
+
+
+def _end_alone(place: Place, seconds: int) -> None:
+    text = (
+        f"jaxstack: process {place.index} waited {seconds} s (resilience.connect_seconds) at {place.coordinator}, but "
+        f"not all {place.count} processes came. Are all of them started, can they reach this address, and do they have "
+        "the same certificates?\n"
+    )
+    os.write(2, text.encode())
+    os._exit(1)
 
 
 def _keep_cpu_on_loopback(place: Place) -> None:
@@ -125,6 +141,8 @@ def exchange(name: str, value: Any, timeout_seconds: float = 300) -> list[Any]:
             raise JaxstackError(
                 f"process {other} of {count} did not answer ({name}) within {timeout_seconds:.0f} s; look at its log."
             ) from None
+    # Nobody leaves, and takes the store with it, before all have read.
+    meet(f"{name}-read", timeout_seconds)
     return found
 
 

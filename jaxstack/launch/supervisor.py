@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from jaxstack.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
+from jaxstack.errors import ConfigError
 from jaxstack.launch import shared_memory
 from jaxstack.launch.budget import Budget
 from jaxstack.launch.child import Child, adopt_orphans, end_all
@@ -111,7 +112,11 @@ class Supervisor:
             if gpus:
                 own[LOCAL_DEVICES] = ",".join(map(str, split_devices(gpus, job.processes, local)))
             prefix = f"[{first + local}] " if first + local else None
-            children.append(Child(first + local, job.command, shared | own, folder, prefix))
+            try:
+                children.append(Child(first + local, job.command, shared | own, folder, prefix))
+            except OSError as error:
+                end_all(children, 0.0)
+                raise ConfigError(f"{job.command[0]} cannot be started: {error.strerror}") from None
         return children
 
     def _watch(self, children: Sequence[Child]) -> tuple[int, str]:

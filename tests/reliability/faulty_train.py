@@ -1,4 +1,4 @@
-"""`jaxstack.train` with a fault of one rank at one step of its first start: FAULT=sleep|gil|lag, FAULT_RANK, FAULT_STEP."""
+"""`jaxstack.train` with a fault of one rank: FAULT=sleep|gil (at step FAULT_STEP of the first start) or lag."""
 
 import ctypes
 import os
