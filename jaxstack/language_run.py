@@ -107,7 +107,8 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             say=say,
         ),
     )
-    _conclude(config, values, baselines, say)
+    if first:
+        _conclude(config, values, baselines, say)
     return values
 
 

@@ -55,7 +55,8 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
             coordinator_bind_address=place.bind or place.coordinator,
             initialization_timeout=connect_seconds + 60,
             heartbeat_timeout_seconds=heartbeat_seconds,
-            shutdown_timeout_seconds=max(30, 2 * heartbeat_seconds),
+            # The first process may write reports long after the others are done; one that dies is noticed otherwise.
+            shutdown_timeout_seconds=3600,
             **options,
         )
     except RuntimeError as error:

@@ -17,7 +17,7 @@ def newest_rows(results: Path = RESULTS) -> list[dict[str, Any]]:
     """The newest record of each test, in the order of the scorecard."""
     rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     newest = {(row["row"], row["test"]): row for row in sorted(rows, key=lambda row: row["date"])}
-    return sorted(newest.values(), key=lambda row: (row["row"], row["test"]))
+    return sorted(newest.values(), key=lambda row: (str(row["row"]).zfill(2), row["test"]))
 
 
 def make_page(page: str, rows: list[dict[str, Any]]) -> str:

@@ -26,6 +26,8 @@ class Goodput:
         self._path = run_dir / FILE if run_dir is not None else None
         self._clock = clock
         self._train_seconds = train_seconds
+        if run_dir is not None:
+            run_dir.mkdir(parents=True, exist_ok=True)
         self._sessions = [*read_sessions(self._path), {"began": clock(), "step": step}]
         self._write()
 

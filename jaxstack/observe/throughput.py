@@ -119,9 +119,7 @@ class Meter:
         self.total_seconds += seconds
         step_seconds = seconds / self._steps
         # The estimate follows a change of pace within a few windows, and one slow window does not throw it.
-        self.step_seconds = (
-            step_seconds if self.step_seconds is None else 0.7 * self.step_seconds + 0.3 * step_seconds
-        )
+        self.step_seconds = step_seconds if self.step_seconds is None else 0.7 * self.step_seconds + 0.3 * step_seconds
         self._began = self._ended
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
         return values

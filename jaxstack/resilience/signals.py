@@ -135,6 +135,8 @@ class EndAtOnce:
         signal.signal(signal.SIGTERM, self._before)
         os.close(self._write)
         faulthandler.unregister(signal.SIGUSR1)
+        if self._stacks != 2:
+            os.close(self._stacks)
 
     def _watch(self) -> None:
         while received := os.read(self._read, 1):

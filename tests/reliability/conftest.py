@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parent / "results.jsonl"
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the scorecard at its full length (an hour)")
+    parser.addoption("--kills", type=int, help="of row 2; default: 30 at full length, 1 otherwise")
     parser.addoption("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
 
 
@@ -23,6 +24,12 @@ def pytest_addoption(parser):
 def full(pytestconfig) -> bool:
     """Whether to run at full length."""
     return bool(pytestconfig.getoption("--full", default=False))
+
+
+@pytest.fixture(scope="session")
+def kills(pytestconfig, full) -> int:
+    """How often row 2 kills a rank."""
+    return pytestconfig.getoption("--kills", default=None) or (30 if full else 1)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import ipaddress
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,18 @@ def waiting(process: subprocess.Popen, seconds: float = 240) -> Iterator[None]:
     if process.poll() is None:
         end(process)
     raise AssertionError(f"what was waited for did not come: {process.communicate()[0]}")
+
+
+def read_until(process: subprocess.Popen, *patterns: str) -> list[str]:
+    """The output up to the line that has the last of the patterns, which come in this order."""
+    said, wanted = [], list(patterns)
+    for line in process.stdout or ():
+        said.append(line)
+        while wanted and re.search(wanted[0], line):
+            wanted.pop(0)
+        if not wanted:
+            return said
+    raise AssertionError(f"{wanted[0]!r} did not come: {''.join(said)}")
 
 
 def finish(process: subprocess.Popen, seconds: float = 240) -> tuple[int, str]:
