@@ -26,8 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.rows import print_table  # noqa: E402
-from jaxstack.launch.child import descendants  # noqa: E402
+from benchmarks.rows import print_table
+from jaxstack.launch.child import descendants
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "reliability" / "results.jsonl"
 COLUMNS = ("work", "devices", "processes", "fault", "ended_seconds", "first_new_step_seconds", "lost_steps")

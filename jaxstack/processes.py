@@ -33,7 +33,7 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
     if files is not None:
         if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
             raise ConfigError(
-                f"mutual TLS needs jax 0.11.2 or newer (this is {jax.__version__}); install it, or give --insecure."
+                f"mutual TLS needs jax 0.11.2 or newer (this is {jax.__version__}); install it, or use no TLS."
             )
         options = dict(zip(("mtls_cert_file", "mtls_key_file", "mtls_ca_file"), files, strict=True))
         options |= {"mtls_peer_uri_prefix": os.environ.get(TLS_PEER_PREFIX), "verify_secure_credentials": True}

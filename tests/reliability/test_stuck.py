@@ -64,12 +64,12 @@ def test_stacks_say_where(runs: Runs, full):
         pytest.skip("--full")
     name = "where"
     launcher = runs.launch(
-        ["--processes", "1", "--step-seconds", "5", "--max-restarts", "0"],
+        ["--processes", "1", "--step-seconds", "15", "--max-restarts", "0"],
         runs.train(name, "train.steps=24", *QUICK, command=FAULTY), FAULT="sleep", FAULT_RANK="0", FAULT_STEP="10",
     )  # fmt: skip
     code, said = finish(launcher)
     assert code == 1 and "giving up" in said
-    assert re.search(r"rank 0 gave no sign of life for \d+ s in phase 'train' at step 10 \(limit 5 s\)", said)
+    assert re.search(r"rank 0 gave no sign of life for \d+ s in phase 'train' at step 10 \(limit 15 s\)", said)
     assert re.search(r'faulty_train.py", line \d+ in _faulty_step', said)
 
 
