@@ -107,14 +107,21 @@ def test_it_trains_nearly_as_float32(on_one_device, recipe):
     assert found != wanted and found == pytest.approx(wanted, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+LAYOUTS = (
+    "parallel.fsdp=2 parallel.data=2",
+    "parallel.tensor=2 train.gradient_accumulation=2",
+    "parallel.fsdp=2 parallel.tensor=2 model.scan_layers=false",
+    "parallel.data=2 model.remat=full train.gradient_accumulation=2",
+)
+QUICK = {("current", LAYOUTS[1]), ("delayed", LAYOUTS[0])}
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("recipe", "layout"),
     [
-        "parallel.fsdp=2 parallel.data=2",
-        "parallel.tensor=2 train.gradient_accumulation=2",
-        pytest.param("parallel.fsdp=2 parallel.tensor=2 model.scan_layers=false", marks=pytest.mark.slow),
-        pytest.param("parallel.data=2 model.remat=full train.gradient_accumulation=2", marks=pytest.mark.slow),
+        pytest.param(recipe, layout, marks=[] if (recipe, layout) in QUICK else pytest.mark.slow)
+        for recipe in ("current", "delayed", "blockwise")
+        for layout in LAYOUTS
     ],
 )
 def test_layouts_train_nearly_as_one_device(on_one_device, recipe, layout):

@@ -244,7 +244,7 @@ def test_the_choice_on_hopper_and_why_not(shape, recipe, backend, reason):
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, inner), (inner, outputs)))
     with lowering_platform("cuda"), record_choices() as choices:
         jax.eval_shape(lambda x, w: fp8_multiply(x, (w,), recipe=recipe), x, w)
-    if jax.__version_info__ < (0, 11) and backend == "mosaic":
+    if jax.__version_info__ < (0, 11) and recipe == "blockwise":
         backend, reason = "xla", "jax 0.11"
     assert choices[0].backend == backend
     assert reason is None or reason in choices[0].refused[0][1]
