@@ -32,7 +32,7 @@ def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) ->
     rules, known, own = current_rules(), parameter.get_metadata(), parameter.get_raw_value()
     own = own.copy if isinstance(own, Held) else own
     names, shape = known.get("logical_axes"), tuple(known.get("whole_shape", own.shape))
-    if rules is None or rules.mesh.shape[_AXIS] == 1 or not dims_of(tuple(rules.parameter_spec(names, shape)), _AXIS):
+    if rules is None or rules.mesh.shape[_AXIS] == 1 or not dims_of(rules.parameter_spec(names, shape), _AXIS):
         return carrier
     own = jax.lax.stop_gradient(own).astype(dtype)
     if blockwise:
@@ -48,7 +48,7 @@ def _gather_whole(own: jax.Array, rules: AxisRules, names: Names | None, shape: 
     if _AXIS in rules.manual:
         amax = jax.lax.pmax(absolute_maximum(own), _AXIS)
         values, inverse_scale = quantize(own, E4M3, amax)
-        ((axis, dim),) = dims_of(tuple(spec), _AXIS)
+        ((axis, dim),) = dims_of(spec, _AXIS)
         gather = beside_tensor(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), spec, rules)
         return Quantized(gather(values), inverse_scale)
     stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - {_AXIS})
@@ -63,7 +63,7 @@ def _gather_blocks(
     own: jax.Array, rules: AxisRules, names: Names | None, shape: tuple[int, ...], contracted: int
 ) -> Quantized | None:
     """With scales of blocks of the matrix [D, outputs]; None where a shard is not one of whole blocks."""
-    ((_, dim),) = dims_of(tuple(rules.parameter_spec(names, shape)), _AXIS)
+    ((_, dim),) = dims_of(rules.parameter_spec(names, shape), _AXIS)
     if _AXIS not in rules.manual or rules.splits("tensor") or dim not in (0, contracted):
         return None
     matrix = own.reshape(math.prod(own.shape[:contracted]), -1)
