@@ -26,6 +26,10 @@ class FunctionalModule:
     def __init__(self, make: NNXFactory):
         self._make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
+        """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
+        for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
         self.abstract_params = _nested(self._params)
