@@ -24,7 +24,7 @@ class FunctionalModule:
     """
 
     def __init__(self, make: NNXFactory):
-        self._make = make
+        self.make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
         """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
@@ -37,7 +37,7 @@ class FunctionalModule:
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""
-        return self.split(self._make(nnx.Rngs(key)))
+        return self.split(self.make(nnx.Rngs(key)))
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
         """The arrays of a module of this structure."""

@@ -60,6 +60,7 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         mesh=make_rules(mesh, sequence=config.parallel.sequence),
         train=config.train,
         seed=config.run.seed,
+        pipeline=config.pipeline_plan(),
     )
 
 

@@ -17,6 +17,8 @@ from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
+from jaxstack.parallel.pipeline.stages import StageLayout
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
 
@@ -104,6 +106,16 @@ class RunConfig(Component):
         """The run directory."""
         return Path(self.run.dir) / self.run.name
 
+    def pipeline_plan(self) -> PipelinePlan | None:
+        """How the batch goes through the stages; None without a pipeline.
+
+        Raises:
+          ConfigError: the microbatches do not fit.
+        """
+        if self.parallel.pipeline == 1:
+            return None
+        return plan_pipeline(self.parallel, self.train.global_batch_size, self.train.gradient_accumulation)
+
 
 def layout_problems(config: RunConfig) -> list[str]:
     """The rules between the model, the batch and a fully given layout that are broken, each with the way out."""
@@ -144,7 +156,26 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"train.sequence_length ({train.sequence_length}) must be divisible by parallel.tensor ({tensor}) with "
             f"parallel.sequence; nearest: {_near_multiples(train.sequence_length, tensor)}."
         )
+    if parallel.pipeline > 1 and not problems:
+        problems += _pipeline_problems(config)
     return problems
+
+
+def _pipeline_problems(config: RunConfig) -> list[str]:
+    """The rules of `layout_problems` that concern the stages."""
+    model = config.model
+    try:
+        plan = config.pipeline_plan()
+        assert plan is not None
+        if not model.scan_layers:
+            raise ConfigError("model.scan_layers=false cannot be combined with parallel.pipeline; set it to true.")
+        if model.remat == "offload":
+            raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
+        period = len(model.layer_types)
+        StageLayout(max(1, model.num_layers // period), plan.stages, plan.chunks)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def resolve_layout(config: RunConfig, devices: int) -> RunConfig:

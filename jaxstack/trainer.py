@@ -13,12 +13,14 @@ from jax.sharding import Mesh
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.evaluation import Evaluator
 from jaxstack.feed import abstract_batch, as_source, batch_sharding, check_batch
-from jaxstack.functional import make_functional
+from jaxstack.functional import FunctionalModule, make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
 from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
-from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel.pipeline import PipelinePlan, plan_pipeline
 from jaxstack.run_config import TrainConfig
+from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
 from pallas_kernels import Choice, record_choices
@@ -40,6 +42,8 @@ class Trainer:
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
       example_inputs: positional arguments that a Linen module is called with to learn its shapes.
       seed: of initial weights and of the loss function's keys.
+      pipeline: schedule and microbatches where the mesh has stages (only for `jaxstack.models.Transformer`); default:
+        1F1B, see `plan_pipeline`.
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
@@ -58,12 +62,16 @@ class Trainer:
         eval_data: Any = None,
         example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
+        pipeline: PipelinePlan | None = None,
     ):
         self.train = train or TrainConfig()
         rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.rules, self.data = rules, as_source(data)
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
+        self.pipeline = pipeline or self._default_pipeline()
         self.module = make_functional(module, example)
+        if self.pipeline is not None:
+            self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
         self.learning_rate = None
         if isinstance(optimizer, optax.GradientTransformation):
             self.optimizer = optimizer
@@ -73,7 +81,13 @@ class Trainer:
             self.learning_rate = lambda step: peak * multiplier(step)
             self.optimizer = build_optimizer(optimizer, self.learning_rate, self.module.abstract_params)
         self.steps = StepFunctions(
-            self.module, loss_fn, self.optimizer, self.learning_rate, rules, self.train.gradient_accumulation
+            self.module,
+            loss_fn,
+            self.optimizer,
+            self.learning_rate,
+            rules,
+            self.train.gradient_accumulation,
+            self.pipeline,
         )
         self.shardings = state_shardings(self.module, self.optimizer, rules)
         self.seed = seed
@@ -84,6 +98,13 @@ class Trainer:
         eval_size = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
         self.evaluator = Evaluator(self.steps, eval_data, eval_size)
         self.choices: list[Choice] = []
+
+    def _default_pipeline(self) -> PipelinePlan | None:
+        shape = self.rules.mesh.shape
+        if shape["pipeline"] == 1:
+            return None
+        parallel = ParallelConfig(**shape)
+        return plan_pipeline(parallel, self.train.global_batch_size, self.train.gradient_accumulation)
 
     @property
     def state(self) -> TrainState:
@@ -103,6 +124,37 @@ class Trainer:
         """Shapes, dtypes and layouts of the state."""
         shapes = abstract_state(self.module, self.optimizer)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
+
+    @property
+    def stored_state(self) -> TrainState:
+        """The state as checkpoints hold it: the same for every layout."""
+        if not isinstance(self.module, StagedModule) or self.module.layout.is_canonical:
+            return self.state
+        module, optimizer = self.module, self.optimizer
+        convert = jax.jit(lambda state: module.to_canonical(optimizer, state), out_shardings=self._stored_shardings())
+        return convert(self.state)
+
+    @stored_state.setter
+    def stored_state(self, state: TrainState) -> None:
+        if isinstance(self.module, StagedModule) and not self.module.layout.is_canonical:
+            module, optimizer = self.module, self.optimizer
+            convert = lambda state: module.from_canonical(optimizer, state)  # noqa: E731
+            state = jax.jit(convert, out_shardings=self.shardings)(state)
+        self._state = state
+
+    @property
+    def abstract_stored_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of `stored_state`."""
+        if not isinstance(self.module, StagedModule):
+            return self.abstract_state
+        module, optimizer, shapes = self.module, self.optimizer, abstract_state(self.module, self.optimizer)
+        shapes = jax.eval_shape(lambda state: module.to_canonical(optimizer, state), shapes)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._stored_shardings()
+        )
+
+    def _stored_shardings(self) -> TrainState:
+        return state_shardings(FunctionalModule(self.module.make), self.optimizer, self.rules)
 
     @property
     def trained_module(self) -> Any:

@@ -57,6 +57,7 @@ def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | N
         mesh=make_rules(mesh, sequence=config.parallel.sequence),
         train=config.train,
         seed=config.run.seed,
+        pipeline=config.pipeline_plan(),
     )
 
 

@@ -3,7 +3,7 @@
 Layers that alternate (windows) form groups: a period of p kinds is p stacks, scanned together; a remainder is unrolled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -79,11 +79,24 @@ class Stack(nnx.Module):
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array, Caches]:
         """x [B, T, D] through all layers, weights cast to `dtype` and gathered a layer at a time."""
-        index, new = 0, []
+        new: list[Any] = []
         if self.repeats > 1:
             x, new = self._scan(x, context, caches, key, dtype)
-            index = self.period * self.repeats
-        for i in range(len(new) or 0, len(self.layers)):
+        return self.remainder(x, context, caches, key, dtype, new)
+
+    def remainder(
+        self,
+        x: jax.Array,
+        context: Context,
+        caches: Caches,
+        key: jax.Array | None,
+        dtype: Any,
+        new: Sequence[Any] = (),
+    ) -> tuple[jax.Array, Caches]:
+        """x through the layers that are not stacked; `new` are the caches of those that are."""
+        first = self.period if self.repeats > 1 else 0
+        index, new = first * self.repeats, list(new)
+        for i in range(first, len(self.layers)):
             graphdef, state = nnx.split(self.layers[i])
             run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
             cache = caches[i] if caches else None
@@ -92,20 +105,25 @@ class Stack(nnx.Module):
             new.append(cache)
         return x, new if caches else None
 
+    def repetition(self, x: jax.Array, states: Sequence[Any], context: Context, caches: Caches, *rest: Any) -> Any:
+        """x through one repetition of the stacked layers: `states` of one layer each, rest = (key, step, dtype)."""
+        key, step, dtype = rest
+        new = []
+        for i, state in enumerate(states):
+            run = _runner(nnx.graphdef(self.layers[i]), context, dtype)
+            cache = caches[i] if caches else None
+            x, cache = run(x, _label_layer(state), cache, _fold(key, step * self.period + i))
+            new.append(cache)
+        return x, new
+
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array, list[Any]]:
-        split = [nnx.split(self.layers[i]) for i in range(self.period)]
-        states = [state for _, state in split]
+        states = [nnx.state(self.layers[i]) for i in range(self.period)]
 
         def body(x: jax.Array, layer: Any) -> Any:
             states, caches, step = layer
-            new = []
-            for i, (graphdef, _) in enumerate(split):
-                run = _runner(graphdef, context, dtype)
-                x, cache = run(x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i))
-                new.append(cache)
-            return x, new
+            return self.repetition(x, states, context, caches, key, step, dtype)
 
         body = rematerialise(body, self.remat, scanned=True)
         caches = caches[: self.period] if caches else None

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 from flax import nnx
@@ -26,7 +27,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "position": (),
     "norm": (),
-    "layers": (),
+    "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -50,6 +51,8 @@ class AxisRules:
     manual: frozenset[str] = frozenset()
     reduce: str = "float32"
     """Dtype in which gradients are summed over devices."""
+    gathered: frozenset[str] = frozenset()
+    """Axes along which the parameters at hand are whole already, however they are stored."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -97,7 +100,22 @@ class AxisRules:
                 spec[max(dims, key=lambda d: shape[d])] = "fsdp"
         elif not matrix:
             spec = [None if part == "fsdp" else part for part in spec]
-        return PartitionSpec(*spec)
+        if self.mesh.shape["pipeline"] > 1 and matrix:
+            self._store_over_stages(spec, names, shape)
+        return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
+
+    def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
+        """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
+        if any("pipeline" in axes_of(part) for part in spec):
+            return
+        stages = self.mesh.shape["pipeline"]
+        sizes = {d: shape[d] // self.degree(axes_of(part)) for d, part in enumerate(spec)}
+        # A dim of `tensor` would have to be rearranged inside the `shard_map` that leaves this axis to XLA.
+        free = [d for d, part in enumerate(spec) if "tensor" not in axes_of(part) and not _is_stack(names, d)]
+        dims = [d for d in free if shape[d] % (self.degree(axes_of(spec[d])) * stages) == 0]
+        if dims:
+            best = max(dims, key=lambda d: sizes[d])
+            spec[best] = (*axes_of(spec[best]), "pipeline") if spec[best] else "pipeline"
 
     def batch_spec(self, shape: Sequence[int]) -> PartitionSpec:
         """The layout of an array of the global batch: rows split over the batch axes, everything else whole."""
