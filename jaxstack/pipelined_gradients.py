@@ -37,7 +37,7 @@ class PipelinedGradients:
     """
 
     def __init__(self, module: StagedModule, loss: LossFunction, rules: AxisRules, plan: PipelinePlan):
-        model = nnx.eval_shape(lambda: module.merge(module.abstract_params, module.abstract_rest))
+        model = module.merge_stage(module.abstract_params, module.abstract_rest)
         if not isinstance(model, Transformer):
             raise ConfigError(
                 f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "

@@ -110,12 +110,16 @@ def _function(jaxpr: Any, eqns: list[Any], inputs: list[Any], outputs: list[Any]
             return v.val if isinstance(v, core.Literal) else known[v]
 
         for eqn in eqns:
-            subfuns, params = eqn.primitive.get_bind_params(eqn.params)
-            found = eqn.primitive.bind(*subfuns, *map(read, eqn.invars), **params)
-            known.update(zip(eqn.outvars, found if eqn.primitive.multiple_results else [found], strict=True))
+            known.update(zip(eqn.outvars, _apply(eqn, map(read, eqn.invars)), strict=True))
         return [read(v) for v in outputs]
 
     return run
+
+
+def _apply(eqn: Any, inputs: Any) -> Any:
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return found if eqn.primitive.multiple_results else [found]
 
 
 _WRAPPERS = ("checkpoint", "remat", "remat2", "pjit", "jit", "closed_call", "core_call")
@@ -134,13 +138,10 @@ def _inlined(closed: Any) -> Any:
         for eqn in closed.jaxpr.eqns:
             inputs = [read(v) for v in eqn.invars]
             inner = eqn.params.get("jaxpr") if eqn.primitive.name in _WRAPPERS else None
-            if inner is not None:
-                inner = inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, [])
-                found = run(inner, inputs)
+            if inner is None:
+                found = _apply(eqn, inputs)
             else:
-                subfuns, params = eqn.primitive.get_bind_params(eqn.params)
-                found = eqn.primitive.bind(*subfuns, *inputs, **params)
-                found = found if eqn.primitive.multiple_results else [found]
+                found = run(inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, []), inputs)
             known.update(zip(eqn.outvars, found, strict=True))
         return [read(v) for v in closed.jaxpr.outvars]
 
