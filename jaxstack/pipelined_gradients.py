@@ -33,16 +33,11 @@ class PipelinedGradients:
       loss: `loss(model, batch)` or `loss(model, batch, key)`, a `LossSum`.
 
     Raises:
-      ConfigError: the module is not a Transformer, or keeps its layers' inputs in host memory.
+      ConfigError: the model keeps its layers' inputs in host memory.
     """
 
     def __init__(self, module: StagedModule, loss: LossFunction, rules: AxisRules, plan: PipelinePlan):
         model = module.merge_stage(module.abstract_params, module.abstract_rest)
-        if not isinstance(model, Transformer):
-            raise ConfigError(
-                f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
-                "Use the axes data, fsdp and tensor for it."
-            )
         if model.config.remat == "offload":
             raise ConfigError(
                 "model.remat=offload cannot be combined with parallel.pipeline, whose stages keep few microbatches at "
@@ -107,7 +102,7 @@ class PipelinedGradients:
             ends = _map_parameters(lambda p: _whole(p, rules, self._split, dtype), ends)
         parts = (graph, (layers, ends), others)
         functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, rules)
-        totals = execute(schedule, self._module.layout, functions.stages(), layers, ends)
+        totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
         if totals.layers is None:
             return None, totals.loss, totals.weight
         found = _map_parameters(lambda p: _scattered(p, rules, self._split), totals.ends)

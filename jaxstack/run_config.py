@@ -167,12 +167,9 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
     try:
         plan = config.pipeline_plan()
         assert plan is not None
-        if not model.scan_layers:
-            raise ConfigError("model.scan_layers=false cannot be combined with parallel.pipeline; set it to true.")
         if model.remat == "offload":
             raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
-        period = len(model.layer_types)
-        StageLayout(max(1, model.num_layers // period), plan.stages, plan.chunks)
+        StageLayout(model.num_layers // model.layer_period, plan.stages, plan.chunks)
     except ConfigError as error:
         return [str(error)]
     return []

@@ -1,8 +1,10 @@
-"""A module whose stacked layers are stored in the order of the pipeline's stages, so that a device holds its own alone.
+"""A Transformer whose layers are stored in the order of the pipeline's stages, so that a device holds its own alone.
 
-On disk, and for whoever asks for the module itself, the layers are in the model's order: see `to_canonical`.
+On disk, and for whoever asks for the model itself, the layers are in the model's order, whatever the layout: state is
+converted when it is saved and restored, leaf by leaf, by name.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,98 +14,135 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import ConfigError
 from jaxstack.functional import Dict, FunctionalModule
+from jaxstack.models import Transformer
 from jaxstack.parallel.pipeline import StageLayout
+from jaxstack.state import abstract_state
+
+_LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
+"""The name of a leaf of a layer, also within an optimizer's state."""
 
 
 class StagedModule(FunctionalModule):
     """A FunctionalModule laid out for `stages` x `chunks` virtual stages.
 
-    Its dicts of parameters have `layout.stages x chunks x rows` layers along the leading dim of stacked parameters;
-    rows without a layer are zero, and stay so. Modules made from them, and given to it, are the model's own.
+    Its dicts of parameters have stages x chunks x rows layers along the leading dim of stacked parameters; rows without
+    a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.
 
     Raises:
-      ConfigError: the module has no stacked layers, or too few for the stages.
+      ConfigError: it is no Transformer, or it has too few layers for the stages.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], stages: int, chunks: int = 1):
-        super().__init__(make)
-        sizes = {variable.shape[0] for _, variable in self._params if _is_stacked(variable)}
-        if len(sizes) != 1:
+        self.plain = FunctionalModule(make)
+        model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        if not isinstance(model, Transformer):
             raise ConfigError(
-                "parallel.pipeline needs layers that repeat and are stacked (model.scan_layers=true, and at least two "
-                "repetitions of model.layer_types); found none. Set parallel.pipeline=1, or change the model."
+                f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
+                "Use the axes data, fsdp and tensor for it."
             )
-        self.layout = StageLayout(sizes.pop(), stages, chunks)
+        config, dtype = model.config, model.dtype
+        self.unrolled = not config.scan_layers
+        """Whether the layers of a stage are unrolled: then every plain layer has leaves of its own."""
+        stacked = config.model_copy(update={"scan_layers": True})
+        super().__init__(lambda rngs: Transformer(stacked, rngs, dtype=dtype))
+        stack = self.merge_stage(self.abstract_params, self.abstract_rest).decoder
+        self._period = stack.period
+        self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
         rows = self.layout.order.size
         self._params = [
             (path, _with_rows(variable, rows) if _is_stacked(variable) else variable) for path, variable in self._params
         ]
-        self._stacked = self._tree({path: _is_stacked(variable) for path, variable in self._params})
-        canonical = self.abstract_params
-        self.canonical_params = canonical
-        self.abstract_params = jax.eval_shape(self._stage, canonical)
+        self.abstract_params = jax.eval_shape(self._to_stages, self.plain.abstract_params, self.abstract_params)
+
+    def init(self, key: jax.Array) -> tuple[Dict, Dict]:
+        params, rest = self.plain.init(key)
+        return self._to_stages(params, self.abstract_params), rest
 
     def merge(self, params: Dict, rest: Dict) -> Any:
-        """The module, its layers in the model's order."""
-        return super().merge(self._unstage(params), rest)
-
-    def merge_stage(self, params: Dict, rest: Dict) -> Any:
-        """The module with the rows of one stage as its stacked layers."""
-        return super().merge(params, rest)
+        """The plain model."""
+        return self.plain.merge(self._to_plain(params, self.plain.abstract_params), rest)
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
-        params, rest = super().split(module)
-        return self._stage(params), rest
+        params, rest = self.plain.split(module)
+        return self._to_stages(params, self.abstract_params), rest
+
+    def merge_stage(self, params: Dict, rest: Dict) -> Any:
+        """The model with the rows of one stage as its stacked layers."""
+        return super().merge(params, rest)
 
     def split_stage(self, module: nnx.Module) -> Dict:
-        """The parameters of a module made by `merge_stage`."""
+        """The parameters of a model made by `merge_stage`."""
         return super().split(module)[0]
 
-    def to_canonical(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
-        """A train state (or its shapes) in the model's order of layers, as checkpoints hold it. Traceable."""
-        return self._convert(optimizer, state, self.canonical_params, self._take, self.layout.order.size)
+    @property
+    def stores_plain(self) -> bool:
+        """Whether its state is that of the plain module as it is."""
+        return self.layout.is_canonical and not self.unrolled
 
-    def from_canonical(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
-        """The inverse of `to_canonical`."""
-        return self._convert(optimizer, state, self.abstract_params, self._spread, self.layout.groups)
+    def to_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
+        """A train state as that of the plain module, which checkpoints hold. Traceable."""
+        return self._to_plain(state, abstract_state(self.plain, optimizer))
 
-    def _convert(
-        self, optimizer: optax.GradientTransformation, state: Any, wanted: Any, change: Callable[..., Any], rows: int
-    ) -> Any:
-        def moment(leaf: Any, stacked: bool) -> Any:
-            # Factored moments keep the leading dim too.
-            return change(leaf) if stacked and leaf.ndim and leaf.shape[0] == rows else leaf
+    def from_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
+        """The inverse of `to_plain`."""
+        return self._to_stages(state, abstract_state(self, optimizer))
 
-        moments = optax.tree_utils.tree_map_params(optimizer, moment, state.optimizer, self._stacked)
-        params = jax.tree.map(lambda x, stacked: change(x) if stacked else x, state.params, self._stacked)
-        return state._replace(params=params, optimizer=moments)
+    def _to_plain(self, tree: Any, wanted: Any) -> Any:
+        leaves, _ = name_leaves(tree)
+        names, structure = name_leaves(wanted)
+        found = []
+        for name, shape in names.items():
+            staged, group = self._staged_name(name)
+            x = leaves[staged]
+            if group is not None and x.shape != shape.shape:  # what has one shape for all layers is no stack of them
+                x = x[int(self.layout.places[group])] if self.unrolled else _pick_rows(x, self.layout.places)
+            found.append(x)
+        return structure.unflatten(found)
 
-    def _stage(self, params: Dict) -> Dict:
-        return jax.tree.map(lambda x, stacked: self._spread(x) if stacked else x, params, self._stacked)
+    def _to_stages(self, tree: Any, wanted: Any) -> Any:
+        leaves, _ = name_leaves(tree)
+        names, structure = name_leaves(wanted)
+        sources: dict[str, list[Any]] = {}
+        for name, x in leaves.items():  # of unrolled layers in the order of their groups
+            sources.setdefault(self._staged_name(name)[0], []).append((self._staged_name(name)[1], x))
+        order, found = self.layout.order.reshape(-1), []
+        for name, shape in names.items():
+            group, x = sources[name][0]
+            if group is not None and x.shape != shape.shape:
+                if self.unrolled:
+                    by_group = dict(sources[name])
+                    x = jnp.stack([by_group[g] if g >= 0 else jnp.zeros_like(x) for g in order.tolist()])
+                else:
+                    x = _pick_rows(x, order)
+            found.append(x)
+        return structure.unflatten(found)
 
-    def _unstage(self, params: Dict) -> Dict:
-        return jax.tree.map(lambda x, stacked: self._take(x) if stacked else x, params, self._stacked)
+    def _staged_name(self, name: str) -> tuple[str, int | None]:
+        """For a leaf of the plain state: the leaf here, and the group of layers (0 for a stack), None if not stacked."""
+        match = _LAYER.match(name)
+        if match is None:
+            return name, None
+        before, index, after = match[1], int(match[2]), match[3]
+        scanned = self._period * self.layout.groups
+        if not self.unrolled:
+            return name, 0 if index < self._period else None
+        if index >= scanned:
+            return f"{before}decoder/layers/{self._period + index - scanned}/{after}", None
+        return f"{before}decoder/layers/{index % self._period}/{after}", index // self._period
 
-    def _take(self, x: Any) -> Any:
-        return x if self.layout.is_canonical else x[self.layout.places]
 
-    def _spread(self, x: Any) -> Any:
-        if self.layout.is_canonical:
-            return x
-        order = self.layout.order.reshape(-1)
-        held = (order >= 0).reshape(-1, *(1,) * (x.ndim - 1))
-        return jnp.where(held, x[np.maximum(order, 0)], jnp.zeros((), x.dtype))
-
-    def _tree(self, values: dict[Any, Any]) -> Dict:
-        tree: Dict = {}
-        for path, value in values.items():
-            branch = tree
-            for key in path[:-1]:
-                branch = branch.setdefault(str(key), {})
-            branch[str(path[-1])] = value
-        return tree
+def _pick_rows(x: Any, rows: np.ndarray) -> Any:
+    """x[rows] with zeros where a row is -1, in pieces of neighbouring rows: XLA's partitioner fails on the gather."""
+    empty = rows < 0
+    goes_on = np.where(empty[1:], empty[:-1], ~empty[:-1] & (np.diff(rows) == 1))
+    parts = []
+    for piece in np.split(rows, 1 + np.flatnonzero(~goes_on)):
+        first, count = int(piece[0]), len(piece)
+        parts.append(jnp.zeros((count, *x.shape[1:]), x.dtype) if first < 0 else x[first : first + count])
+    return jnp.concatenate(parts)
 
 
 def _is_stacked(variable: Any) -> bool:

@@ -13,12 +13,12 @@ from jax.sharding import Mesh
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.evaluation import Evaluator
 from jaxstack.feed import abstract_batch, as_source, batch_sharding, check_batch
-from jaxstack.functional import FunctionalModule, make_functional
+from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
 from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
-from jaxstack.parallel.pipeline import PipelinePlan, plan_pipeline
+from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
 from jaxstack.run_config import TrainConfig
 from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
@@ -128,17 +128,17 @@ class Trainer:
     @property
     def stored_state(self) -> TrainState:
         """The state as checkpoints hold it: the same for every layout."""
-        if not isinstance(self.module, StagedModule) or self.module.layout.is_canonical:
+        if not isinstance(self.module, StagedModule) or self.module.stores_plain:
             return self.state
         module, optimizer = self.module, self.optimizer
-        convert = jax.jit(lambda state: module.to_canonical(optimizer, state), out_shardings=self._stored_shardings())
+        convert = jax.jit(lambda state: module.to_plain(optimizer, state), out_shardings=self._stored_shardings())
         return convert(self.state)
 
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
-        if isinstance(self.module, StagedModule) and not self.module.layout.is_canonical:
+        if isinstance(self.module, StagedModule) and not self.module.stores_plain:
             module, optimizer = self.module, self.optimizer
-            convert = lambda state: module.from_canonical(optimizer, state)  # noqa: E731
+            convert = lambda state: module.from_plain(optimizer, state)  # noqa: E731
             state = jax.jit(convert, out_shardings=self.shardings)(state)
         self._state = state
 
@@ -147,14 +147,13 @@ class Trainer:
         """Shapes, dtypes and layouts of `stored_state`."""
         if not isinstance(self.module, StagedModule):
             return self.abstract_state
-        module, optimizer, shapes = self.module, self.optimizer, abstract_state(self.module, self.optimizer)
-        shapes = jax.eval_shape(lambda state: module.to_canonical(optimizer, state), shapes)
+        shapes = abstract_state(self.module.plain, self.optimizer)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._stored_shardings()
         )
 
     def _stored_shardings(self) -> TrainState:
-        return state_shardings(FunctionalModule(self.module.make), self.optimizer, self.rules)
+        return state_shardings(getattr(self.module, "plain", self.module), self.optimizer, self.rules)
 
     @property
     def trained_module(self) -> Any:
@@ -182,7 +181,8 @@ class Trainer:
 
     def describe(self) -> dict[str, Any]:
         """What actually runs: see `jaxstack.observe.ran`."""
-        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape))
+        ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape))
+        return ran if self.pipeline is None else {**ran, "pipeline": describe_schedule(self.pipeline.table())}
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""

@@ -165,6 +165,13 @@ class ModelConfig(Component):
         kinds = [self.layer_types[i % len(self.layer_types)] for i in range(self.num_layers)]
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
+    @property
+    def layer_period(self) -> int:
+        """The shortest pattern of layers that, repeated, gives the whole depth (the last one may be cut short)."""
+        windows = self.windows()
+        fits = lambda period: all(w == windows[i % period] for i, w in enumerate(windows))  # noqa: E731
+        return next(period for period in range(1, len(windows) + 1) if fits(period))
+
 
 def _near_divisors(number: int, near: int) -> str:
     divisors = [d for d in range(1, number + 1) if number % d == 0]

@@ -62,7 +62,7 @@ class Stack(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         windows = config.windows()
-        self.period = _period(windows)
+        self.period = config.layer_period
         self.repeats = config.num_layers // self.period if config.scan_layers else 1
         if self.repeats == 1:
             self.period = config.num_layers
@@ -145,14 +145,6 @@ def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
 
 def _fold(key: jax.Array | None, index: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
-
-
-def _period(windows: tuple[int | None, ...]) -> int:
-    """The shortest pattern that, repeated, gives the whole sequence (the last repetition may be cut short)."""
-    for period in range(1, len(windows) + 1):
-        if all(w == windows[i % period] for i, w in enumerate(windows)):
-            return period
-    return len(windows)
 
 
 def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:

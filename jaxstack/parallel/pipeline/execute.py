@@ -63,17 +63,21 @@ def execute(
     layers: Any,
     ends: Any,
     axis: str = "pipeline",
+    *,
+    unroll: bool = False,
 ) -> Totals:
     """Runs `schedule` on this device's stage; call it inside a `shard_map` that is manual over `axis`.
 
     Args:
       layers: weights of this stage's rows, leading dim `layout.chunks * layout.rows`, in the order of `layout.order`.
       ends: weights of embedding and head, equal on all stages.
+      unroll: the layers of a stage one after the other instead of in a loop, where each stage has equally many and one
+        chunk of them: compiles longer, and copies no weights.
 
     Returns:
       The sums of this device alone: what the stages did must be added up over `axis`.
     """
-    return _Executor(schedule, layout, functions, layers, ends, axis).run()
+    return _Executor(schedule, layout, functions, layers, ends, axis, unroll).run()
 
 
 class _Executor:
@@ -85,9 +89,13 @@ class _Executor:
         layers: Any,
         ends: Any,
         axis: str,
+        unroll: bool,
     ):
         self.schedule, self.layout, self.functions = schedule, layout, functions
         self.layers, self.ends, self.axis = layers, ends, axis
+        self.unroll = unroll and layout.is_even and layout.chunks == 1
+        if self.unroll:  # a buffer for each layer, made once a step
+            self.layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(layout.rows)]
         self.stage = lax.axis_index(axis)
         self.program: Program = make_program(schedule)
         self.trains = any(task.kind == "B" for _, _, _, task in schedule.tasks())
@@ -102,15 +110,19 @@ class _Executor:
         self.split: SplitLayer | None = None
         self.late: SplitBackward | None = None
         if self.trains:
-            row, context = jax.eval_shape(lambda: (self._row(zero), functions.context(zero)))
+            row, context = jax.eval_shape(lambda: (self._row(0), functions.context(zero)))
             self.split = split_layer(functions.layer, row, self.x, context, zero)
             if schedule.splits_backward:
                 self.late = split_backward(self.split, row, self.x, context, zero)
 
     def run(self) -> Totals:
+        """See `execute`."""
         table = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
         state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), self._start(), table)
-        return state.totals
+        totals = state.totals
+        if self.unroll and self.trains:
+            totals = totals._replace(layers=jax.tree.map(lambda *rows: jnp.stack(rows), *totals.layers))
+        return totals
 
     def _start(self) -> _State:
         program, rows = self.program, self.layout.rows
@@ -174,9 +186,9 @@ class _Executor:
     ) -> tuple[jax.Array, _State]:
         context = self.functions.context(microbatch)
 
-        def step(i: jax.Array, carry: Any) -> Any:
+        def step(i: Any, carry: Any) -> Any:
             x, residuals, loss = carry
-            place = chunk * self.layout.rows + i
+            place = self._place(chunk, i)
             weights, index = self._row(place), self.order[place]
             if self.split is None:
                 x, own = self.functions.layer(weights, x, context, index)
@@ -218,10 +230,10 @@ class _Executor:
             context = self.functions.context(row["microbatch1"])
             count = self._count(chunk)
 
-            def step(done: jax.Array, carry: Any) -> Any:
+            def step(done: Any, carry: Any) -> Any:
                 dx, total, pending = carry
                 i = count - 1 - done
-                place = chunk * self.layout.rows + i
+                place = self._place(chunk, i)
                 saved = [_take_row(b, entry, i) for b in state.residuals]
                 inputs = (saved, dx, self._row(place), context, self.order[place])
                 if self.late is None:
@@ -252,34 +264,46 @@ class _Executor:
         late = self.late
         assert late is not None
 
-        def step(i: jax.Array, total: Any) -> Any:
-            place = chunk * self.layout.rows + i
+        def step(i: Any, total: Any) -> Any:
+            place = self._place(chunk, i)
             kept = [_take_row(b, entry, i) for b in state.pending]
             return self._add_row(total, late.weights(kept), place)
 
         total = self._for_rows(chunk, step, state.totals.layers)
         return state._replace(totals=state.totals._replace(layers=total))
 
-    def _for_rows(self, chunk: jax.Array, step: Callable[[jax.Array, Any], Any], start: Any) -> Any:
-        if self.layout.rows == 1:
-            return step(jnp.zeros((), jnp.int32), start)
+    def _for_rows(self, chunk: jax.Array, step: Callable[[Any, Any], Any], start: Any) -> Any:
+        if self.layout.rows == 1 or self.unroll:
+            for i in range(self.layout.rows):
+                start = step(i, start)
+            return start
         # A number of layers that differs from stage to stage costs the loop on a GPU a look at it each time.
         return lax.fori_loop(0, self._count(chunk), step, start)
 
     def _count(self, chunk: jax.Array) -> Any:
         return self.layout.rows if self.layout.is_even else self.counts[chunk]
 
-    def _row(self, place: jax.Array) -> Any:
+    def _place(self, chunk: jax.Array, i: Any) -> Any:
+        return i if self.layout.chunks == 1 else chunk * self.layout.rows + i
+
+    def _row(self, place: Any) -> Any:
+        if self.unroll:
+            return self.layers[place]
         # Sliced a row at a time: taking a whole chunk first would copy its weights.
         return jax.tree.map(lambda w: _take(w, place), self.layers)
 
-    def _add_row(self, total: Any, found: Any, place: jax.Array) -> Any:
+    def _add_row(self, totals: Any, found: Any, place: Any) -> Any:
+        """Adds the gradients of one row; those that are None are not made yet."""
+        if self.unroll:
+            changed = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), totals[place], found)
+            return [*totals[:place], changed, *totals[place + 1 :]]
+
         def add(total: jax.Array, g: jax.Array | None) -> jax.Array:
             if g is None:
                 return total
             return _put(total, _take(total, place) + g.astype(total.dtype), place)
 
-        return jax.tree.map(add, total, found)
+        return jax.tree.map(add, totals, found)
 
 
 def _take(buffer: jax.Array, entry: jax.Array) -> jax.Array:
