@@ -57,7 +57,9 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         data,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        mesh=make_rules(
+            mesh, sequence=config.parallel.sequence, reduce=config.precision.reduce, zero=config.parallel.zero
+        ),
         train=config.train,
         seed=config.run.seed,
         pipeline=config.pipeline_plan(),

@@ -16,12 +16,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxstack.errors import ConfigError
-from jaxstack.gradients import Batch, LossFunction, Sums, split_axes, takes_key
+from jaxstack.gradients import Batch, LossFunction, Sums, takes_key
 from jaxstack.loss import LossSum
 from jaxstack.models import Transformer
 from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
 from jaxstack.parallel.pipeline import PipelinePlan, Schedule, StageFunctions, execute, forward_only
-from jaxstack.parallel.rules import AxisRules, axes_of, logical_axis_rules, restrict
+from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix, logical_axis_rules, restrict
+from jaxstack.parallel.weights import beside_tensor
 from jaxstack.staged_module import StagedModule
 
 
@@ -45,7 +46,7 @@ class PipelinedGradients:
             )
         self._module, self._rules, self._plan = module, rules, plan
         self._loss = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
-        self._split = ("pipeline", *split_axes(rules))
+        self._split = ("pipeline", *rules.batch_axes)
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         stored = module.parameter_specs(rules)
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -98,22 +99,23 @@ class PipelinedGradients:
         graph, layers, ends, others = nnx.split(model, is_stacked, nnx.Param, ...)
         dtype = model.dtype
         with logical_axis_rules(rules):
-            layers = _map_parameters(lambda p: _cast(p, rules, dtype), layers)
-            ends = _map_parameters(lambda p: _whole(p, rules, self._split, dtype), ends)
+            layers = _map_parameters(lambda p: _gathered(p, rules, ("data",), dtype), layers)
+            ends = _map_parameters(lambda p: _gathered(p, rules, self._split, dtype), ends)
         parts = (graph, (layers, ends), others)
         functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, rules)
         totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
         if totals.layers is None:
             return None, totals.loss, totals.weight
-        found = _map_parameters(lambda p: _scattered(p, rules, self._split), totals.ends)
-        gradients = self._module.split_stage(nnx.merge(graph, totals.layers, found, others))
+        with logical_axis_rules(rules):
+            layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), totals.layers)
+            ends = _map_parameters(lambda p: _scattered(p, rules, self._split), totals.ends)
+        gradients = self._module.split_stage(nnx.merge(graph, layers, ends, others))
         return gradients, totals.loss, totals.weight
 
     def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         """The sum over the axes along which the parameter is whole; over the others it was summed already."""
-        done = {axis for part in spec for axis in axes_of(part)}
-        lacking = tuple(axis for axis in self._split if axis not in done)
-        return jax.lax.psum(gradient, lacking) if lacking else gradient
+        lacking = self._rules.lacking(spec, self._split)
+        return jax.lax.psum(gradient.astype(self._rules.reduce), lacking).astype(jnp.float32) if lacking else gradient
 
 
 class _Functions:
@@ -178,31 +180,38 @@ def _map_parameters(change: Any, state: Any) -> Any:
     return jax.tree.map(lambda p: p.replace(change(p)), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
-def _spec(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> PartitionSpec:
+def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Any]:
+    """How a parameter is stored, and the (dim, mesh axes) of it along which `axes` split it."""
     known = parameter.get_metadata()
-    return restrict(rules.parameter_spec(known["logical_axes"], known["whole_shape"]), axes)
+    stored = rules.stored_spec(known["logical_axes"], known["whole_shape"])
+    parts = [(dim, tuple(a for a in axes_of(part) if a in axes)) for dim, part in enumerate(stored)]
+    return stored, [(dim, own) for dim, own in parts if own]
 
 
-def _cast(parameter: nnx.Variable, rules: AxisRules, dtype: Any) -> jax.Array:
-    """Rows of layers in the compute dtype, once a step. Shards are cast where they are gathered, which is cheap."""
-    x = parameter[...]
-    sharded = any("fsdp" in axes_of(part) for part in _spec(parameter, rules, ["fsdp"]))
-    return x if sharded or x.ndim < 3 else x.astype(dtype)
+def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dtype: Any) -> jax.Array:
+    """A matrix in the compute dtype and whole over `axes`, once a step; what is still a shard is cast when gathered."""
+    x, known = parameter[...], parameter.get_metadata()
+    stored, splits = _splits(parameter, rules, axes)
+    shard = "fsdp" not in axes and any("fsdp" in axes_of(part) for part in stored)
+    if is_matrix(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
+        x = x.astype(dtype)
 
+    def gather(x: jax.Array) -> jax.Array:
+        for dim, own in splits:
+            x = jax.lax.all_gather(x, own, axis=dim, tiled=True)
+        return x
 
-def _whole(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dtype: Any) -> jax.Array:
-    x = parameter[...]
-    x = x.astype(dtype) if x.ndim > 1 else x
-    for dim, part in enumerate(_spec(parameter, rules, axes)):
-        if part is not None:
-            x = jax.lax.all_gather(x, axes_of(part), axis=dim, tiled=True)
-    return x
+    return beside_tensor(gather, stored, rules)(x) if splits else x
 
 
 def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> jax.Array:
-    """The inverse of `_whole` for a gradient: this device's part of the sum."""
-    x = parameter[...]
-    for dim, part in enumerate(_spec(parameter, rules, axes)):
-        if part is not None:
-            x = jax.lax.psum_scatter(x, axes_of(part), scatter_dimension=dim, tiled=True)
-    return x
+    """The inverse of `_gathered` for a gradient: this device's part of the sum."""
+    stored, splits = _splits(parameter, rules, axes)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        x = x.astype(rules.reduce)
+        for dim, own in splits:
+            x = jax.lax.psum_scatter(x, own, scatter_dimension=dim, tiled=True)
+        return x.astype(jnp.float32)
+
+    return beside_tensor(scatter, stored, rules)(parameter[...]) if splits else parameter[...]

@@ -57,9 +57,13 @@ class StagedModule(FunctionalModule):
         ]
         self.abstract_params = jax.eval_shape(self._to_stages, self.plain.abstract_params, self.abstract_params)
 
+    def stage_parameters(self, params: Dict) -> Dict:
+        """The plain module's parameters in the order of the stages. Traceable."""
+        return self._to_stages(params, self.abstract_params)
+
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         params, rest = self.plain.init(key)
-        return self._to_stages(params, self.abstract_params), rest
+        return self.stage_parameters(params), rest
 
     def merge(self, params: Dict, rest: Dict) -> Any:
         """The plain model."""
@@ -67,7 +71,7 @@ class StagedModule(FunctionalModule):
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
         params, rest = self.plain.split(module)
-        return self._to_stages(params, self.abstract_params), rest
+        return self.stage_parameters(params), rest
 
     def merge_stage(self, params: Dict, rest: Dict) -> Any:
         """The model with the rows of one stage as its stacked layers."""

@@ -24,7 +24,7 @@ Caches = list[Any] | None
 def gather_weights(state: Any, dtype: Any) -> Any:
     """Every parameter of an NNX state in the compute dtype and whole over `fsdp` (vectors stay float32)."""
     return jax.tree.map(
-        lambda p: p.replace(gather_parameter(p, dtype)),
+        lambda p: p.replace(gather_parameter(p, dtype)) if isinstance(p, nnx.Param) else p,
         state,
         is_leaf=lambda p: isinstance(p, nnx.Variable),
     )
@@ -73,6 +73,8 @@ class Stack(nnx.Module):
             parts.append(stack_blocks(make, self.repeats, rngs) if self.repeats > 1 else make(rngs))
         parts += [Block(config, window, rngs) for window in windows[scanned:]]
         self.layers = nnx.List(parts)
+        for p in jax.tree.leaves(nnx.state(self.layers, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable)):
+            p.set_metadata(sum_where_used=True)  # all of them pass `gather_weights`, once
         self.remat = config.remat
 
     def __call__(

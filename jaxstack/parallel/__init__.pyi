@@ -10,12 +10,6 @@ from .rules import (
     current_rules as current_rules,
 )
 from .rules import (
-    gather_parameter as gather_parameter,
-)
-from .rules import (
-    gather_weight as gather_weight,
-)
-from .rules import (
     logical_axis_rules as logical_axis_rules,
 )
 from .rules import (
@@ -23,4 +17,10 @@ from .rules import (
 )
 from .rules import (
     shard as shard,
+)
+from .weights import (
+    gather_parameter as gather_parameter,
+)
+from .weights import (
+    gather_weight as gather_weight,
 )

@@ -31,6 +31,7 @@ class ParallelConfig(Component):
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
     zero: Literal[0, 1, 2] = 0
+    """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = Field(default=None, ge=1)
     """Pieces that a pipeline cuts each replica's batch into; left out: train.gradient_accumulation, or up to twice the
     stages."""
@@ -51,12 +52,15 @@ class ParallelConfig(Component):
         if len(free) > 1:
             raise ValueError(f"only one degree may be -1; found {' and '.join(free)}.")
         wanted = {a: degrees[a] for a in _LATER if degrees[a] != 1}
-        if self.zero:
-            wanted["zero"] = self.zero
         if wanted:
             raise ValueError(
-                f"{_show(wanted)} is not available in this version: context and expert parallelism and ZeRO 1/2 "
-                "come in a later one. Use data, fsdp (ZeRO-3), tensor, sequence and pipeline."
+                f"{_show(wanted)} is not available in this version: context and expert parallelism come in a later "
+                "one. Use data, zero, fsdp (ZeRO-3), tensor, sequence and pipeline."
+            )
+        if self.zero and self.data == 1:
+            raise ValueError(
+                f"zero: {self.zero} shards over the data axis, but data is 1; set data to 2 or more (or -1), use fsdp, "
+                "which is ZeRO-3 over its own axis, or set zero to 0."
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(

@@ -11,14 +11,9 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.rules import (
-    axes_of,
-    current_rules,
-    gather_parameter,
-    gather_shards,
-    logical_axis_rules,
-    restrict,
-)
+from jaxstack.parallel.exchange import Exchange, exchange
+from jaxstack.parallel.rules import current_rules, logical_axis_rules, restrict
+from jaxstack.parallel.weights import dims_of, gather_parameter
 
 
 def with_local_batch(
@@ -44,13 +39,13 @@ def with_local_batch(
         return function(parameter[...] if as_stored else gather_parameter(parameter, dtype), *batched)
     known = parameter.get_metadata()
     stored = rules.parameter_spec(known["logical_axes"], known.get("whole_shape", parameter.shape))
-    gathered = any("fsdp" in axes_of(part) for part in stored)
+    gathered = dims_of(stored, "fsdp")
     if as_stored and not gathered:
         dtype = parameter[...].dtype
     wanted = ("data", "fsdp", "expert", *(["tensor"] if tensor else []))
     axes = [a for a in wanted if rules.splits(a)]
     # A gather in the island would first make the weight whole over a tensor axis that XLA still partitions.
-    inside = gathered and "fsdp" in axes and (tensor or not rules.splits("tensor"))
+    inside = bool(gathered) and "fsdp" in axes and (tensor or not rules.splits("tensor"))
     weight = parameter[...] if inside else gather_parameter(parameter, dtype)
     if not axes:
         return function(weight, *batched)
@@ -59,9 +54,8 @@ def with_local_batch(
     inner = rules.within(axes)
 
     def local(weight: jax.Array, *batched: jax.Array) -> jax.Array:
-        for dim, part in enumerate(held):
-            if "fsdp" in axes_of(part):
-                weight = gather_shards(weight, "fsdp", dim, dtype, rules.reduce)
+        if inside:
+            weight = exchange(weight, Exchange(str(jax.numpy.dtype(dtype)), rules.reduce, gathered))
         with logical_axis_rules(inner):
             return function(weight, *batched)
 

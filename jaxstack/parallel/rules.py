@@ -6,14 +6,12 @@ names them in `shard(x, "batch", "length", "act_mlp")`. Both mean nothing until 
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Names = Sequence[str | None]
@@ -53,6 +51,10 @@ class AxisRules:
     """Dtype in which gradients are summed over devices."""
     gathered: frozenset[str] = frozenset()
     """Axes along which the parameters at hand are whole already, however they are stored."""
+    zero: int = 0
+    """1 or 2: parameters and optimizer state are stored in parts over `data` too, see `stored_spec`."""
+    summed: tuple[str, ...] = ()
+    """Inside the `shard_map` of a train step: axes over which gradients are summed where their weight is used."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -92,7 +94,7 @@ class AxisRules:
         spec = list(self.spec(names or (None,) * len(shape), shape))
         fsdp = self.mesh.shape["fsdp"]
         taken = any("fsdp" in axes_of(part) for part in spec)
-        matrix = len(shape) - ("layers" in (names or ())) > 1
+        matrix = is_matrix(names, shape)
         if fsdp > 1 and matrix and not taken:
             free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
             dims = [d for d in free if shape[d] % fsdp == 0]
@@ -116,6 +118,32 @@ class AxisRules:
         if dims:
             best = max(dims, key=lambda d: sizes[d])
             spec[best] = (*axes_of(spec[best]), "pipeline") if spec[best] else "pipeline"
+
+    def stored_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
+        """`parameter_spec` as a parameter and its optimizer state are stored between steps: with ZeRO 1 and 2 matrices
+        are split over `data` too, along a dim of their own if there is one that it divides, else along that of `fsdp`.
+        """
+        if self.manual:
+            return dataclasses.replace(self, manual=frozenset()).stored_spec(names, shape)
+        spec, data = list(self.parameter_spec(names, shape)), self.mesh.shape["data"]
+        if not self.zero or data == 1 or not is_matrix(names, shape):
+            return PartitionSpec(*spec)
+        fits = [d for d, part in enumerate(spec) if shape[d] % (self.degree(axes_of(part)) * data) == 0]
+        fits = [d for d in fits if axes_of(spec[d]) in ((), ("fsdp",)) and not _is_stack(names, d)]
+        if fits:
+            dim = min(fits, key=lambda d: spec[d] is not None)
+            spec[dim] = (*axes_of(spec[dim]), "data") if spec[dim] else "data"
+        return PartitionSpec(*spec)
+
+    def lacking(self, spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of `axes` that split no dim of `spec`."""
+        used = {axis for part in spec for axis in axes_of(part)}
+        return tuple(axis for axis in axes if axis not in used)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of more than one device over which each device has its own items of the batch."""
+        return tuple(a for a in ("data", "fsdp", "expert", "context") if self.mesh.shape[a] > 1)
 
     def batch_spec(self, shape: Sequence[int]) -> PartitionSpec:
         """The layout of an array of the global batch: rows split over the batch axes, everything else whole."""
@@ -149,6 +177,11 @@ def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
 
 
+def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
+    """Whether a parameter is used in the compute dtype and sharded: it has two dims beside that of the layers."""
+    return len(shape) - ("layers" in (names or ())) > 1
+
+
 def _is_stack(names: Names | None, dim: int) -> bool:
     return names is not None and names[dim] == "layers"
 
@@ -158,6 +191,7 @@ def make_rules(
     *,
     sequence: bool = False,
     reduce: str = "float32",
+    zero: int = 0,
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -165,13 +199,14 @@ def make_rules(
     Args:
       sequence: Megatron's sequence parallelism on the tensor axis.
       reduce: dtype in which gradients are summed over devices.
+      zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
         table["residual_length"] = ("tensor",)
     table.update(overrides or {})
-    return AxisRules(mesh, table, reduce=reduce)
+    return AxisRules(mesh, table, reduce=reduce, zero=zero)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
@@ -210,86 +245,10 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
         raise ValueError(f"shard() got {len(names)} axis names {names} for an array of rank {x.ndim}.")
     if rules is None or not is_sharded():
         return x
-    return jax.lax.with_sharding_constraint(x, _placed(rules, rules.spec(names, x.shape)))
+    return jax.lax.with_sharding_constraint(x, placed(rules, rules.spec(names, x.shape)))
 
 
-def _placed(rules: AxisRules, spec: PartitionSpec) -> "Placement":
+def placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
+    """What `with_sharding_constraint` takes for a spec of the rules' free axes."""
     # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
     return spec if rules.manual else NamedSharding(rules.mesh, spec)
-
-
-def gather_weight(
-    x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None, shape: Sequence[int] | None = None
-) -> jax.Array:
-    """A stored parameter as the computation wants it: cast, and whole over `fsdp`; its gradient lies as it is stored.
-
-    Inside a `shard_map` over `fsdp` it is this device's shard that is cast and gathered, and its gradient is summed
-    over the axis in the rules' `reduce` dtype.
-
-    Args:
-      shape: of the whole parameter, where `x` is a shard of it.
-    """
-    rules = _current.get()
-    wanted = x.dtype if dtype is None or x.ndim < 2 else jax.numpy.dtype(dtype)
-    if rules is None or rules.mesh.shape["fsdp"] == 1:
-        return x.astype(wanted)
-    stored = rules.parameter_spec(names, shape or x.shape)
-    dim = next((d for d, part in enumerate(stored) if "fsdp" in axes_of(part)), None)
-    if dim is None:
-        return x.astype(wanted)
-    if "fsdp" in rules.manual:
-        return gather_shards(x, "fsdp", dim, wanted, rules.reduce)
-    whole = restrict(stored, set(rules.free) - {"fsdp"})
-    # The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
-    # moves activations instead of weights when the use is inside a layer scan.
-    return _gather(x.astype(wanted), _placed(rules, restrict(stored, rules.free)), _placed(rules, whole))
-
-
-def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """`gather_weight` of a Flax variable, which knows the axes and, in a `shard_map`, the shape of its whole."""
-    known = parameter.get_metadata()
-    return gather_weight(parameter[...], known.get("logical_axes"), dtype, known.get("whole_shape"))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather_shards(x: jax.Array, axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str) -> jax.Array:
-    """Inside a `shard_map` over `axis`: the whole of which `x` is this device's shard along `dim`, moved as `dtype`.
-
-    The gradient is this device's shard of the sum over the axis, summed in the dtype `reduce`.
-    """
-    return jax.lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
-
-
-def _gather_shards_forward(
-    x: jax.Array, axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str
-) -> tuple[jax.Array, jax.Array]:
-    return gather_shards(x, axis, dim, dtype, reduce), jax.numpy.zeros((), x.dtype)
-
-
-def _gather_shards_backward(
-    axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str, like: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array]:
-    part = jax.lax.psum_scatter(gradient.astype(reduce), axis, scatter_dimension=dim, tiled=True)
-    return (part.astype(like.dtype),)
-
-
-gather_shards.defvjp(_gather_shards_forward, _gather_shards_backward)
-
-Placement = NamedSharding | PartitionSpec
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, stored: Placement, whole: Placement) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
-
-
-def _gather_forward(x: jax.Array, stored: Placement, whole: Placement) -> tuple[jax.Array, None]:
-    return _gather(x, stored, whole), None
-
-
-def _gather_backward(stored: Placement, whole: Placement, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    # The transposed constraint would ask for the whole gradient first: an all-reduce where a reduce-scatter does.
-    return (jax.lax.with_sharding_constraint(gradient, stored),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)

@@ -52,7 +52,9 @@ def compiled_for_hopper(*overrides: str) -> tuple[list[Collective], int]:
         lambda step: None,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        mesh=make_rules(
+            mesh, sequence=config.parallel.sequence, reduce=config.precision.reduce, zero=config.parallel.zero
+        ),
         train=config.train,
     )
     host = {name: np.zeros((B, T), np.int32) for name in ("tokens", "labels", "segment_ids")}
