@@ -33,9 +33,13 @@ class FunctionalModule:
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
             variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-        self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
-        self.abstract_params = _nested(self._params)
+        self._rest = nnx.to_flat_state(rest)
         self.abstract_rest = _nested(self._rest)
+        self._set_params(nnx.to_flat_state(params))
+
+    def _set_params(self, params: Any) -> None:
+        self._params = params
+        self.abstract_params = _nested(params)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""

@@ -46,16 +46,14 @@ class StagedModule(FunctionalModule):
         config, dtype = model.config, model.dtype
         self.unrolled = not config.scan_layers
         """Whether the layers of a stage are unrolled: then every plain layer has leaves of its own."""
-        stacked = config.model_copy(update={"scan_layers": True})
-        super().__init__(lambda rngs: Transformer(stacked, rngs, dtype=dtype))
+        scanned = config.model_copy(update={"scan_layers": True})
+        super().__init__(lambda rngs: Transformer(scanned, rngs, dtype=dtype))
         stack = self.merge_stage(self.abstract_params, self.abstract_rest).decoder
         self._period = stack.period
         self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
         rows = self.layout.order.size
-        self._params = [
-            (path, _with_rows(variable, rows) if _is_stacked(variable) else variable) for path, variable in self._params
-        ]
-        self.abstract_params = jax.eval_shape(self._to_stages, self.plain.abstract_params, self.abstract_params)
+        stacked = [(path, _with_rows(v, rows) if _is_stacked(v) else v) for path, v in self._params]
+        self._set_params(stacked)
 
     def stage_parameters(self, params: Dict) -> Dict:
         """The plain module's parameters in the order of the stages. Traceable."""
@@ -101,7 +99,7 @@ class StagedModule(FunctionalModule):
         for name, shape in names.items():
             staged, group = self._staged_name(name)
             x = leaves[staged]
-            if group is not None and x.shape != shape.shape:  # what has one shape for all layers is no stack of them
+            if group is not None and self._is_stack(x, shape, self.layout.order.size):
                 x = x[int(self.layout.places[group])] if self.unrolled else _pick_rows(x, self.layout.places)
             found.append(x)
         return structure.unflatten(found)
@@ -115,7 +113,7 @@ class StagedModule(FunctionalModule):
         order, found = self.layout.order.reshape(-1), []
         for name, shape in names.items():
             group, x = sources[name][0]
-            if group is not None and x.shape != shape.shape:
+            if group is not None and self._is_stack(x, shape, self.layout.groups):
                 if self.unrolled:
                     by_group = dict(sources[name])
                     x = jnp.stack([by_group[g] if g >= 0 else jnp.zeros_like(x) for g in order.tolist()])
@@ -123,6 +121,10 @@ class StagedModule(FunctionalModule):
                     x = _pick_rows(x, order)
             found.append(x)
         return structure.unflatten(found)
+
+    def _is_stack(self, x: Any, wanted: Any, rows: int) -> bool:
+        """Whether a leaf of stacked layers, to be converted, has a value for each: an optimizer's may have none."""
+        return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
 
     def _staged_name(self, name: str) -> tuple[str, int | None]:
         """For a leaf of the plain state: the leaf here, and the group of layers (0 for a stack), None if not stacked."""

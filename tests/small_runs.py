@@ -43,7 +43,9 @@ def small_config(*overrides: str) -> RunConfig:
     return load_config(None, [*SMALL, *overrides])
 
 
-def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | None = None) -> Trainer:
+def make_trainer(
+    config: RunConfig, data: Any = None, devices: Sequence[Any] | None = None, eval_data: Any = None
+) -> Trainer:
     """A trainer on as many of the simulated devices as the layout of `config` needs."""
     size = math.prod(config.parallel.degrees.values())
     mesh = make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size])
@@ -58,6 +60,7 @@ def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | N
             mesh, sequence=config.parallel.sequence, reduce=config.precision.reduce, zero=config.parallel.zero
         ),
         train=config.train,
+        eval_data=eval_data,
         seed=config.run.seed,
         pipeline=config.pipeline_plan(),
     )

@@ -77,30 +77,33 @@ def _partition(closed: Any, now: list[Any], later: list[Any]) -> tuple[Any, Any,
     jaxpr = closed.jaxpr
     in_first = _needed(jaxpr.eqns, now)
     rest = [eqn for eqn, needed in zip(jaxpr.eqns, in_first, strict=True) if not needed]
-    second = [eqn for eqn, needed in zip(rest, _needed(rest, later), strict=True) if needed]
-    first = [eqn for eqn, needed in zip(jaxpr.eqns, in_first, strict=True) if needed]
+    # A half that begins with its matmuls keeps their operands, which are few and in the compute dtype.
+    in_second = _needed(rest, later, stop="dot_general")
+    second = [eqn for eqn, needed in zip(rest, in_second, strict=True) if needed]
     made = {v for eqn in second for v in eqn.outvars}
-    read = [v for eqn in second for v in eqn.invars] + later
-    kept = list(dict.fromkeys(v for v in read if not isinstance(v, core.Literal) and v not in made))
-    constants = [v for v in kept if v in set(jaxpr.constvars)]
-    kept = [v for v in kept if v not in set(constants)]
+    known = set(jaxpr.constvars)
+    read = [v for v in [v for eqn in second for v in eqn.invars] + later if not isinstance(v, core.Literal)]
+    kept = [v for v in dict.fromkeys(read) if v not in made and v not in known]
+    others = [eqn for eqn in jaxpr.eqns if not made.intersection(eqn.outvars)]
+    first = [eqn for eqn, needed in zip(others, _needed(others, now + kept), strict=True) if needed]
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    run_first = _function(jaxpr, first, list(jaxpr.invars), now + kept, values)
-    run_second = _function(jaxpr, second, kept, later, values)
+    run_first = _function(first, list(jaxpr.invars), now + kept, values)
+    run_second = _function(second, kept, later, values)
     return run_first, run_second, tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept)
 
 
-def _needed(eqns: list[Any], outputs: list[Any]) -> list[bool]:
+def _needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
+    """Which operations the outputs depend on, not looking behind those called `stop`."""
     wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
     for eqn in reversed(eqns):
         needed = any(v in wanted for v in eqn.outvars)
         flags.append(needed)
-        if needed:
+        if needed and eqn.primitive.name != stop:
             wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
     return flags[::-1]
 
 
-def _function(jaxpr: Any, eqns: list[Any], inputs: list[Any], outputs: list[Any], values: dict[Any, Any]) -> Any:
+def _function(eqns: list[Any], inputs: list[Any], outputs: list[Any], values: dict[Any, Any]) -> Any:
     """The operations as a function of `inputs`, evaluated one by one."""
 
     def run(*arguments: Any) -> list[Any]:
