@@ -127,7 +127,7 @@ class StagedModule(FunctionalModule):
         return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
 
     def _staged_name(self, name: str) -> tuple[str, int | None]:
-        """For a leaf of the plain state: the leaf here, and the group of layers (0 for a stack), None if not stacked."""
+        """For a leaf of the plain state: the leaf here, and its group of layers (0 for a stack; None: not stacked)."""
         match = _LAYER.match(name)
         if match is None:
             return name, None

@@ -49,7 +49,7 @@ class Trainer:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         module: Any,
         loss_fn: Callable[..., Any],

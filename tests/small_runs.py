@@ -44,14 +44,19 @@ def small_config(*overrides: str) -> RunConfig:
 
 
 def make_trainer(
-    config: RunConfig, data: Any = None, devices: Sequence[Any] | None = None, eval_data: Any = None
+    config: RunConfig,
+    data: Any = None,
+    devices: Sequence[Any] | None = None,
+    *,
+    eval_data: Any = None,
+    dtype: Any = np.float32,
 ) -> Trainer:
     """A trainer on as many of the simulated devices as the layout of `config` needs."""
     size = math.prod(config.parallel.degrees.values())
     mesh = make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size])
     rows = config.train.global_batch_size
     return Trainer(
-        lambda rngs: Transformer(config.model, rngs),
+        lambda rngs: Transformer(config.model, rngs, dtype=dtype),
         language_model_loss,
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,

@@ -131,7 +131,9 @@ class _Executor:
         def buffer(entries: int, *shape: int, dtype: Any = like.dtype) -> jax.Array:
             return jnp.zeros((entries, *shape), dtype)
 
-        saved = [buffer(program.residuals, rows, *s.shape, dtype=s.dtype) for s in self.split.saved] if self.split else []
+        saved = (
+            [buffer(program.residuals, rows, *s.shape, dtype=s.dtype) for s in self.split.saved] if self.split else []
+        )
         late = self.late.kept if self.late else ()
         pending = [buffer(program.weight_gradients, rows, *s.shape, dtype=s.dtype) for s in late]
         zero = jnp.zeros((), jnp.float32)
@@ -255,9 +257,7 @@ class _Executor:
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array], slot: int) -> _State:
         run = row[f"slot{slot}"] != 0
-        return lax.cond(
-            run, lambda s: self._weights(s, row[f"chunk{slot}"], row[f"pending{slot}"]), lambda s: s, state
-        )
+        return lax.cond(run, lambda s: self._weights(s, row[f"chunk{slot}"], row[f"pending{slot}"]), lambda s: s, state)
 
     def _weights(self, state: _State, chunk: jax.Array, entry: jax.Array) -> _State:
         """Weight gradients that an earlier backward left to be done."""

@@ -1,7 +1,7 @@
 """Forward and backward of one layer as separate functions that meet in a buffer of residuals.
 
-`jax.vjp` keeps whatever the layer's rematerialisation policy says. Of that, only what was computed goes into the buffer:
-weights, and what all layers of a microbatch share, are given to the backward pass again.
+`jax.vjp` keeps whatever the layer's rematerialisation policy says. Of that, only what was computed goes into the
+buffer: weights, and what all layers of a microbatch share, are given to the backward pass again.
 """
 
 import dataclasses

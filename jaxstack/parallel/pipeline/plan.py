@@ -55,7 +55,10 @@ def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -
 
 def _ways_out(fits: list[int], wanted: int | None, batch: int, shards: int, unit: int) -> str:
     if batch % shards == 0 and fits and wanted is not None:
-        near = {max((m for m in fits if m <= wanted), default=fits[0]), min((m for m in fits if m >= wanted), default=fits[-1])}
+        near = {
+            max((m for m in fits if m <= wanted), default=fits[0]),
+            min((m for m in fits if m >= wanted), default=fits[-1]),
+        }
         return f"nearest: {' or '.join(map(str, sorted(near)))}."
     step = shards * max(unit, wanted or 1)
     below = batch // step * step

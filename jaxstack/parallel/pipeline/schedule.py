@@ -4,7 +4,8 @@ All stages run one program and go in lock-step, as a boundary value travels by a
 part. A tick therefore has one slot a kind of work (forward, then backward) instead of one task: with a single task a
 tick every tick would cost the longer of the two.
 
-Virtual stage k = chunk x stages + stage: with V chunks every device holds V pieces of the model (Narayanan et al. 2021).
+Virtual stage k = chunk x stages + stage: with V chunks every device holds V pieces of the model (Narayanan et al.
+2021).
 """
 
 import dataclasses
@@ -140,9 +141,7 @@ def _order(stages: int, microbatches: int, chunks: int, reverse: bool) -> list[t
 def _forward_ticks(stages: int, microbatches: int, chunks: int) -> dict[tuple[int, int], Task]:
     order = _order(stages, microbatches, chunks, reverse=False)
     # Where the last round is not full, its missing microbatches leave holes: the next chunk comes after a whole round.
-    return {
-        (i + s, s): Task("F", m, c) for s in range(stages) for i, (m, c) in enumerate(order) if m < microbatches
-    }
+    return {(i + s, s): Task("F", m, c) for s in range(stages) for i, (m, c) in enumerate(order) if m < microbatches}
 
 
 def _row(stages: int, table: dict[tuple[int, int], Task], tick: int) -> Slot:

@@ -41,7 +41,10 @@ def test_what_does_not_fit_is_refused_with_what_does(batch, accumulation, parall
     "overrides, message",
     [
         (["parallel.microbatches=4"], "needs pipeline of 2 or more"),
-        (["parallel.pipeline=2", "parallel.pipeline_schedule=1f1b", "parallel.pipeline_virtual_stages=2"], "interleaved"),
+        (
+            ["parallel.pipeline=2", "parallel.pipeline_schedule=1f1b", "parallel.pipeline_virtual_stages=2"],
+            "interleaved",
+        ),
         (
             [
                 "parallel.pipeline=2",

@@ -24,8 +24,9 @@ def pipeline(stages: int, schedule: str = "1f1b", **degrees: int) -> tuple[str, 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pipeline(2, "interleaved", data=2, tensor=2),
-        pipeline(2, "zero_bubble", fsdp=2, tensor=2, microbatches=4),
+        pytest.param(pipeline(2, "interleaved", data=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param(pipeline(2, "zero_bubble", fsdp=2, tensor=2, microbatches=4), marks=pytest.mark.slow),
+        pipeline(2, "1f1b", data=2, fsdp=2),
         pytest.param(pipeline(4, "1f1b", fsdp=2), marks=pytest.mark.slow),
         pytest.param(pipeline(4, "gpipe", data=2, zero=1), marks=pytest.mark.slow),
     ],
@@ -106,7 +107,8 @@ def test_every_rematerialisation(remat, schedule):
 @pytest.mark.parametrize(
     "overrides, layers",
     [
-        (pipeline(3, "1f1b"), 5),
+        (pipeline(2, "interleaved", tensor=2), 5),
+        pytest.param(pipeline(3, "1f1b"), 5, marks=pytest.mark.slow),
         pytest.param(pipeline(2, "interleaved"), 5, marks=pytest.mark.slow),
         pytest.param(pipeline(6, "zero_bubble"), 7, marks=pytest.mark.slow),
         pytest.param((*pipeline(2, "zero_bubble"), "model.scan_layers=false"), 4, marks=pytest.mark.slow),
@@ -154,7 +156,7 @@ def test_a_device_holds_only_its_own_stages():
 def test_the_trained_model_is_the_plain_one():
     trainer = make_trainer(small_config("model.num_layers=3", "train.global_batch_size=16", *pipeline(2)))
     plain = make_trainer(small_config("model.num_layers=3", "train.global_batch_size=16"))
-    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)  # noqa: E731
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)  # noqa: E731
     jax.tree.map(same, jax.device_get(trainer.stored_state.params), jax.device_get(plain.state.params))
     tokens = batch_at(0, 4)["tokens"]
     same(trainer.trained_module(tokens), plain.trained_module(tokens))
