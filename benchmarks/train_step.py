@@ -28,6 +28,7 @@ VARIANTS = {
     "unrolled": ["model.scan_layers=false"],
     "scanned": ["model.scan_layers=true"],
     "scanned, save_attention": ["model.scan_layers=true", "model.remat=save_attention"],
+    "unrolled, save_attention": ["model.scan_layers=false", "model.remat=save_attention"],
 }
 """Ways to run the same work; the fastest that fits is the one reported."""
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.functional import FunctionalModule
 from jaxstack.loss import LossSum, as_loss_sum
 from jaxstack.parallel.exchange import Dims, Exchange, Held, sum_gradient
-from jaxstack.parallel.rules import AxisRules, Names, current_rules, logical_axis_rules, restrict
+from jaxstack.parallel.rules import AxisRules, Names, logical_axis_rules, restrict
 from jaxstack.parallel.weights import beside_tensor, dims_of, exchange_weight
 
 Batch = Mapping[str, jax.Array]
@@ -110,9 +110,7 @@ class Microbatches:
         carry, _ = jax.lax.scan(add, (start, rest), (pieces, jnp.arange(self.count)))
         return carry
 
-    def _one(
-        self, params: Any, rest: Any, batch: Batch, key: jax.Array, use: Callable[[Any], Any]
-    ) -> tuple[Sums, Any]:
+    def _one(self, params: Any, rest: Any, batch: Batch, key: jax.Array, use: Callable[[Any], Any]) -> tuple[Sums, Any]:
         def objective(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
             loss, new = self.loss(use(params), rest, batch, key)
             return loss.total, (loss.weight, new)
@@ -158,6 +156,8 @@ class LocalGradients:
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         self._split = rules.batch_axes
         self._at_use = rules.zero == 2 or (rules.zero == 0 and microbatches.count == 1)
+        summed = self._split if self._at_use else ()
+        self._inner = dataclasses.replace(rules.within(self._taken), summed=summed)
         self._layouts = microbatches.module.map_parameters(self._layout, rules)
         self._specs = jax.tree.map(lambda x: restrict(x.stored, self._split), self._layouts)
 
@@ -175,7 +175,8 @@ class LocalGradients:
             loss, weight = jax.lax.psum((sums.loss, sums.weight), self._split)
             return Sums(gradients, loss, weight), jax.tree.map(self._mean, rest)
 
-        out_specs = (Sums(self._specs, PartitionSpec(), PartitionSpec()), PartitionSpec())
+        whole: Any = PartitionSpec()
+        out_specs = (Sums(self._specs, whole, whole), whole)
         try:
             return self._on_own_parts(local, out_specs, params, rest, batch, key)
         except _NotASumError:
@@ -195,10 +196,9 @@ class LocalGradients:
         self, function: Callable[..., Any], out_specs: Any, params: Any, rest: Any, batch: Batch, *key: jax.Array
     ) -> Any:
         rules = self._rules
-        inner = dataclasses.replace(rules.within(self._taken), summed=self._split if self._at_use else ())
 
         def local(*arguments: Any) -> Any:
-            with logical_axis_rules(inner):
+            with logical_axis_rules(self._inner):
                 return function(*arguments)
 
         parts = {name: restrict(rules.batch_spec(x.shape), self._split) for name, x in batch.items()}
@@ -223,7 +223,7 @@ class LocalGradients:
         if not parts:
             return x
         how = Exchange(layout.dtype, self._rules.reduce, gathered=parts)
-        return exchange_weight(x, how, layout.spec, current_rules() or self._rules)
+        return exchange_weight(x, how, layout.spec, self._inner)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: Layout) -> jax.Array | Held:
         """What the module gets for the parameter `x`, so that its gradient arrives summed up and in the layout of x."""
@@ -233,7 +233,7 @@ class LocalGradients:
             return held
         lacking = self._rules.lacking(layout.spec, self._split)
         how = Exchange(str(copy.dtype), self._rules.reduce, scattered=parts, summed=lacking)
-        return exchange_weight(held, how, layout.spec, current_rules() or self._rules)
+        return exchange_weight(held, how, layout.spec, self._inner)
 
     def _sum(self, gradient: jax.Array, layout: Layout) -> jax.Array:
         """The sum of a whole gradient over the axes along which the parameter is whole, as the parameter is stored."""
@@ -242,7 +242,7 @@ class LocalGradients:
         if not parts and not lacking:
             return gradient
         how = Exchange("", self._rules.reduce, scattered=parts, summed=lacking)
-        add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, current_rules() or self._rules)
+        add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, self._inner)
         return add(gradient).astype(jnp.float32)
 
     def _mean(self, x: jax.Array) -> jax.Array:
@@ -255,12 +255,29 @@ def _parts_of(layout: Layout) -> Dims:
 
 
 class GlobalGradients:
-    """One program over the global batch, partitioned by XLA: statistics and means are those of all its rows."""
+    """One program over the global batch, partitioned by XLA: statistics and means are those of all its rows.
+
+    With ZeRO 1 and 2 the parameters are made whole over `data`, in float32, once a step, and the gradients split after
+    the last microbatch: in which dtype such a module uses its parameters, and where, is not known here.
+    """
 
     def __init__(self, microbatches: Microbatches, rules: AxisRules):
         self._microbatches, self._rules = microbatches, rules
+        module = microbatches.module
+        self._stored = module.parameter_specs(rules)
+        self._used = module.map_parameters(lambda names, shape, _: rules.parameter_spec(names, shape), rules)
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+        sums, rest = self._sums(self._placed(params, self._used), rest, batch, key)
+        return sums._replace(gradients=self._placed(sums.gradients, self._stored)), rest
+
+    def _placed(self, tree: Any, specs: Any) -> Any:
+        if not self._rules.zero:
+            return tree
+        place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731
+        return jax.tree.map(place, tree, specs)
+
+    def _sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         rules = self._rules
         # `data` is either 1 or manual where rows are cut; the batch's other axes still split them.
         shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data"])
@@ -287,7 +304,7 @@ class GlobalGradients:
 
     def loss(self, params: Any, rest: Any, batch: Batch) -> LossSum:
         with logical_axis_rules(self._rules):
-            return self._microbatches.loss(params, rest, batch, None)[0]
+            return self._microbatches.loss(self._placed(params, self._used), rest, batch, None)[0]
 
 
 class _NotASumError(Exception):

@@ -124,7 +124,7 @@ def test_schema_tells_what_keys_mean():
         (["parallel.pipeline=2"], 2, ["pipeline=2", "not available in this version"]),
         (["parallel.context=2"], 2, ["context=2", "not available in this version"]),
         (["parallel.expert=2"], 2, ["expert=2", "not available"]),
-        (["parallel.zero=1"], 1, ["zero=1", "not available"]),
+        (["parallel.zero=1"], 1, ["zero: 1", "data to 2 or more", "fsdp"]),
         (["precision.fp8=delayed"], 1, ["fp8", "not available"]),
         (["train.eval_batch_size=3", "parallel.data=2"], 2, ["eval_batch_size (3)", "2 or 4"]),
     ],

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel import gather_parameter
+from jaxstack.parallel import gather_parameter, gathers_shards, save_all_but_gathered
 from pallas_kernels import save_attention
 
 Caches = list[Any] | None
@@ -153,8 +153,10 @@ def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Ca
     """`body` under `jax.checkpoint` with one of `ModelConfig.remat`'s named policies."""
     policies = jax.checkpoint_policies
     if policy == "none":
-        return body
-    if policy == "full":
+        if not gathers_shards():
+            return body
+        rule = save_all_but_gathered
+    elif policy == "full":
         rule = policies.nothing_saveable
     elif policy == "save_attention":
         rule = save_attention

@@ -14,7 +14,6 @@ from flax import nnx
 from jaxstack.models.attention import Context
 from jaxstack.models.stack import Caches, Stack, rematerialise
 from jaxstack.models.transformer import Transformer
-from jaxstack.parallel import current_rules
 
 RunLoss = Callable[[Transformer], Any]
 """Runs the loss of a microbatch on a model."""
@@ -103,16 +102,4 @@ def repetition(model: Transformer) -> Callable[[Any, jax.Array, LayerInputs, jax
         x, _ = stack.repetition(x, states, inputs.context, None, inputs.key, index, dtype)
         return x, None
 
-    if stack.remat == "none":
-        # Weights are gathered again: kept, there would be one copy of them a microbatch.
-        return jax.checkpoint(run, policy=_all_but_gathered, prevent_cse=False) if _gathers() else run
     return rematerialise(run, stack.remat, scanned=True)
-
-
-def _gathers() -> bool:
-    rules = current_rules()
-    return rules is not None and rules.mesh.shape["fsdp"] > 1
-
-
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name != "all_gather"

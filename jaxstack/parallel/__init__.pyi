@@ -24,3 +24,9 @@ from .weights import (
 from .weights import (
     gather_weight as gather_weight,
 )
+from .weights import (
+    gathers_shards as gathers_shards,
+)
+from .weights import (
+    save_all_but_gathered as save_all_but_gathered,
+)

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jaxstack.parallel.exchange import Exchange, exchange
 from jaxstack.parallel.rules import current_rules, logical_axis_rules, restrict

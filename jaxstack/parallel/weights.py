@@ -1,7 +1,7 @@
 """A stored parameter made ready for use: cast to the compute dtype, and whole over `fsdp`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     if rules is None or "fsdp" not in rules.manual:
         return gather_weight(parameter[...], names, dtype)
     value = parameter.get_raw_value()
-    shape = known["whole_shape"] if "whole_shape" in known else value.shape
+    shape = known.get("whole_shape") or value.shape
     spec = rules.parameter_spec(names, shape)
     how = Exchange(
         dtype=str(jax.numpy.dtype(dtype if is_matrix(names, shape) and dtype is not None else value.dtype)),
@@ -53,9 +53,27 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     return exchange_weight(value, how, spec, rules)
 
 
+def gathers_shards() -> bool:
+    """Whether `gather_parameter` gathers over `fsdp` inside a `shard_map`, so that `save_all_but_gathered` applies."""
+    rules = current_rules()
+    return rules is not None and "fsdp" in rules.manual and rules.mesh.shape["fsdp"] > 1
+
+
+_NOT_SAVED = ("all_gather", "concatenate", "convert_element_type", "reshape", "transpose")
+"""The gather, and what costs nothing to repeat: saved in its place, these would keep the gathered weight."""
+
+
+def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: the backward pass gathers weights again, and recomputes nothing that costs time.
+
+    Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind.
+    """
+    return primitive.name not in _NOT_SAVED
+
+
 def exchange_weight(value: jax.Array | Held, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
     """`exchange` of a weight of this layout, see `beside_tensor`."""
-    if not (how.gathered or how.scattered or how.summed):
+    if not isinstance(value, Held) and not how.gathered and not how.summed:
         return value.astype(how.dtype)
     summed = tuple(axis for axis in how.summed if axis not in dict(how.scattered))
     return beside_tensor(lambda x: exchange(x, how._replace(summed=summed)), spec, rules)(value)
@@ -72,7 +90,7 @@ def beside_tensor(function: Callable[[Any], jax.Array], spec: PartitionSpec, rul
     return jax.shard_map(function, in_specs=parts, out_specs=parts, axis_names={"tensor"}, check_vma=False)
 
 
-def dims_of(spec: Sequence[Any], axis: str) -> tuple[tuple[str, int], ...]:
+def dims_of(spec: PartitionSpec, axis: str) -> tuple[tuple[str, int], ...]:
     """(axis, dim) for the dim that the axis splits, if any."""
     return tuple((axis, dim) for dim, part in enumerate(spec) if axis in axes_of(part))
 

@@ -75,8 +75,23 @@ def test_eight_devices_give_the_loss_curve_of_one(overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
+        (*layout(8, 1, 1), "parallel.zero=1", "train.gradient_accumulation=2"),
+        (*layout(4, 1, 2, True), "parallel.zero=1"),
+        (*layout(2, 2, 2), "parallel.zero=2", "train.gradient_accumulation=2"),
+        (*layout(4, 2, 1), "parallel.zero=2"),
+    ],
+    ids=" ".join,
+)
+def test_zero_over_data(overrides):
+    assert_trains_as_one_device(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
         (*layout(2, 2, 2, True), "train.gradient_accumulation=2"),
         (*layout(4, 2, 1), "train.gradient_accumulation=2"),
+        (*layout(2, 4, 1), "parallel.zero=2", "train.gradient_accumulation=2"),
         layout(1, 2, 4),
     ],
     ids=" ".join,
@@ -113,6 +128,8 @@ ODD_SHAPE = (
         layout(1, 2, 2, True),
         (*layout(3, 1, 2, True), "train.gradient_accumulation=2"),
         layout(1, 3, 2),
+        (*layout(3, 2, 1), "parallel.zero=2"),
+        (*layout(2, 3, 1), "parallel.zero=1", "train.gradient_accumulation=2"),
     ],
     ids=" ".join,
 )
