@@ -28,7 +28,7 @@ def model_config(args: argparse.Namespace, layers: int) -> Any:
     )  # fmt: skip
 
 
-def build(args: argparse.Namespace, layers: int, microbatches: int, schedule: str | None) -> Any:
+def build(args: argparse.Namespace, layers: int, microbatches: int, schedule: Any) -> Any:
     """A trainer of `layers` layers: on all stages with a schedule, otherwise on one device with accumulation."""
     import jax
     import jax.numpy as jnp
@@ -60,6 +60,7 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
     from benchmarks.timing import median_seconds
+    from jaxstack.observe.ran import predicted_memory
 
     rows = trainer.train.global_batch_size
     tokens = np.random.default_rng(0).integers(0, args.vocabulary, (rows, args.length), dtype=np.int32)
@@ -71,7 +72,6 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     compiled = step.lower(params, rest, batch, jax.random.key(1)).compile()
     compile_seconds = time.perf_counter() - began
-    memory = compiled.memory_analysis()
     key = jax.random.key(1)
     # The queue is as long as one call: gradients of several would not fit beside one another.
     seconds = median_seconds(
@@ -80,7 +80,7 @@ def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "milliseconds": 1e3 * seconds,
         "compile_seconds": compile_seconds,
-        "predicted_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes,
+        "predicted_bytes": predicted_memory(compiled).get("predicted_bytes"),
     }
 
 

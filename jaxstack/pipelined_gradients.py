@@ -34,7 +34,7 @@ class PipelinedGradients:
       loss: `loss(model, batch)` or `loss(model, batch, key)`, a `LossSum`.
 
     Raises:
-      ConfigError: the model keeps its layers' inputs in host memory.
+      ConfigError: the model keeps its layers' inputs in host memory, or variables beside its parameters.
     """
 
     def __init__(self, module: StagedModule, loss: LossFunction, rules: AxisRules, plan: PipelinePlan):
@@ -43,6 +43,12 @@ class PipelinedGradients:
             raise ConfigError(
                 "model.remat=offload cannot be combined with parallel.pipeline, whose stages keep few microbatches at "
                 "once; use model.remat=full."
+            )
+        if jax.tree.leaves(module.abstract_rest):
+            raise ConfigError(
+                "parallel.pipeline trains models whose only variables are their parameters; this one has others "
+                f"({', '.join(sorted(module.abstract_rest))}), such as running statistics or delayed FP8 scales. Set "
+                "parallel.pipeline=1, or precision.fp8 to a recipe without state."
             )
         self._module, self._rules, self._plan = module, rules, plan
         self._loss = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
@@ -57,13 +63,14 @@ class PipelinedGradients:
         schedule, specs = self._plan.table(), self._specs
 
         def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> Sums:
-            axes = [axis for axis in self._split if axis != "pipeline"]
+            axes = tuple(axis for axis in self._split if axis != "pipeline")
             key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
             gradients, loss, weight = self._run(schedule, params, rest, batch, key)
             gradients = jax.tree.map(self._sum, gradients, specs)
             return Sums(gradients, *jax.lax.psum((loss, weight), self._split))
 
-        out_specs = Sums(specs, PartitionSpec(), PartitionSpec())
+        whole: Any = PartitionSpec()
+        out_specs = Sums(specs, whole, whole)
         return self._on_own_parts(local, out_specs, params, rest, batch, key), rest
 
     def loss(self, params: Any, rest: Any, batch: Batch) -> LossSum:

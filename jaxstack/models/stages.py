@@ -65,9 +65,18 @@ class _NoLookup(nnx.Module):
         return jnp.zeros((*ids.shape, self.size), dtype)
 
 
+def _no_lookup(model: Transformer) -> _NoLookup:
+    return _NoLookup(model.embedding.table, model.config.hidden_size)
+
+
+def _replace(model: Transformer, **parts: Any) -> None:
+    for name, part in parts.items():
+        setattr(model, name, part)
+
+
 def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[jax.Array, LayerInputs]:
     """(the residual stream that enters the layers, what they share) when `run` is run on the model."""
-    model.decoder = _Outlet()
+    _replace(model, decoder=_Outlet())
     try:
         run(model)
     except _Reached as reached:
@@ -77,16 +86,13 @@ def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[jax.Array, Layer
 
 def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
     """What the layers share when `run` is run on the model; nothing is embedded."""
-    model.embedding = _NoLookup(model.embedding.table, model.config.hidden_size)
-    model.position_embedding = None
+    _replace(model, embedding=_no_lookup(model), position_embedding=None)
     return inputs_of_layers(model, run)[1]
 
 
 def loss_of_outputs(model: Transformer, run: RunLoss, x: jax.Array) -> Any:
     """The result of `run` for a residual stream x [B, T, D] that leaves the stacked layers."""
-    model.decoder = _Inlet(model.decoder, x)
-    model.embedding = _NoLookup(model.embedding.table, model.config.hidden_size)
-    model.position_embedding = None
+    _replace(model, decoder=_Inlet(model.decoder, x), embedding=_no_lookup(model), position_embedding=None)
     return run(model)
 
 

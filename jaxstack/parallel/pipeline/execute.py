@@ -213,8 +213,9 @@ class _Executor:
 
         def head(state: _State) -> _State:
             if not self.trains:
-                return state._replace(totals=add(state.totals, *functions.last(self.ends, y, microbatch), None))
-            objective = jax.value_and_grad(lambda *args: functions.last(*args, microbatch), (0, 1), has_aux=True)
+                loss, weight = functions.last(self.ends, y, microbatch)
+                return state._replace(totals=add(state.totals, loss, weight, None))
+            objective = jax.value_and_grad(lambda ends, y: functions.last(ends, y, microbatch), (0, 1), has_aux=True)
             (loss, weight), (gradients, dy) = objective(self.ends, y)
             arrived = _put(state.gradients, dy.astype(y.dtype), row["ends_gradient"])
             return state._replace(gradients=arrived, totals=add(state.totals, loss, weight, gradients))

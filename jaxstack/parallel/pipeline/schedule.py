@@ -86,29 +86,26 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
 
     Every stage keeps back as many as it will have idle forward and backward slots at the end.
     """
-    base = one_forward_one_backward(stages, microbatches, chunks)
+    base = one_forward_one_backward(stages, microbatches, chunks).ticks
+    idle: Slot = (None,) * stages
     waiting: list[list[Task]] = [[] for _ in range(stages)]
-    left = [microbatches] * stages
     ticks: list[tuple[Slot, ...]] = []
-    while any(left):
+    while len(ticks) < len(base) or any(waiting):
         number = len(ticks)
-        rows = base.ticks[number] if number < len(base.ticks) else ((None,) * stages, (None,) * stages)
-        forward, backward, extra = list(rows[0]), list(rows[1]), [None] * stages
-
-        def fill(row: list[Task | None], stage: int) -> None:
-            if row[stage] is None and waiting[stage]:
-                row[stage] = waiting[stage].pop(0)
-                left[stage] -= 1
-
-        for stage in range(stages):
-            if any(rows[0]) and number >= microbatches + stage:
-                fill(forward, stage)
-            if task := rows[1][stage]:
-                waiting[stage].append(Task("W", task.microbatch, task.chunk))
-            if any(rows[1]) and number > microbatches + 2 * (stages - 1) - stage - 1:
-                fill(backward, stage)
-            if number >= 3 * (stages - 1):
-                fill(extra, stage)
+        rows = base[number] if number < len(base) else (idle, idle)
+        forward: list[Task | None] = list(rows[0])
+        backward: list[Task | None] = list(rows[1])
+        extra: list[Task | None] = list(idle)
+        some_forward, some_backward = any(forward), any(backward)
+        for stage, tasks in enumerate(waiting):
+            if some_forward and number >= microbatches + stage and tasks:
+                forward[stage] = tasks.pop(0)
+            if task := backward[stage]:
+                tasks.append(Task("W", task.microbatch, task.chunk))
+            elif some_backward and number >= microbatches + 2 * (stages - 1) - stage and tasks:
+                backward[stage] = tasks.pop(0)
+            if number >= 3 * (stages - 1) and tasks:
+                extra[stage] = tasks.pop(0)
         ticks.append((tuple(forward), tuple(backward), tuple(extra)))
     return Schedule("zero_bubble", stages, chunks, microbatches, tuple(ticks))
 
@@ -173,7 +170,8 @@ def validate(schedule: Schedule) -> None:
         raise ValueError(f"{schedule.name}: tasks missing or repeated: {sorted(wanted ^ set(when))[:5]}.")
     for (kind, m, k), at in when.items():
         # A boundary value travels in the rest of its tick, so its reader is in a later one.
-        before = {"F": ("F", m, k - 1), "B": ("B", m, k + 1), "W": ("B", m, k)}[kind]
+        needed: dict[Kind, tuple[Kind, int, int]] = {"F": ("F", m, k - 1), "B": ("B", m, k + 1), "W": ("B", m, k)}
+        before = needed[kind]
         travels = kind != "W"
         if before in when and (at[0] <= when[before][0] if travels else at <= when[before]):
             raise ValueError(f"{schedule.name}: {kind}({m}, {k}) at {at} needs {before}, done at {when[before]}.")
