@@ -110,7 +110,8 @@ def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
             flops = model_flops_per_token(model_config(args, args.layers), args.length) * microbatches * args.length
             rows.append({
                 "work": f"{args.layers} layers of {args.width}, {args.length} tokens a microbatch, remat {args.remat}",
-                "implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": args.stages,
+                "implementation": "jaxstack", "variant": f"{schedule}, {microbatches} microbatches",
+                "device": jax.devices()[0].device_kind, "devices": args.stages,
                 "schedule": schedule, "virtual_stages": trainer.pipeline.chunks, "microbatches": microbatches,
                 "reference_milliseconds": reference, "efficiency": reference / found["milliseconds"],
                 "simulated": simulated_efficiency(trainer, args.remat),

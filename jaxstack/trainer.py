@@ -176,8 +176,14 @@ class Trainer:
         with record_choices() as choices:
             lowered = step.lower(self.abstract_state, dict(batch))
         self.choices = list(choices)
-        self._compiled = lowered.compile()
+        self._compiled = lowered.compile(compiler_options=self._compiler_options())
         return self._compiled
+
+    def _compiler_options(self) -> dict[str, Any] | None:
+        if self.pipeline is None or self.rules.mesh.devices.flat[0].platform == "cpu":
+            return None
+        # Otherwise the permutes between stages wait for collectives of other axes that run within a stage.
+        return {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
 
     def describe(self) -> dict[str, Any]:
         """What actually runs: see `jaxstack.observe.ran`."""
