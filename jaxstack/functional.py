@@ -26,7 +26,7 @@ class FunctionalModule:
     """
 
     def __init__(self, make: NNXFactory):
-        self._make = make
+        self.make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
         """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
@@ -35,17 +35,21 @@ class FunctionalModule:
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
             variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-        self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
-        self.abstract_params = _nested(self._params)
+        self._rest = nnx.to_flat_state(rest)
         self.abstract_rest = _nested(self._rest)
         self.fp8_matmuls = count_fp8_matmuls(abstract)
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)
         ]
+        self._set_params(nnx.to_flat_state(params))
+
+    def _set_params(self, params: Any) -> None:
+        self._params = params
+        self.abstract_params = _nested(params)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""
-        return self.split(self._make(nnx.Rngs(key)))
+        return self.split(self.make(nnx.Rngs(key)))
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
         """The arrays of a module of this structure."""

@@ -62,7 +62,7 @@ def make_gradients(
       loss: `loss(module, batch)` or `loss(module, batch, key)`; returns a scalar mean or a `LossSum`.
       accumulation: number of microbatches that a batch is cut into.
     """
-    keyed = loss if _takes_key(loss) else lambda model, batch, key: loss(model, batch)
+    keyed = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
     whole = GlobalGradients(Microbatches(module, keyed, accumulation), rules)
     if not module.gathers_weights or not rules.batch_axes:
         return whole
@@ -340,7 +340,7 @@ def _mean_over_data(x: jax.Array) -> jax.Array:
     return jax.lax.pmean(x, "data") if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _takes_key(loss: LossFunction) -> bool:
+def takes_key(loss: LossFunction) -> bool:
     """Whether `loss` takes the random key: a third positional parameter, without a default or called `key`."""
     parameters = inspect.signature(loss).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -76,6 +76,7 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
+        pipeline=config.pipeline_plan(),
     )
 
 

@@ -17,6 +17,8 @@ from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
+from jaxstack.parallel.pipeline.stages import StageLayout
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
 
@@ -103,6 +105,16 @@ class RunConfig(Component):
     def directory(self) -> Path:
         """The run directory."""
         return Path(self.run.dir) / self.run.name
+
+    def pipeline_plan(self) -> PipelinePlan | None:
+        """How the batch goes through the stages; None without a pipeline.
+
+        Raises:
+          ConfigError: the microbatches do not fit.
+        """
+        if self.parallel.pipeline == 1:
+            return None
+        return plan_pipeline(self.parallel, self.train.global_batch_size, self.train.gradient_accumulation)
 
 
 def layout_problems(config: RunConfig) -> list[str]:
@@ -208,7 +220,29 @@ def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
             f"model.moe.capacity_factor ({moe.capacity_factor}) counts the tokens of whole sequences, which "
             f"parallel.context ({parallel.context}) splits; leave one of them out."
         )
+    if parallel.pipeline > 1 and not problems:
+        problems += _pipeline_problems(config)
     return problems
+
+
+def _pipeline_problems(config: RunConfig) -> list[str]:
+    """The rules of `layout_problems` that concern the stages."""
+    model = config.model
+    try:
+        plan = config.pipeline_plan()
+        assert plan is not None
+        if model.remat == "offload":
+            raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
+        lead, period = model.layer_pattern
+        if lead:
+            raise ConfigError(
+                f"the model begins with {lead} layers of another kind (model.moe.first_k_dense_replace), which a "
+                "pipeline cannot deal out; set it to 0, or parallel.pipeline=1."
+            )
+        StageLayout(model.num_layers // period, plan.stages, plan.chunks)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def resolve_layout(config: RunConfig, devices: int) -> RunConfig:

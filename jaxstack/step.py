@@ -15,7 +15,10 @@ from jaxstack.functional import FunctionalModule
 from jaxstack.gradients import Batch, LossFunction, make_gradients
 from jaxstack.loss import LossSum
 from jaxstack.optim.build import gradient_norm, largest_overload
+from jaxstack.parallel.pipeline import PipelinePlan
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.pipelined_gradients import PipelinedGradients
+from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -28,6 +31,7 @@ class StepFunctions:
       loss: `loss(module, batch)` or `loss(module, batch, key)`; returns a scalar mean or a `LossSum`.
       learning_rate: step -> learning rate, for the metrics; None where it is not known.
       accumulation: number of microbatches that a batch is cut into.
+      pipeline: how a StagedModule's batch goes through its stages.
     """
 
     def __init__(
@@ -38,9 +42,13 @@ class StepFunctions:
         learning_rate: Callable[[jax.Array], jax.Array] | None,
         rules: AxisRules,
         accumulation: int = 1,
+        pipeline: PipelinePlan | None = None,
     ):
         self.optimizer, self.rules, self.learning_rate = optimizer, rules, learning_rate
-        self.gradients = make_gradients(module, loss, rules, accumulation)
+        if pipeline is not None and isinstance(module, StagedModule):
+            self.gradients = PipelinedGradients(module, loss, rules, pipeline)
+        else:
+            self.gradients = make_gradients(module, loss, rules, accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped, expert_overload (scalars).

@@ -18,9 +18,11 @@ from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
 from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
-from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
 from jaxstack.precision.recipe import FP8_COMPILER_OPTIONS
 from jaxstack.run_config import TrainConfig
+from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
 from pallas_kernels import Choice, NotSupported, record_choices
@@ -42,12 +44,14 @@ class Trainer:
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
       example_inputs: positional arguments that a Linen module is called with to learn its shapes.
       seed: of initial weights and of the loss function's keys.
+      pipeline: schedule and microbatches where the mesh has stages (only for `jaxstack.models.Transformer`); default:
+        1F1B, see `plan_pipeline`.
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         module: Any,
         loss_fn: Callable[..., Any],
@@ -60,12 +64,16 @@ class Trainer:
         eval_data: Any = None,
         example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
+        pipeline: PipelinePlan | None = None,
     ):
         self.train = train or TrainConfig()
         rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.rules, self.data = rules, as_source(data)
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
+        self.pipeline = pipeline or self._default_pipeline()
         self.module = make_functional(module, example)
+        if self.pipeline is not None:
+            self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
         self.learning_rate = None
         if isinstance(optimizer, optax.GradientTransformation):
             self.optimizer = optimizer
@@ -75,7 +83,13 @@ class Trainer:
             self.learning_rate = lambda step: peak * multiplier(step)
             self.optimizer = build_optimizer(optimizer, self.learning_rate, self.module.abstract_params)
         self.steps = StepFunctions(
-            self.module, loss_fn, self.optimizer, self.learning_rate, rules, self.train.gradient_accumulation
+            self.module,
+            loss_fn,
+            self.optimizer,
+            self.learning_rate,
+            rules,
+            self.train.gradient_accumulation,
+            self.pipeline,
         )
         self.shardings = state_shardings(self.module, self.optimizer, rules)
         self.seed = seed
@@ -86,6 +100,13 @@ class Trainer:
         eval_size = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
         self.evaluator = Evaluator(self.steps, eval_data, eval_size)
         self.choices: list[Choice] = []
+
+    def _default_pipeline(self) -> PipelinePlan | None:
+        shape = self.rules.mesh.shape
+        if shape["pipeline"] == 1:
+            return None
+        parallel = ParallelConfig(**shape)
+        return plan_pipeline(parallel, self.train.global_batch_size, self.train.gradient_accumulation)
 
     @property
     def state(self) -> TrainState:
@@ -105,6 +126,36 @@ class Trainer:
         """Shapes, dtypes and layouts of the state."""
         shapes = abstract_state(self.module, self.optimizer)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
+
+    @property
+    def stored_state(self) -> TrainState:
+        """The state as checkpoints hold it: the same for every layout."""
+        if not isinstance(self.module, StagedModule) or self.module.stores_plain:
+            return self.state
+        module, optimizer = self.module, self.optimizer
+        convert = jax.jit(lambda state: module.to_plain(optimizer, state), out_shardings=self._stored_shardings())
+        return convert(self.state)
+
+    @stored_state.setter
+    def stored_state(self, state: TrainState) -> None:
+        if isinstance(self.module, StagedModule) and not self.module.stores_plain:
+            module, optimizer = self.module, self.optimizer
+            convert = lambda state: module.from_plain(optimizer, state)  # noqa: E731
+            state = jax.jit(convert, out_shardings=self.shardings)(state)
+        self._state = state
+
+    @property
+    def abstract_stored_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of `stored_state`."""
+        if not isinstance(self.module, StagedModule):
+            return self.abstract_state
+        shapes = abstract_state(self.module.plain, self.optimizer)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._stored_shardings()
+        )
+
+    def _stored_shardings(self) -> TrainState:
+        return state_shardings(getattr(self.module, "plain", self.module), self.optimizer, self.rules)
 
     @property
     def trained_module(self) -> Any:
@@ -138,7 +189,13 @@ class Trainer:
         return self._compiled
 
     def _compiler_options(self) -> dict[str, Any] | None:
-        return dict(FP8_COMPILER_OPTIONS) if self._on_gpu and self.module.fp8_matmuls else None
+        if not self._on_gpu:
+            return None
+        options: dict[str, Any] = dict(FP8_COMPILER_OPTIONS) if self.module.fp8_matmuls else {}
+        if self.pipeline is not None:
+            # Otherwise the permutes between stages wait for collectives of other axes that run within a stage.
+            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 8
+        return options
 
     @property
     def _on_gpu(self) -> bool:
@@ -147,7 +204,8 @@ class Trainer:
     def describe(self) -> dict[str, Any]:
         """What actually runs: see `jaxstack.observe.ran`."""
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
-        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
+        ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
+        return ran if self.pipeline is None else {**ran, "pipeline": describe_schedule(self.pipeline.table())}
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""

@@ -122,7 +122,7 @@ def test_schema_tells_what_keys_mean():
         (["parallel.data=3", "parallel.simulate_devices=3"], 3, ["global_batch_size (8)", "6 or 9"]),
         (["parallel.sequence=true"], 1, ["sequence", "tensor"]),
         (["parallel.sequence=true", "parallel.tensor=2", "train.sequence_length=15"], 2, ["(15)", "14 or 16"]),
-        (["parallel.pipeline=2"], 2, ["pipeline=2", "not available in this version"]),
+        (["parallel.pipeline=5"], 5, ["5 x 1", "4 equal groups", "nearest: parallel.pipeline=4"]),
         (
             ["parallel.context=8", "train.sequence_length=1000"],
             8,

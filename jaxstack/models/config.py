@@ -180,6 +180,25 @@ class ModelConfig(Component):
         kinds = [self.layer_types[i % len(self.layer_types)] for i in range(self.num_layers)]
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
+    def layer_kinds(self) -> list[tuple[int | None, bool]]:
+        """Per layer, its window and whether it is a mixture of experts: layers of one kind have one structure."""
+        return [(window, self.is_mixture(layer)) for layer, window in enumerate(self.windows())]
+
+    @property
+    def layer_pattern(self) -> tuple[int, int]:
+        """(layers before it, length) of the pattern that, repeated, gives the rest; that with the fewest single layers.
+
+        The last repetition may be cut short.
+        """
+        kinds = self.layer_kinds()
+
+        def period(kinds: list[Any]) -> int:
+            fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+            return next(fits, len(kinds))
+
+        found = [(lead, period(kinds[lead:])) for lead in range(len(kinds))]
+        return min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+
 
 def _near_divisors(number: int, near: int) -> str:
     divisors = [d for d in range(1, number + 1) if number % d == 0]

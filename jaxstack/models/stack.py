@@ -50,12 +50,20 @@ def _label_layer(state: Any) -> Any:
     return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
-def stack_blocks(make: Callable[[nnx.Rngs], Block], count: int, rngs: nnx.Rngs) -> Block:
-    """A block each of whose parameters has a leading dim of `count`, independently initialised."""
+def make_blocks(make: Callable[[nnx.Rngs], Block], keys: jax.Array) -> Block:
+    """A block each of whose parameters has a leading dim, an entry a key, independently initialised.
+
+    They are drawn in a loop: unrolled, the initialisation takes longer to compile than the training step.
+    """
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    keys = jax.random.split(rngs.params(), count)
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+    state = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key))), keys)
     return nnx.merge(graphdef, _label_stacked(state))
+
+
+def unstack_block(stacked: Block, index: int) -> Block:
+    """An entry of `make_blocks` as a block of its own."""
+    graphdef, state = nnx.split(stacked)
+    return nnx.merge(graphdef, _label_layer(jax.tree.map(lambda x: x[index], state)))
 
 
 class Stack(nnx.Module):
@@ -66,19 +74,25 @@ class Stack(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        kinds = [(window, config.is_mixture(layer)) for layer, window in enumerate(config.windows())]
-        self.lead, self.period = _pattern(kinds) if config.scan_layers else (0, len(kinds))
+        kinds = config.layer_kinds()
+        self.lead, self.period = config.layer_pattern if config.scan_layers else (0, len(kinds))
         self.repeats = (len(kinds) - self.lead) // self.period
         if self.repeats == 1:
             self.lead, self.period = 0, len(kinds)
         self.scanned = range(self.lead, self.lead + self.period) if self.repeats > 1 else range(0)
-        parts = [_block_maker(config, *kind)(rngs) for kind in kinds[: self.lead]]
-        for kind in kinds[self.lead : self.lead + self.period]:
-            make = _block_maker(config, *kind)
-            parts.append(stack_blocks(make, self.repeats, rngs) if self.repeats > 1 else make(rngs))
-        end = self.lead + self.period * self.repeats
-        parts += [_block_maker(config, *kind)(rngs) for kind in kinds[end:]]
-        self.layers = nnx.List(parts)
+        keys, parts = jax.random.split(rngs.params(), len(kinds)), {}
+        for index in self.scanned:
+            numbers = range(index, self.lead + self.period * self.repeats, self.period)
+            parts[index] = make_blocks(_block_maker(config, *kinds[index]), keys[jnp.array(numbers)])
+        single = {i: i for i in range(self.lead)} if self.scanned else {i: i for i in range(len(kinds))}
+        if self.scanned:
+            end = self.lead + self.period * self.repeats
+            single |= {self.scanned.stop + i - end: i for i in range(end, len(kinds))}
+        for kind in dict.fromkeys(kinds[number] for number in single.values()):
+            alike = [(index, number) for index, number in single.items() if kinds[number] == kind]
+            stacked = make_blocks(_block_maker(config, *kind), keys[jnp.array([number for _, number in alike])])
+            parts |= {index: unstack_block(stacked, row) for row, (index, _) in enumerate(alike)}
+        self.layers = nnx.List([parts[index] for index in sorted(parts)])
         for p in jax.tree.leaves(nnx.state(self.layers, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable)):
             p.set_metadata(sum_where_used=True)  # all of them pass `gather_weights`, once
         self.remat = config.remat
@@ -97,41 +111,60 @@ class Stack(nnx.Module):
 
         Returns x, the caches, and the sum of the blocks' router losses (None where all are dense).
         """
-        index, new, losses = 0, [], []
-        while len(new) < len(self.layers):
-            part = len(new)
-            if part in self.scanned:
-                x, found, of_scan = self._scan(x, context, caches, key, dtype)
-                index += self.period * self.repeats
-                new += found
-                losses += of_scan
-                continue
-            graphdef, state = nnx.split(self.layers[part])
-            run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
-            x, cache, loss = run(x, state, caches[part] if caches else None, _fold(key, index))
-            index += 1
+        x, new, losses = self._singly(range(self.scanned.start), x, context, caches, key, dtype)
+        if self.scanned:
+            x, found, of_scan = self._scan(x, context, caches, key, dtype)
+            new, losses = new + found, losses + of_scan
+        return self.remainder(x, context, caches, key, dtype, (new, losses))
+
+    def remainder(
+        self, x: jax.Array, context: Context, caches: Caches, *rest: Any
+    ) -> tuple[jax.Array, Caches, jax.Array | None]:
+        """x through the layers after the stacked ones; rest = (key, dtype, (caches, losses) of those before)."""
+        key, dtype, (new, losses) = rest
+        after = range(self.scanned.stop, len(self.layers))
+        x, found, own = self._singly(after, x, context, caches, key, dtype)
+        losses = [loss for loss in (*losses, *own) if loss is not None]
+        return x, [*new, *found] if caches else None, sum(losses[1:], losses[0]) if losses else None
+
+    def repetition(
+        self, x: jax.Array, states: Sequence[Any], context: Context, caches: Caches, *rest: Any
+    ) -> tuple[jax.Array, tuple[list[Any], list[Any]]]:
+        """x through one repetition of the stacked layers: `states` of one layer each, rest = (key, step, dtype).
+
+        Returns x and the layers' caches and router losses.
+        """
+        key, step, dtype = rest
+        new, losses = [], []
+        for i, state in enumerate(states):
+            run = _runner(nnx.graphdef(self.layers[self.lead + i]), context, dtype)
+            number = self.lead + step * self.period + i
+            x, cache, loss = run(x, _label_layer(state), caches[i] if caches else None, _fold(key, number))
             new.append(cache)
             losses.append(loss)
-        losses = [loss for loss in losses if loss is not None]
-        return x, new if caches else None, sum(losses[1:], losses[0]) if losses else None
+        return x, (new, losses)
+
+    def _singly(
+        self, parts: range, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
+    ) -> tuple[jax.Array, list[Any], list[Any]]:
+        new, losses = [], []
+        for part in parts:
+            graphdef, state = nnx.split(self.layers[part])
+            run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
+            cache = caches[part] if caches else None
+            x, cache, loss = run(x, state, cache, _fold(key, self.numbers(part)[0]))
+            new.append(cache)
+            losses.append(loss)
+        return x, new, losses
 
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array, list[Any], list[Any]]:
-        split = [nnx.split(self.layers[i]) for i in self.scanned]
-        states = [state for _, state in split]
+        states = [nnx.state(self.layers[i]) for i in self.scanned]
 
         def body(x: jax.Array, layer: Any) -> Any:
             states, caches, step = layer
-            new, losses = [], []
-            for i, (graphdef, _) in enumerate(split):
-                run = _runner(graphdef, context, dtype)
-                index = self.lead + step * self.period + i
-                layer = _label_layer(states[i])
-                x, cache, loss = run(x, layer, caches[i] if caches else None, _fold(key, index))
-                new.append(cache)
-                losses.append(loss)
-            return x, (new, losses)
+            return self.repetition(x, states, context, caches, key, step, dtype)
 
         body = rematerialise(body, self.remat, scanned=True)
         caches = [caches[i] for i in self.scanned] if caches else None
@@ -154,20 +187,6 @@ def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
 
 def _fold(key: jax.Array | None, index: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
-
-
-def _pattern(kinds: Sequence[Any]) -> tuple[int, int]:
-    """(layers before it, length) of the pattern that, repeated, gives the rest; the one with the fewest single layers.
-
-    The last repetition may be cut short.
-    """
-
-    def period(kinds: Sequence[Any]) -> int:
-        fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
-        return next(fits, len(kinds))
-
-    found = [(lead, period(kinds[lead:])) for lead in range(len(kinds))]
-    return min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
 
 
 def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:

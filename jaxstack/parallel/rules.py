@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,7 +30,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "expert": ("expert",),
     "router": (),
-    "layers": (),
+    "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
@@ -53,6 +54,8 @@ class AxisRules:
     manual: frozenset[str] = frozenset()
     reduce: str = "float32"
     """Dtype in which gradients are summed over devices."""
+    gathered: frozenset[str] = frozenset()
+    """Axes along which the parameters at hand are whole already, however they are stored."""
     zero: int = 0
     """1 or 2: parameters and optimizer state are stored in parts over `data` too, see `stored_spec`."""
     summed: tuple[str, ...] = ()
@@ -106,7 +109,22 @@ class AxisRules:
                 spec[max(dims, key=lambda d: shape[d])] = "fsdp"
         elif not matrix:
             spec = [None if part == "fsdp" else part for part in spec]
-        return PartitionSpec(*spec)
+        if self.mesh.shape["pipeline"] > 1 and matrix:
+            self._store_over_stages(spec, names, shape)
+        return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
+
+    def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
+        """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
+        if any("pipeline" in axes_of(part) for part in spec):
+            return
+        stages = self.mesh.shape["pipeline"]
+        sizes = {d: shape[d] // self.degree(axes_of(part)) for d, part in enumerate(spec)}
+        # A dim of `tensor` would have to be rearranged inside the `shard_map` that leaves this axis to XLA.
+        free = [d for d, part in enumerate(spec) if "tensor" not in axes_of(part) and not _is_stack(names, d)]
+        dims = [d for d in free if shape[d] % (self.degree(axes_of(spec[d])) * stages) == 0]
+        if dims:
+            best = max(dims, key=lambda d: sizes[d])
+            spec[best] = (*axes_of(spec[best]), "pipeline") if spec[best] else "pipeline"
 
     def stored_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
         """`parameter_spec` as a parameter and its optimizer state are stored between steps: with ZeRO 1 and 2 matrices

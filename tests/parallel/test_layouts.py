@@ -27,9 +27,10 @@ def train(*overrides: str, shape: tuple[str, ...] = ()) -> tuple[list[float], di
     shape = (f"train.global_batch_size={ROWS}", "optimizer.eps=1e-4", *shape)
     trainer = make_trainer(small_config(*shape, *overrides))
     start = initial_state(*shape)
-    trainer.state = jax.device_put(start._replace(key=jax.random.clone(start.key)), trainer.shardings)
+    shardings = jax.tree.map(lambda x: x.sharding, trainer.abstract_stored_state)
+    trainer.stored_state = jax.device_put(start._replace(key=jax.random.clone(start.key)), shardings)
     losses = run_steps(trainer, STEPS)
-    return losses, jax.device_get(trainer.state.params)
+    return losses, jax.device_get(trainer.stored_state.params)
 
 
 @functools.cache
