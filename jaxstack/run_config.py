@@ -155,7 +155,8 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"({shards}); "
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
-    return problems + _length_problems(config)
+    problems += _length_problems(config)
+    return problems or (_pipeline_problems(config) if parallel.pipeline > 1 else [])
 
 
 def _length_problems(config: RunConfig) -> list[str]:
@@ -220,8 +221,6 @@ def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
             f"model.moe.capacity_factor ({moe.capacity_factor}) counts the tokens of whole sequences, which "
             f"parallel.context ({parallel.context}) splits; leave one of them out."
         )
-    if parallel.pipeline > 1 and not problems:
-        problems += _pipeline_problems(config)
     return problems
 
 

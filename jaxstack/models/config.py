@@ -1,6 +1,6 @@
 """The shape of a decoder-only Transformer. Field names follow Hugging Face's config.json where one exists."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 

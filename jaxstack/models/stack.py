@@ -4,6 +4,7 @@ Layers that alternate (windows, experts) form groups: a period of p kinds is p s
 before and a remainder are unrolled.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -124,8 +125,7 @@ class Stack(nnx.Module):
         key, dtype, (new, losses) = rest
         after = range(self.scanned.stop, len(self.layers))
         x, found, own = self._singly(after, x, context, caches, key, dtype)
-        losses = [loss for loss in (*losses, *own) if loss is not None]
-        return x, [*new, *found] if caches else None, sum(losses[1:], losses[0]) if losses else None
+        return x, [*new, *found] if caches else None, add_losses([*losses, *own])
 
     def repetition(
         self, x: jax.Array, states: Sequence[Any], context: Context, caches: Caches, *rest: Any
@@ -170,6 +170,12 @@ class Stack(nnx.Module):
         caches = [caches[i] for i in self.scanned] if caches else None
         x, (new, losses) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
         return x, new, jax.tree.map(jnp.sum, losses)
+
+
+def add_losses(losses: Sequence[jax.Array | None]) -> jax.Array | None:
+    """The sum of the router losses of layers; None where all are dense."""
+    found = [loss for loss in losses if loss is not None]
+    return functools.reduce(jnp.add, found) if found else None
 
 
 def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Callable[[nnx.Rngs], Block]:

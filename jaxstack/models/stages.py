@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.models.attention import Context
-from jaxstack.models.stack import Caches, Stack, rematerialise
+from jaxstack.models.stack import Caches, Stack, add_losses, rematerialise
 from jaxstack.models.transformer import Transformer
 
 RunLoss = Callable[[Transformer], Any]
@@ -106,7 +106,6 @@ def repetition(model: Transformer) -> Callable[[Any, jax.Array, LayerInputs, jax
     def run(weights: Any, x: jax.Array, inputs: LayerInputs, index: jax.Array) -> tuple[jax.Array, Any]:
         states = [weights["decoder"]["layers"][i] for i in stack.scanned]
         x, (_, losses) = stack.repetition(x, states, inputs.context, None, inputs.key, index, dtype)
-        losses = [loss for loss in losses if loss is not None]
-        return x, sum(losses[1:], losses[0]) if losses else None
+        return x, add_losses(losses)
 
     return rematerialise(run, stack.remat, scanned=True)
