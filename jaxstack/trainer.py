@@ -1,5 +1,6 @@
 """Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxstack.compiler_options import step_options
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.errors import ConfigError
 from jaxstack.evaluation import Evaluator
@@ -20,7 +22,6 @@ from jaxstack.observe.ran import describe_program
 from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
-from jaxstack.precision.recipe import FP8_COMPILER_OPTIONS
 from jaxstack.run_config import TrainConfig
 from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
@@ -185,17 +186,13 @@ class Trainer:
         except NotSupported as error:
             raise ConfigError(str(error)) from None
         self.choices = list(choices)
-        self._compiled = lowered.compile(compiler_options=self._compiler_options())
+        self._compiled = lowered.compile(compiler_options=self.compiler_options)
         return self._compiled
 
-    def _compiler_options(self) -> dict[str, Any] | None:
-        if not self._on_gpu:
-            return None
-        options: dict[str, Any] = dict(FP8_COMPILER_OPTIONS) if self.module.fp8_matmuls else {}
-        if self.pipeline is not None:
-            # Otherwise the permutes between stages wait for collectives of other axes that run within a stage.
-            options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 8
-        return options
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options that the step is compiled with."""
+        return step_options(fp8=self.module.fp8_matmuls > 0, pipeline=self.pipeline is not None) if self._on_gpu else {}
 
     @property
     def _on_gpu(self) -> bool:
@@ -205,6 +202,7 @@ class Trainer:
         """What actually runs: see `jaxstack.observe.ran`."""
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
         ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
+        ran["compiler_options"] = self.compiler_options
         return ran if self.pipeline is None else {**ran, "pipeline": describe_schedule(self.pipeline.table())}
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:

@@ -13,7 +13,6 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
 
 
-
 class ParallelConfig(Component):
     """Degrees of parallelism. They multiply to the number of devices; one of them may be -1 ("the rest")."""
 

@@ -11,10 +11,6 @@ from flax import nnx
 from jaxstack.precision.gather import gather_quantized
 from pallas_kernels import QuantizedWeight, empty_fp8_state, fp8_dot_general, fp8_multiply, updated_fp8_state
 
-FP8_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-"""What keeps XLA from rewriting the pattern of an FP8 matmul before it recognises it: into a Triton kernel, or, where
-one input has several small weights, into one matmul of their bfloat16 values."""
-
 
 class ScalingState(nnx.Variable):
     """Largest magnitudes of the last steps, float32 [..., 3, history]; what stands for its gradient are new ones.
