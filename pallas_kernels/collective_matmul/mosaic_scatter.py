@@ -2,7 +2,7 @@
 
 A device computes the rows of the device after it first and its own last. Finished tiles go straight into the memory
 of the device that owns them, one slot for each sender; the owner adds the slots, in an order that never changes, as
-soon as its own product of the tile is there.
+soon as its own product of the tile is there. Why nothing waits for ever: `mosaic_claims`.
 """
 
 import functools
@@ -12,10 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.collective_matmul import mosaic_claims as claims
 from pallas_kernels.collective_matmul import mosaic_product as pieces
 from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.mosaic_product import COMPUTING, HALF, ROWS, Operands, Product
 from pallas_kernels.mosaic_api import pl, plgpu
+
+
+class _Buffers(NamedTuple):
+    operands: Operands
+    claimed: Any
 
 
 class _Arrays(NamedTuple):
@@ -42,7 +48,7 @@ def multiply_scatter(product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
             jax.ShapeDtypeStruct((product.rows, product.columns), x.dtype),
             jax.ShapeDtypeStruct((slots, product.rows, product.columns), x.dtype),
         ),
-        scratch_types=pieces.operands(product, x.dtype),
+        scratch_types=_Buffers(pieces.operands(product, x.dtype), claims.scratch(product)),
     )
     out, partial = kernel(x, w)
     if product.devices == 1 or product.tiling.sum_in_kernel:
@@ -51,8 +57,8 @@ def multiply_scatter(product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _body(product: Product, x: Any, w: Any, out: Any, partial: Any, *scratch: Any) -> None:
-    buffers, arrays = Operands(*scratch), _Arrays(x, w, out, partial)
-    arrived = None
+    buffers, arrays = _Buffers(*scratch), _Arrays(x, w, out, partial)
+    arrived, counters = None, claims.counters(product)
     if product.devices > 1:
         senders, tiles_each = product.devices - 1, product.rows // ROWS * product.column_tiles
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((senders * tiles_each,)))
@@ -61,10 +67,11 @@ def _body(product: Product, x: Any, w: Any, out: Any, partial: Any, *scratch: An
     @pl.when(warpgroup < COMPUTING)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        count = product.for_each_tile(functools.partial(_compute, product, arrays, buffers, arrived))
+        compute = functools.partial(_compute, product, arrays, buffers.operands, arrived)
+        last = claims.follow_tiles(product, buffers.claimed, compute)
         plgpu.wait_smem_to_gmem(0)
         if arrived is not None:
-            _announce(product, arrived, count - 1)
+            _announce(product, arrived, last)
 
     @pl.when(warpgroup == COMPUTING)
     def _():
@@ -74,8 +81,9 @@ def _body(product: Product, x: Any, w: Any, out: Any, partial: Any, *scratch: An
         def _(warp: Any) -> None:
             @pl.when(warp == 0)
             def _():
-                count = product.for_each_tile(functools.partial(_load, product, arrays, buffers))
-                pieces.drain(product, buffers, count)
+                load = functools.partial(_load, product, arrays, buffers.operands)
+                count = claims.claim_tiles(product, buffers.claimed, counters, load)
+                pieces.drain(product, buffers.operands, count)
 
 
 def _load(product: Product, arrays: _Arrays, buffers: Operands, number: Any, tile: tiles.Tile) -> None:
@@ -84,7 +92,15 @@ def _load(product: Product, arrays: _Arrays, buffers: Operands, number: Any, til
     pieces.load_tile(product, buffers, number, tile, arrays.x.at[rows], arrays.w)
 
 
-def _compute(product: Product, arrays: _Arrays, buffers: Operands, arrived: Any, number: Any, tile: tiles.Tile) -> None:
+def _compute(
+    product: Product,
+    arrays: _Arrays,
+    buffers: Operands,
+    arrived: Any,
+    number: Any,
+    tile: tiles.Tile,
+    before: tiles.Tile,
+) -> None:
     rows = pl.ds(tile.row * ROWS + lax.axis_index("warpgroup") * HALF, HALF)
     own = product.devices - 1
 
@@ -120,9 +136,9 @@ def _compute(product: Product, arrays: _Arrays, buffers: Operands, arrived: Any,
     def finish(value: jax.Array) -> None:
         if arrived is not None:
             # The tile before has long arrived: waiting for it here, and not where it was sent, takes no time. It
-            # also comes before any wait for others.
+            # must come before any wait for others.
             plgpu.wait_smem_to_gmem(0)
-            _announce(product, arrived, number - 1)
+            _announce(product, arrived, before)
         for step in range(product.devices - 1):
             pl.when(tile.step == step)(functools.partial(send, step, value))
         pl.when(tile.step == own)(functools.partial(keep, value))
@@ -130,11 +146,10 @@ def _compute(product: Product, arrays: _Arrays, buffers: Operands, arrived: Any,
     pieces.multiply_tile(product, buffers, number, finish)
 
 
-def _announce(product: Product, arrived: Any, number: Any) -> None:
-    """Tells the owner of this program's `number`-th tile, if it is another device, that this half of it is there."""
-    tile = product.tile(number)
+def _announce(product: Product, arrived: Any, tile: tiles.Tile) -> None:
+    """Tells the owner of a tile, if it is another device, that this half of it is there."""
 
-    @pl.when((number >= 0) & (tile.step < product.devices - 1))
+    @pl.when(tile.step < product.devices - 1)
     def _():
         owner = tiles.chunk_scattered(tile.step, product.device(), product.devices)
         pl.semaphore_signal(arrived.at[_counter(product, tile.step, tile)], device_id=product.peer(owner))

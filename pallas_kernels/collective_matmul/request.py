@@ -40,7 +40,6 @@ class Request:
         devices: n.
         axis_name: the axis of the surrounding `jax.shard_map`.
         dtype: of both operands.
-        other_axes: the mesh's further axes of more than one device, name -> size.
         target: what is lowered for.
     """
 
@@ -50,7 +49,6 @@ class Request:
     devices: int
     axis_name: str
     dtype: Any
-    other_axes: tuple[tuple[str, int], ...]
     target: Target
 
     def __str__(self) -> str:
@@ -84,6 +82,4 @@ def make_request(operation: str, x: jax.Array, w: jax.Array, axis_name: str) -> 
         raise ValueError(f"{operation}: the {x.shape[0]} rows of x must be divisible by the axis' {devices} devices")
     rows = x.shape[0] if gathers else x.shape[0] // devices
     width, inner = w.shape if gathers else w.shape[::-1]
-    mesh = jax.sharding.get_abstract_mesh()
-    others = tuple((name, size) for name, size in mesh.shape.items() if size > 1 and name != axis_name)
-    return Request(rows, width, inner, devices, axis_name, x.dtype, others, current_target())
+    return Request(rows, width, inner, devices, axis_name, x.dtype, current_target())
