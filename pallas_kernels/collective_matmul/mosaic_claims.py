@@ -4,8 +4,8 @@ A kernel that fills a GPU and waits for its peers must not depend on being alone
 beside it, of the same or of another axis of the mesh, hold multiprocessors too, and wait for each other: device 0 may
 be full of our programs, so that its part of an all-gather cannot start, while on device 1 that all-gather keeps some of
 our programs from starting. Were tiles dealt out beforehand, device 0 would wait for tiles of programs that never come,
-and none would ever end. Here a program takes the next tile, and the next rows to send, from a counter of its device when
-it is ready for them, so that the programs that do run do all the work. That makes waiting free of circles:
+and none would ever end. Here a program takes the next tile, and the next rows to send, from a counter of its device
+when it is ready for them, so that the programs that do run do all the work. That makes waiting free of circles:
 
 - Sending never waits for other devices: not in the gathering kernel, where a warp of its own does it, nor in the
   scattering one, where the tiles for others come first in the order, and each is announced before its program waits.
@@ -116,12 +116,11 @@ def _while_below(total: int, index: Any, visit: Callable[[Any, Any], Any]) -> An
     The code of a single warp may have no loop without a bound: one in another passes soon over what is left of it.
     """
     side = math.isqrt(total - 1) + 1
-    Carry = tuple[Any, Any]  # noqa: N806
 
-    def turn(_: Any, carry: Carry) -> Carry:
+    def turn(_: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         return lax.cond(carry[1] < total, lambda: (carry[0] + 1, visit(*carry)), lambda: carry)
 
-    def turns(_: Any, carry: Carry) -> Carry:
+    def turns(_: Any, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         return lax.cond(carry[1] < total, lambda: lax.fori_loop(0, side, turn, carry), lambda: carry)
 
     return lax.fori_loop(0, side, turns, (jnp.int32(0), index))[0]

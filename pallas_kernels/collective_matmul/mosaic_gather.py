@@ -28,17 +28,19 @@ class _Buffers(NamedTuple):
 
 class _Arrays(NamedTuple):
     x: Any
-    w: Any
-    out: Any
+    weights: tuple[Any, ...]
+    outs: tuple[Any, ...]
     gathered: Any
 
 
-def gather_multiply(product: Product, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(gathered x @ w [devices * rows, columns], gathered x [devices * rows, depth]).
+def gather_multiply(
+    product: Product, x: jax.Array, weights: tuple[jax.Array, ...]
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """(gathered x @ each of the weights [devices * rows, columns], gathered x [devices * rows, depth]).
 
     Args:
         x: [rows, depth], this device's.
-        w: [depth, columns], or transposed.
+        weights: [depth, columns], or transposed.
     """
     sends = product.devices > 1
     total = product.devices * product.rows
@@ -46,8 +48,8 @@ def gather_multiply(product: Product, x: jax.Array, w: jax.Array) -> tuple[jax.A
         "all_gather_matmul",
         functools.partial(_body, product),
         out_type=(
-            jax.ShapeDtypeStruct((total, product.columns), x.dtype),
-            jax.ShapeDtypeStruct((total, product.depth), x.dtype),
+            *(jax.ShapeDtypeStruct((total, columns), x.dtype) for columns in product.columns),
+            jax.ShapeDtypeStruct((total, x.shape[1]), x.dtype),
         ),
         scratch_types=_Buffers(
             pieces.operands(product, x.dtype),
@@ -56,12 +58,14 @@ def gather_multiply(product: Product, x: jax.Array, w: jax.Array) -> tuple[jax.A
             claims.scratch(product),
         ),
     )
-    out, gathered = kernel(x, w)
-    return out, gathered if sends else x
+    *outs, gathered = kernel(x, *weights)
+    return tuple(outs), gathered if sends else x
 
 
-def _body(product: Product, x: Any, w: Any, out: Any, gathered: Any, *scratch: Any) -> None:
-    buffers, arrays = _Buffers(*scratch), _Arrays(x, w, out, gathered)
+def _body(product: Product, x: Any, *references: Any) -> None:
+    number = len(product.columns)
+    arrays = _Arrays(x, references[:number], references[number : 2 * number], references[2 * number])
+    buffers = _Buffers(*references[2 * number + 1 :])
     sends = product.devices > 1
     blocks = product.devices * product.rows // ROWS
     arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((blocks,))) if sends else None
@@ -96,8 +100,11 @@ def _compute(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, 
 
     def finish(value: jax.Array) -> None:
         def copy(slot: Any, column: int) -> None:
-            columns = pl.ds(tile.column * product.tiling.columns + column, product.tiling.store_columns)
-            plgpu.copy_smem_to_gmem(slot, arrays.out.at[pl.ds(first, HALF), columns])
+            def store(number: int, tile_column: Any) -> None:
+                columns = pl.ds(tile_column * product.tiling.columns + column, product.tiling.store_columns)
+                plgpu.copy_smem_to_gmem(slot, arrays.outs[number].at[pl.ds(first, HALF), columns])
+
+            product.by_column(tile.column, store)
 
         pieces.store_pieces(product, buffers.operands, lambda columns: value[:, columns], copy)
 
@@ -109,7 +116,7 @@ def _load(product: Product, arrays: _Arrays, buffers: _Buffers, arrived: Any, nu
 
     @pl.when(tile.step == 0)
     def _():
-        load(arrays.x.at[pl.ds(tile.row * ROWS, ROWS)], arrays.w)
+        load((arrays.x.at[pl.ds(tile.row * ROWS, ROWS)],), arrays.weights)
 
     if arrived is not None:
 
@@ -119,7 +126,7 @@ def _load(product: Product, arrays: _Arrays, buffers: _Buffers, arrived: Any, nu
             first = source * product.rows + tile.row * ROWS
             plgpu.semaphore_wait(arrived.at[lax.div(first, ROWS)], product.steps, decrement=False)
             fence_before_async_reads()
-            load(arrays.gathered.at[pl.ds(first, ROWS)], arrays.w)
+            load((arrays.gathered.at[pl.ds(first, ROWS)],), arrays.weights)
 
 
 def _send(product: Product, arrays: _Arrays, buffers: _Buffers, arrived: Any, counters: Any) -> None:

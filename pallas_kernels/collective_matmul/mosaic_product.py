@@ -4,6 +4,7 @@ One program stays on each multiprocessor and computes one tile after the other; 
 computing ones, across tiles.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,19 +45,23 @@ class Tiling:
 class Product:
     """Static description of one kernel: [devices * rows, depth] times [depth, columns].
 
+    One left operand with several right ones (their columns beside each other), or several pairs whose products are
+    added (their depths one after the other).
+
     Attributes:
-        rows, depth, columns: `rows` of one device's chunk.
+        rows: of one device's chunk.
+        depths, columns: of the operands; one of the two has a single member.
         devices: of the axis.
         axis_name: of the axis; unused where there is one device.
-        transposed: whether the right operand is given as [columns, depth].
+        transposed: whether the right operands are given as [columns, depth].
         tiling: see there.
         programs: one for each multiprocessor.
         interpret: whether it is interpreted on a CPU.
     """
 
     rows: int
-    depth: int
-    columns: int
+    depths: tuple[int, ...]
+    columns: tuple[int, ...]
     devices: int
     axis_name: Any
     transposed: bool
@@ -66,7 +71,7 @@ class Product:
 
     @property
     def steps(self) -> int:
-        return self.depth // DEPTH
+        return sum(self.depths) // DEPTH
 
     @property
     def row_tiles(self) -> int:
@@ -75,7 +80,7 @@ class Product:
 
     @property
     def column_tiles(self) -> int:
-        return self.columns // self.tiling.columns
+        return sum(self.columns) // self.tiling.columns
 
     @property
     def total_tiles(self) -> int:
@@ -89,6 +94,14 @@ class Product:
     def peer(self, place: Any) -> dict[Any, Any]:
         """How Pallas is told another device of the axis."""
         return {self.axis_name: place}
+
+    def by_column(self, column: Any, visit: Callable[[int, Any], None]) -> None:
+        """visit(i, column of tiles within it) for the member of `columns` in which this column of tiles lies."""
+        _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
+
+    def by_step(self, step: Any, visit: Callable[[int, Any], None]) -> None:
+        """visit(i, step within it) for the member of `depths` in which this step lies."""
+        _visit_part([size // DEPTH for size in self.depths], step, visit)
 
     def tile(self, index: Any) -> tiles.Tile:
         return tiles.place(index, self.row_tiles, self.column_tiles, self.tiling.group)
@@ -105,6 +118,15 @@ class Product:
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
             **parameters,
         )
+
+
+def _visit_part(sizes: list[int], place: Any, visit: Callable[[int, Any], None]) -> None:
+    first = 0
+    for number, size in enumerate(sizes):
+        inside = (place >= first) & (place < first + size)
+        body = functools.partial(visit, number, place - first)
+        pl.when(inside)(body) if len(sizes) > 1 else body()
+        first += size
 
 
 class Operands(NamedTuple):
@@ -138,24 +160,32 @@ def operands(product: Product, dtype: Any) -> Operands:
     )
 
 
-def load_tile(product: Product, buffers: Operands, number: Any, tile: tiles.Tile, left: Any, right: Any) -> None:
-    """Streams the operands of this program's `number`-th tile; `left` holds its rows [128, depth]."""
-    stages = product.tiling.stages
-    columns = pl.ds(tile.column * product.tiling.columns, product.tiling.columns)
+def load_tile(
+    product: Product, buffers: Operands, number: Any, tile: tiles.Tile, lefts: tuple[Any, ...], rights: tuple[Any, ...]
+) -> None:
+    """Streams the operands of this program's `number`-th tile; `lefts` hold its rows [128, depth]."""
+    stages, width = product.tiling.stages, product.tiling.columns
 
     def step(index: Any, _: None) -> None:
         count = number * product.steps + index
         slot = lax.rem(count, stages)
-        part = pl.ds(index * DEPTH, DEPTH)
 
         @pl.when(count >= stages)
         def _():
             plgpu.barrier_wait(buffers.empty.at[slot])
 
         full = buffers.full.at[slot]
-        plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
-        block = right.at[columns, part] if product.transposed else right.at[part, columns]
-        plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full)
+
+        def copy(left: Any, right: Any, depth: Any, column: Any) -> None:
+            part, columns = pl.ds(depth * DEPTH, DEPTH), pl.ds(column * width, width)
+            plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
+            block = right.at[columns, part] if product.transposed else right.at[part, columns]
+            plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full)
+
+        if len(lefts) == 1:
+            product.by_column(tile.column, lambda i, column: copy(lefts[0], rights[i], index, column))
+        else:
+            product.by_step(index, lambda i, depth: copy(lefts[i], rights[i], depth, tile.column))
 
     lax.fori_loop(0, product.steps, step, None)
 

@@ -25,39 +25,42 @@ class _Buffers(NamedTuple):
 
 
 class _Arrays(NamedTuple):
-    x: Any
-    w: Any
+    lefts: tuple[Any, ...]
+    rights: tuple[Any, ...]
     out: Any
     partial: Any
 
 
-def multiply_scatter(product: Product, x: jax.Array, w: jax.Array) -> jax.Array:
-    """The sum over the devices of x @ w, of which this one gets its rows: [rows, columns].
+def multiply_scatter(product: Product, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
+    """The sum over the devices, and over the pairs, of x @ w, of which this one gets its rows: [rows, columns].
 
     Partial sums travel in x's dtype and are added in float32.
 
     Args:
-        x: [devices * rows, depth].
-        w: [depth, columns], or transposed.
+        xs: [devices * rows, depth].
+        weights: [depth, columns], or transposed.
     """
+    dtype, (columns,) = xs[0].dtype, product.columns
     slots = max(product.devices - 1, 1)
     kernel = product.kernel(
         "matmul_reduce_scatter",
         functools.partial(_body, product),
         out_type=(
-            jax.ShapeDtypeStruct((product.rows, product.columns), x.dtype),
-            jax.ShapeDtypeStruct((slots, product.rows, product.columns), x.dtype),
+            jax.ShapeDtypeStruct((product.rows, columns), dtype),
+            jax.ShapeDtypeStruct((slots, product.rows, columns), dtype),
         ),
-        scratch_types=_Buffers(pieces.operands(product, x.dtype), claims.scratch(product)),
+        scratch_types=_Buffers(pieces.operands(product, dtype), claims.scratch(product)),
     )
-    out, partial = kernel(x, w)
+    out, partial = kernel(*xs, *weights)
     if product.devices == 1 or product.tiling.sum_in_kernel:
         return out
-    return (out.astype(jnp.float32) + partial.astype(jnp.float32).sum(axis=0)).astype(x.dtype)
+    return (out.astype(jnp.float32) + partial.astype(jnp.float32).sum(axis=0)).astype(dtype)
 
 
-def _body(product: Product, x: Any, w: Any, out: Any, partial: Any, *scratch: Any) -> None:
-    buffers, arrays = _Buffers(*scratch), _Arrays(x, w, out, partial)
+def _body(product: Product, *references: Any) -> None:
+    number = len(product.depths)
+    arrays = _Arrays(references[:number], references[number : 2 * number], *references[2 * number : 2 * number + 2])
+    buffers = _Buffers(*references[2 * number + 2 :])
     arrived, counters = None, claims.counters(product)
     if product.devices > 1:
         senders, tiles_each = product.devices - 1, product.rows // ROWS * product.column_tiles
@@ -89,7 +92,7 @@ def _body(product: Product, x: Any, w: Any, out: Any, partial: Any, *scratch: An
 def _load(product: Product, arrays: _Arrays, buffers: Operands, number: Any, tile: tiles.Tile) -> None:
     owner = tiles.chunk_scattered(tile.step, product.device(), product.devices)
     rows = pl.ds(owner * product.rows + tile.row * ROWS, ROWS)
-    pieces.load_tile(product, buffers, number, tile, arrays.x.at[rows], arrays.w)
+    pieces.load_tile(product, buffers, number, tile, tuple(x.at[rows] for x in arrays.lefts), arrays.rights)
 
 
 def _compute(
