@@ -1,7 +1,6 @@
 """Processes that report as they go, one JSON object a line, so that one that hangs or dies hides nothing before it."""
 
 import json
-import os
 import queue
 import subprocess
 import sys

@@ -27,7 +27,6 @@ from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.mosaic_product import Product
 from pallas_kernels.mosaic_api import fetch_and_increment, pl, plgpu
 
-
 _TILES, _SENDS = range(2)
 
 
