@@ -20,8 +20,15 @@ WORKS = {
     "gpt2-124m bf16": ["model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024"],
     "gpt2-350m bf16": ["model.preset=gpt2-350m", "train.global_batch_size=32", "train.sequence_length=1024"],
     "llama3-1b bf16": ["model.preset=llama3-1b", "train.global_batch_size=4", "train.sequence_length=8192"],
+    "llama3-1b fp8": [
+        "model.preset=llama3-1b", "train.global_batch_size=4", "train.sequence_length=8192", "precision.fp8=current",
+    ],
     "llama3-8b fsdp4 bf16": [
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=4", "train.sequence_length=8192",
+    ],
+    "llama3-8b fsdp4 fp8": [
+        "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=8", "train.sequence_length=8192",
+        "precision.fp8=current",
     ],
 }  # fmt: skip
 VARIANTS = {
@@ -73,14 +80,15 @@ def measure_jaxstack(work: str, overrides: list[str]) -> dict:
         tokens, median(seconds), jax.device_count(), model_flops_per_token(config.model, train.sequence_length),
         jax.devices()[0].device_kind,
     )  # fmt: skip
-    backends = {kernel["operation"]: kernel["backend"] for kernel in trainer.describe()["kernels"]}
+    ran = trainer.describe()
+    backends = {kernel["operation"]: kernel["backend"] for kernel in ran["kernels"]}
     return {
         "implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
         "tokens_per_second_per_device": rates["tokens_per_second_per_device"],
         "tflops_per_device": rates["model_tflops_per_device"], "mfu": rates["mfu"],
         "milliseconds": 1e3 * median(seconds), "peak_memory_bytes": peak_memory_bytes(),
         "compile_seconds": compile_seconds, "first_loss": losses[0], "last_loss": losses[-1], "backends": backends,
-        "overrides": overrides,
+        "matmuls": ran.get("matmuls"), "overrides": overrides,
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.parallel.rules import AxisRules
@@ -72,9 +72,8 @@ def as_source(data: Any) -> BatchSource:
 
 
 def batch_sharding(rules: AxisRules, shape: Sequence[int]) -> NamedSharding:
-    """Rows split over the batch axes, everything else whole."""
-    spec = rules.spec(("batch",), shape[:1])
-    return rules.sharding(PartitionSpec(*spec))
+    """Where an array of the global batch lies."""
+    return rules.sharding(rules.batch_spec(shape))
 
 
 def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -99,7 +98,7 @@ def check_rows(rows: int, rules: AxisRules, what: str) -> None:
     if rows % shards:
         below = rows // shards * shards
         raise ConfigError(
-            f"{what} ({rows}) must be divisible by the {shards} devices of data x fsdp; nearest: "
+            f"{what} ({rows}) must be divisible by the {shards} devices of data x fsdp x expert; nearest: "
             f"{f'{below} or ' if below else ''}{below + shards}."
         )
 

@@ -10,7 +10,9 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.precision.recipe import ScalingState, renewed
 
 Dict = dict[str, Any]
 NNXFactory = Callable[[nnx.Rngs], nnx.Module]
@@ -26,10 +28,16 @@ class FunctionalModule:
     def __init__(self, make: NNXFactory):
         self._make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
+        """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
+        for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
         self.abstract_params = _nested(self._params)
         self.abstract_rest = _nested(self._rest)
+        self.fp8_matmuls = count_fp8_matmuls(abstract)
+        self._scaling = [tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)]
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""
@@ -43,6 +51,21 @@ class FunctionalModule:
     def merge(self, params: Dict, rest: Dict) -> Any:
         """The module with these arrays."""
         return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._rest, rest))
+
+    def split_scaling(self, rest: Dict) -> tuple[Dict, Dict]:
+        """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""
+        flat = _flat(rest)
+        scaling = {path: flat.pop(path) for path in self._scaling}
+        return _nest(scaling.items()), _nest(flat.items())
+
+    def renew_scaling(self, rest: Dict, maxima: Dict) -> Dict:
+        """The variables with the next step's scaling states, from the maxima of this one."""
+        scaling, others = self.split_scaling(rest)
+        return self.join_scaling(renewed(scaling, maxima), others)
+
+    def join_scaling(self, scaling: Dict, others: Dict) -> Dict:
+        """What `split_scaling` took apart."""
+        return _nest([*_flat(scaling).items(), *_flat(others).items()])
 
     def parameter_specs(self, rules: AxisRules) -> Dict:
         """The stored layout of every parameter, in the structure of `abstract_params`."""
@@ -99,6 +122,13 @@ def _nest(items: Any) -> Dict:
             branch = branch.setdefault(str(key), {})
         branch[str(path[-1])] = value
     return tree
+
+
+def _flat(tree: Dict, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, (*path, key)) if isinstance(value, dict) else {(*path, key): value})
+    return flat
 
 
 def _filled(flat: Any, tree: Dict) -> Any:

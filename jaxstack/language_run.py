@@ -14,7 +14,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
-from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token
+from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.startup import cache_compilations, start_devices
@@ -52,7 +52,7 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
-        lambda rngs: Transformer(config.model, rngs, dtype=dtype),
+        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
         loss,
         data,
         optimizer=config.optimizer,

@@ -25,7 +25,7 @@ from jaxstack.observe.environment import write_environment
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
-from jaxstack.observe.ran import refuse_fallbacks
+from jaxstack.observe.ran import refuse_fallbacks, refuse_missing_fp8
 from jaxstack.observe.report import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
@@ -130,6 +130,8 @@ class Loop:
         if self.settings.observe.fail_on_fallback:
             refuse_fallbacks(trainer.choices)
         ran = trainer.describe()
+        if self.settings.observe.fail_on_fallback:
+            refuse_missing_fp8(ran)
         self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {_in_short(ran)}")
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
@@ -286,6 +288,9 @@ def _in_short(ran: Mapping[str, Any]) -> str:
         if kernel["backend"] not in backends:
             backends.append(kernel["backend"])
     parts += [f"{operation}: {'+'.join(backends)}" for operation, backends in chosen.items()]
+    products = ran.get("matmuls")
+    if products and (products["fp8"] or products["fp8_expected"]):
+        parts.append(f"{products['fp8']} of {products['all']} matmuls in FP8")
     predicted = ran.get("memory", {}).get("predicted_bytes")
     if predicted:
         parts.append(f"{predicted / 2**30:.2f} GiB a device predicted")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxstack.models.transformer import HEAD_AXES, Transformer
+from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import with_local_batch
 from pallas_kernels import linear_cross_entropy_sum
 
@@ -47,7 +47,7 @@ def language_model_loss(
 
     with jax.named_scope("loss"):
         stored, labels = model.stored_output_weight(), batch["labels"]
-        losses = with_local_batch(loss_of_rows, stored, HEAD_AXES, model.dtype, hidden, labels, as_stored=True)
+        losses = with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True)
     return LossSum(jnp.sum(losses), jnp.sum(labels != IGNORE, dtype=jnp.float32))
 
 

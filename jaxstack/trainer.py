@@ -18,6 +18,7 @@ from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
 from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.precision.recipe import FP8_COMPILER_OPTIONS
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
@@ -125,12 +126,20 @@ class Trainer:
         with record_choices() as choices:
             lowered = step.lower(self.abstract_state, dict(batch))
         self.choices = list(choices)
-        self._compiled = lowered.compile()
+        self._compiled = lowered.compile(compiler_options=self._compiler_options())
         return self._compiled
+
+    def _compiler_options(self) -> dict[str, Any] | None:
+        return dict(FP8_COMPILER_OPTIONS) if self._on_gpu and self.module.fp8_matmuls else None
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def describe(self) -> dict[str, Any]:
         """What actually runs: see `jaxstack.observe.ran`."""
-        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape))
+        expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
+        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""

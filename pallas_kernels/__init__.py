@@ -1,4 +1,4 @@
-"""Attention, loss and pointwise operations for JAX on NVIDIA GPUs, usable from any JAX or Flax code.
+"""Attention, loss, FP8 products and pointwise operations for JAX on NVIDIA GPUs, usable from any JAX or Flax code.
 
 Every operation is a plain function with an ordered table of backends (see `pallas_kernels.dispatch`). The package
 imports jax and nothing of jaxstack; a name is imported when it is first asked for.
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from pallas_kernels.feature_attention.favor import random_projection as random_projection
     from pallas_kernels.feature_attention.state import LinearState as LinearState
     from pallas_kernels.feature_attention.state import empty_linear_state as empty_linear_state
+    from pallas_kernels.fp8.api import QuantizedWeight as QuantizedWeight
+    from pallas_kernels.fp8.api import fp8_dot_general as fp8_dot_general
+    from pallas_kernels.fp8.api import fp8_multiply as fp8_multiply
+    from pallas_kernels.fp8.state import empty_fp8_state as empty_fp8_state
+    from pallas_kernels.fp8.state import updated_fp8_state as updated_fp8_state
     from pallas_kernels.pointwise.gated import swiglu as swiglu
     from pallas_kernels.pointwise.norm import rms_norm as rms_norm
     from pallas_kernels.pointwise.rotary import apply_rotary as apply_rotary
@@ -35,13 +40,17 @@ _MODULES = {
     "Choice": "dispatch",
     "LinearState": "feature_attention.state",
     "NotSupported": "dispatch",
+    "QuantizedWeight": "fp8.api",
     "Target": "target",
     "all_gather_matmul": "collective_matmul.api",
     "apply_rotary": "pointwise.rotary",
     "block_sparse_attention": "attention.sparse",
     "current_target": "target",
+    "empty_fp8_state": "fp8.state",
     "empty_linear_state": "feature_attention.state",
     "flash_attention": "attention.api",
+    "fp8_dot_general": "fp8.api",
+    "fp8_multiply": "fp8.api",
     "linear_attention": "feature_attention.api",
     "linear_cross_entropy": "cross_entropy.api",
     "linear_cross_entropy_sum": "cross_entropy.api",
@@ -54,6 +63,7 @@ _MODULES = {
     "rms_norm": "pointwise.norm",
     "save_attention": "attention.remat",
     "swiglu": "pointwise.gated",
+    "updated_fp8_state": "fp8.state",
 }
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 

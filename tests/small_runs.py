@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxstack.loss import language_model_loss
-from jaxstack.models import Transformer
+from jaxstack.models import Transformer, in_fp8
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
@@ -49,7 +49,7 @@ def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | N
     mesh = make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size])
     rows = config.train.global_batch_size
     return Trainer(
-        lambda rngs: Transformer(config.model, rngs),
+        lambda rngs: in_fp8(Transformer(config.model, rngs), config.precision),
         language_model_loss,
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.models.initialization import Initializer
-from jaxstack.parallel import gather_weight, with_local_batch
+from jaxstack.parallel import gather_parameter, with_local_batch
 
 
 class Embedding(nnx.Module):
@@ -19,7 +19,7 @@ class Embedding(nnx.Module):
 
     def weight(self, dtype: Any) -> jax.Array:
         """The table in the compute dtype, whole over `fsdp`."""
-        return gather_weight(self.table[...], self.axes, dtype)
+        return gather_parameter(self.table, dtype)
 
     def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
         """Rows of int32 ids [B, ...] -> [B, ..., D] in the compute dtype.
@@ -37,7 +37,7 @@ class Embedding(nnx.Module):
             found = jnp.where(held[..., None], part[jnp.clip(index, 0, part.shape[0] - 1)], 0)
             return _sum_over_tensor(found)
 
-        return with_local_batch(local, self.table[...], self.axes, dtype, ids, tensor=True)
+        return with_local_batch(local, self.table, dtype, ids, tensor=True)
 
 
 @jax.custom_vjp

@@ -1,5 +1,6 @@
 """Normalisation over the last dim, in float32, returned in the dtype of the input."""
 
+import functools
 from typing import Protocol
 
 import jax
@@ -49,10 +50,34 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, -1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        return (wide * self.scale[...] + self.bias[...]).astype(x.dtype)
+        return _layer_norm(self.eps, x, self.scale[...], self.bias[...])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(eps: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    return _layer_norm_forward(eps, x, scale, bias)[0]
+
+
+def _layer_norm_forward(eps: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, tuple]:
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide, -1, keepdims=True)
+    wide = wide - mean
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
+    return (wide * inverse * scale + bias).astype(x.dtype), (x, mean, inverse, scale)
+
+
+def _layer_norm_backward(eps: float, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x, mean, inverse, scale = saved
+    # Without the barrier XLA computes both again, and then has to write a float32 array as large as x for the scale.
+    mean, inverse = jax.lax.optimization_barrier((mean, inverse))
+    rows = tuple(range(x.ndim - 1))
+    normal, wide = (x.astype(jnp.float32) - mean) * inverse, gradient.astype(jnp.float32)
+    scaled = wide * scale
+    inner = scaled - jnp.mean(scaled, -1, keepdims=True) - normal * jnp.mean(scaled * normal, -1, keepdims=True)
+    return (inner * inverse).astype(x.dtype), jnp.sum(wide * normal, rows), jnp.sum(wide, rows)
+
+
+_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
 
 
 NORMS = {"rms_norm": RMSNorm, "rms_norm_unit_offset": UnitOffsetRMSNorm, "layer_norm": LayerNorm}

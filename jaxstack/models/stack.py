@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel import gather_weight
+from jaxstack.parallel import gather_parameter
 from pallas_kernels import save_attention
 
 Caches = list[Any] | None
@@ -23,19 +23,30 @@ Caches = list[Any] | None
 
 def gather_weights(state: Any, dtype: Any) -> Any:
     """Every parameter of an NNX state in the compute dtype and whole over `fsdp` (vectors stay float32)."""
-    return jax.tree.map(
-        lambda p: p.replace(gather_weight(p[...], p.get_metadata().get("logical_axes"), dtype)),
-        state,
-        is_leaf=lambda p: isinstance(p, nnx.Variable),
-    )
+
+    def gather(p: nnx.Variable) -> nnx.Variable:
+        if not isinstance(p, nnx.Param):
+            return p
+        matmul = p.get_metadata().get("matmul")
+        return p.replace(gather_parameter(p, dtype) if matmul is None else matmul.gather(p, dtype))
+
+    return jax.tree.map(gather, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
-def _relabel(state: Any, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Any:
-    def rename(p: nnx.Variable) -> nnx.Variable:
-        axes = change(p.get_metadata()["logical_axes"])
-        return p.copy(logical_axes=axes)
+def _label_stacked(state: Any) -> Any:
+    """Variables whose arrays got a leading dim of layers."""
+    relabel = lambda p: p.copy(logical_axes=("layers", *p.get_metadata()["logical_axes"]))  # noqa: E731
+    return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
-    return jax.tree.map(rename, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+
+def _label_layer(state: Any) -> Any:
+    """Variables of one layer of a stack: what describes their dims loses that of the layers."""
+
+    def relabel(p: nnx.Variable) -> nnx.Variable:
+        known = p.get_metadata()
+        return p.copy(**{name: known[name][1:] for name in ("logical_axes", "whole_shape") if name in known})
+
+    return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
 def stack_blocks(make: Callable[[nnx.Rngs], Block], count: int, rngs: nnx.Rngs) -> Block:
@@ -43,7 +54,7 @@ def stack_blocks(make: Callable[[nnx.Rngs], Block], count: int, rngs: nnx.Rngs) 
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
     keys = jax.random.split(rngs.params(), count)
     state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
-    return nnx.merge(graphdef, _relabel(state, lambda axes: ("layers", *axes)))
+    return nnx.merge(graphdef, _label_stacked(state))
 
 
 class Stack(nnx.Module):
@@ -66,6 +77,14 @@ class Stack(nnx.Module):
         parts += [Block(config, window, rngs) for window in windows[scanned:]]
         self.layers = nnx.List(parts)
         self.remat = config.remat
+
+    def numbers(self, index: int) -> range:
+        """Which layers of the model `layers[index]` stands for, counted from 0."""
+        scanned = self.period * self.repeats
+        if self.repeats > 1 and index < self.period:
+            return range(index, scanned, self.period)
+        number = index if self.repeats == 1 else scanned + index - self.period
+        return range(number, number + 1)
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
@@ -94,9 +113,8 @@ class Stack(nnx.Module):
             states, caches, step = layer
             new = []
             for i, (graphdef, _) in enumerate(split):
-                state = _relabel(states[i], lambda axes: axes[1:])
                 run = _runner(graphdef, context, dtype)
-                x, cache = run(x, state, caches[i] if caches else None, _fold(key, step * self.period + i))
+                x, cache = run(x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i))
                 new.append(cache)
             return x, new
 

@@ -15,7 +15,7 @@ from jaxstack.models.initialization import embedding_initializer, make_initializ
 from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, Stack
-from jaxstack.parallel import gather_weight, shard
+from jaxstack.parallel import gather_parameter, shard
 
 HEAD_AXES = ("embed", "vocab")
 
@@ -40,6 +40,9 @@ class Transformer(nnx.Module):
     Raises:
       ValueError: `config.vocab_size` is None.
     """
+
+    gathers_weights = True
+    """Every matrix passes `gather_parameter` where it is used, so a train step may give it this device's shards."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: Any = jnp.float32):
         if config.vocab_size is None:
@@ -127,11 +130,15 @@ class Transformer(nnx.Module):
 
     def output_weight(self) -> jax.Array:
         """The head's matrix [D, V] in the compute dtype, whole over `fsdp`."""
-        return gather_weight(self.stored_output_weight(), HEAD_AXES, self.dtype)
+        return gather_parameter(self.stored_output_weight(), self.dtype)
 
-    def stored_output_weight(self) -> jax.Array:
+    def stored_output_weight(self) -> nnx.Variable:
         """The head's float32 matrix [D, V] as it is stored (the embedding's transpose where tied)."""
-        return self.embedding.table[...].T if self.head is None else self.head[...]
+        if self.head is not None:
+            return self.head
+        table = self.embedding.table
+        whole = table.get_metadata().get("whole_shape", table.shape)
+        return table.copy(table[...].T, logical_axes=HEAD_AXES, whole_shape=whole[::-1])
 
     def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
         config = self.config

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxstack.observe.hlo import Execution, Module, parse_module
+from jaxstack.observe.hlo import Execution, Instruction, Module, parse_module
 from jaxstack.observe.replica_groups import mesh_axes_of, permute_pairs, replica_groups
 
 # What one device has to send with a ring, as a multiple of (n - 1) / n of the payload.
@@ -157,13 +157,13 @@ def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
 def matmuls(text: str | Module) -> int:
     """Matmuls that one run of a compiled module executes: dots and cuBLAS calls, loops multiplied out.
 
-    Attention kernels count as none: what they multiply inside is not visible.
+    Other kernels than that for FP8 count as none: what they multiply inside is not visible.
     """
     return sum(execution.calls for execution in _module(text).executions() if _is_matmul(execution))
 
 
 def fp8_matmuls(text: str | Module) -> int:
-    """How many of `matmuls(text)` multiply in FP8: cuBLAS's FP8 calls, and dots of two FP8 operands."""
+    """How many of `matmuls(text)` multiply in FP8: cuBLAS's calls, our own kernel's, and dots of two FP8 operands."""
     executions = _module(text).executions()
     return sum(execution.calls for execution in executions if _is_matmul(execution) and _is_fp8(execution))
 
@@ -171,12 +171,17 @@ def fp8_matmuls(text: str | Module) -> int:
 def _is_matmul(execution: Execution) -> bool:
     instruction = execution.instruction
     if instruction.opcode == "custom-call":
-        return bool(_MATMUL_CALL.search(instruction.attributes))
+        return bool(_MATMUL_CALL.search(instruction.attributes)) or _is_our_fp8(instruction)
     return instruction.opcode in ("dot", "scaled-dot", "ragged-dot")
 
 
 def _is_fp8(execution: Execution) -> bool:
     instruction = execution.instruction
     if instruction.opcode == "custom-call":
-        return 'custom_call_target="__cublas$lt$matmul$f8"' in instruction.attributes
+        return 'custom_call_target="__cublas$lt$matmul$f8"' in instruction.attributes or _is_our_fp8(instruction)
     return all(array.dtype.startswith("f8") for array in execution.operand_arrays[:2])
+
+
+def _is_our_fp8(instruction: Instruction) -> bool:
+    """Whether it is the kernel of `pallas_kernels.fp8` for products with blockwise scales."""
+    return 'custom_call_target="mosaic_gpu' in instruction.attributes and "/fp8_block_product/" in instruction.op_name

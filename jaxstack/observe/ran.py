@@ -12,7 +12,7 @@ from pallas_kernels.dispatch import Choice
 
 
 def describe_program(
-    compiled: jax.stages.Compiled, choices: Sequence[Choice], mesh_axes: Mapping[str, int]
+    compiled: jax.stages.Compiled, choices: Sequence[Choice], mesh_axes: Mapping[str, int], fp8_expected: int = 0
 ) -> dict[str, Any]:
     """Sections for `environment.json` and the report, as plain JSON.
 
@@ -20,6 +20,7 @@ def describe_program(
       compiled: the compiled train step.
       choices: what `pallas_kernels.record_choices` collected while it was traced.
       mesh_axes: axis name -> size.
+      fp8_expected: how many FP8 matmuls the step should have at least.
     """
     sections: dict[str, Any] = {"mesh": {axis: size for axis, size in mesh_axes.items() if size > 1}}
     sections["kernels"] = [
@@ -35,7 +36,7 @@ def describe_program(
     try:
         module = parse_module(compiled.as_text() or "")
         sections["collectives"] = summarise(collectives(module, mesh_axes))
-        sections["matmuls"] = {"all": matmuls(module), "fp8": fp8_matmuls(module)}
+        sections["matmuls"] = {"all": matmuls(module), "fp8": fp8_matmuls(module), "fp8_expected": fp8_expected}
     except (ValueError, AssertionError) as error:  # a form of HLO text that we cannot read must not stop a run
         sections["collectives"] = f"not readable from this compiler's output: {error}"
     sections["memory"] = predicted_memory(compiled)
@@ -56,8 +57,15 @@ def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 _FALLBACKS = ("xla", "xla_dense", "reference")
-"""Backends that are no GPU kernels, of the operations that have kernels:"""
-_WITH_KERNELS = ("flash_attention", "longformer_attention", "block_sparse_attention")
+"""Backends that are no GPU kernels, of the operations that have kernels; and what to do about such a fallback:"""
+_ATTENTION = "name a backend in model.attention_implementation"
+_FP8 = "leave the layer out in precision.fp8_rules"
+_WITH_KERNELS = {
+    "flash_attention": _ATTENTION,
+    "longformer_attention": _ATTENTION,
+    "block_sparse_attention": _ATTENTION,
+    "fp8_dot_general": _FP8,
+}
 
 
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
@@ -70,5 +78,16 @@ def refuse_fallbacks(choices: Sequence[Choice]) -> None:
         if fell_back and " on cuda" in choice.call and not choice.explicit:
             raise ConfigError(
                 f"observe.fail_on_fallback: {choice}. Change the model so that the preferred backend can run it, "
-                "name a backend in model.attention_implementation, or set observe.fail_on_fallback to false."
+                f"{_WITH_KERNELS[choice.operation]}, or set observe.fail_on_fallback to false."
             )
+
+
+def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the compiled step has fewer FP8 matmuls than it should, by `describe_program`."""
+    counted = ran.get("matmuls")
+    if counted and counted["fp8"] < counted["fp8_expected"]:
+        raise ConfigError(
+            f"observe.fail_on_fallback: the compiled step has {counted['fp8']} FP8 matmuls and should have "
+            f"{counted['fp8_expected']}: XLA made bfloat16 ones of the rest. Drop XLA_FLAGS that are set, leave layers "
+            "out in precision.fp8_rules, or set observe.fail_on_fallback to false."
+        )

@@ -10,6 +10,9 @@ from .rules import (
     current_rules as current_rules,
 )
 from .rules import (
+    gather_parameter as gather_parameter,
+)
+from .rules import (
     gather_weight as gather_weight,
 )
 from .rules import (

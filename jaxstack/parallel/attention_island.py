@@ -32,9 +32,9 @@ def with_local_heads(
       batched: further arrays whose first dim is B, or None.
     """
     rules = current_rules()
-    free = set(rules.mesh.axis_names) - rules.manual if rules and is_sharded() else set()
-    if rules is None or not free:
+    if rules is None or not is_sharded():
         return function(q, k, v, *batched)
+    free = set(rules.free)
     rows, heads = rules.spec(("batch", "act_heads"), (q.shape[0], q.shape[2]))
     split_alike = heads == rules.spec(("act_kv_heads",), (k.shape[2],))[0]
     inner = rules.within(tuple(free))

@@ -8,15 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.rules import Names, current_rules, gather_weight, logical_axis_rules
+from jaxstack.parallel.rules import (
+    axes_of,
+    current_rules,
+    gather_parameter,
+    gather_shards,
+    logical_axis_rules,
+    restrict,
+)
 
 
 def with_local_batch(
     function: Callable[..., jax.Array],
-    weight: jax.Array,
-    names: Names,
+    parameter: nnx.Variable,
     dtype: Any,
     *batched: jax.Array,
     tensor: bool = False,
@@ -29,28 +36,32 @@ def with_local_batch(
         whose first dim are these rows, or 1 for something of all of them, as a sum. With `tensor`, its weight is this
         device's part along the tensor axis, and its result must be equal on all devices of that axis. With `as_stored`
         its weight has the stored dtype unless it is gathered, so that the gradient need not be rounded to `dtype`.
-      weight: a stored parameter with logical axes `names`.
+      parameter: a stored parameter with `logical_axes`.
       batched: arrays whose first dim is the batch.
     """
     rules = current_rules()
-    axes = [a for a in ("data", "fsdp", *(["tensor"] if tensor else [])) if rules and _is_free(rules, a)]
-    if as_stored and (rules is None or not _is_free(rules, "fsdp")):
-        dtype = weight.dtype
-    if rules is None or not axes:
-        return function(gather_weight(weight, names, dtype), *batched)
-    stored = rules.parameter_spec(names, weight.shape)
-    if _is_free(rules, "tensor") and not tensor:
-        # A gather in the island would first make the weight whole over the axis that XLA still partitions.
-        weight, stored = gather_weight(weight, names, dtype), PartitionSpec(*(None for _ in stored))
-    held = PartitionSpec(*(_only(part, axes) for part in stored))
-    rows = PartitionSpec(_only(rules.spec(("batch",))[0], axes))
+    if rules is None:
+        return function(parameter[...] if as_stored else gather_parameter(parameter, dtype), *batched)
+    known = parameter.get_metadata()
+    stored = rules.parameter_spec(known["logical_axes"], known.get("whole_shape", parameter.shape))
+    gathered = any("fsdp" in axes_of(part) for part in stored)
+    if as_stored and not gathered:
+        dtype = parameter[...].dtype
+    wanted = ("data", "fsdp", "expert", *(["tensor"] if tensor else []))
+    axes = [a for a in wanted if rules.splits(a)]
+    # A gather in the island would first make the weight whole over a tensor axis that XLA still partitions.
+    inside = gathered and "fsdp" in axes and (tensor or not rules.splits("tensor"))
+    weight = parameter[...] if inside else gather_parameter(parameter, dtype)
+    if not axes:
+        return function(weight, *batched)
+    held = restrict(stored, [a for a in axes if a != "fsdp" or inside])
+    rows = restrict(rules.spec(("batch",)), axes)
     inner = rules.within(axes)
 
     def local(weight: jax.Array, *batched: jax.Array) -> jax.Array:
-        weight = weight.astype(dtype)
         for dim, part in enumerate(held):
-            if part is not None and "fsdp" in part:
-                weight = jax.lax.all_gather(weight, "fsdp", axis=dim, tiled=True)
+            if "fsdp" in axes_of(part):
+                weight = gather_shards(weight, "fsdp", dim, dtype, rules.reduce)
         with logical_axis_rules(inner):
             return function(weight, *batched)
 
@@ -62,12 +73,3 @@ def with_local_batch(
         axis_names=set(axes),
         check_vma=False,
     )(weight, *batched)
-
-
-def _is_free(rules: Any, axis: str) -> bool:
-    return rules.mesh.shape[axis] > 1 and axis not in rules.manual
-
-
-def _only(part: str | tuple[str, ...] | None, axes: list[str]) -> tuple[str, ...] | None:
-    kept = tuple(a for a in ((part,) if isinstance(part, str) else part or ()) if a in axes)
-    return kept or None

@@ -8,10 +8,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Names = Sequence[str | None]
@@ -28,7 +29,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "layers": (),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": (),
     "residual_length": (),
     "act_embed": (),
@@ -47,6 +48,8 @@ class AxisRules:
     mesh: Mesh
     table: Mapping[str, tuple[str, ...]]
     manual: frozenset[str] = frozenset()
+    reduce: str = "float32"
+    """Dtype in which gradients are summed over devices."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -75,16 +78,19 @@ class AxisRules:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """The stored layout of a parameter: its logical axes, and `fsdp` on the largest free dim if they leave it out.
+        """The layout of a whole parameter of this shape: its logical axes, and `fsdp` on the largest free dim if they
+        leave it out. Axes that a `shard_map` has taken count too.
 
         A parameter without logical axes (somebody else's module) gets `fsdp` alone. Vectors stay whole: they are small,
         and gathering them costs latency only.
         """
+        if self.manual:
+            return dataclasses.replace(self, manual=frozenset()).parameter_spec(names, shape)
         spec = list(self.spec(names or (None,) * len(shape), shape))
         fsdp = self.mesh.shape["fsdp"]
-        taken = any("fsdp" in ((part,) if isinstance(part, str) else part or ()) for part in spec)
+        taken = any("fsdp" in axes_of(part) for part in spec)
         matrix = len(shape) - ("layers" in (names or ())) > 1
-        if fsdp > 1 and matrix and not taken and "fsdp" not in self.manual:
+        if fsdp > 1 and matrix and not taken:
             free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
             dims = [d for d in free if shape[d] % fsdp == 0]
             if dims:
@@ -93,12 +99,36 @@ class AxisRules:
             spec = [None if part == "fsdp" else part for part in spec]
         return PartitionSpec(*spec)
 
+    def batch_spec(self, shape: Sequence[int]) -> PartitionSpec:
+        """The layout of an array of the global batch: rows split over the batch axes, everything else whole."""
+        return self.spec(("batch",), shape[:1])
+
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """The axes that no surrounding `shard_map` has taken, along which XLA partitions."""
+        return tuple(a for a in self.mesh.axis_names if a not in self.manual)
+
+    def splits(self, axis: str) -> bool:
+        """Whether XLA partitions along this axis: it has more than one device, and no `shard_map` has taken it."""
+        return self.mesh.shape[axis] > 1 and axis not in self.manual
 
     def within(self, manual: Sequence[str]) -> "AxisRules":
         """The rules as they stand inside a `shard_map` that is manual over these axes."""
         return dataclasses.replace(self, manual=self.manual | set(manual))
+
+
+def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of one dim of a PartitionSpec."""
+    return (part,) if isinstance(part, str) else part or ()
+
+
+def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """The spec without the mesh axes that are not among `axes`."""
+    kept = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
+    return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
 
 
 def _is_stack(names: Names | None, dim: int) -> bool:
@@ -106,14 +136,24 @@ def _is_stack(names: Names | None, dim: int) -> bool:
 
 
 def make_rules(
-    mesh: Mesh, *, sequence: bool = False, overrides: Mapping[str, tuple[str, ...]] | None = None
+    mesh: Mesh,
+    *,
+    sequence: bool = False,
+    reduce: str = "float32",
+    overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
-    """The standard table on `mesh`; `sequence` is Megatron's sequence parallelism on the tensor axis."""
+    """The standard table on `mesh`.
+
+    Args:
+      sequence: Megatron's sequence parallelism on the tensor axis.
+      reduce: dtype in which gradients are summed over devices.
+      overrides: rows of the table to change or add.
+    """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
         table["residual_length"] = ("tensor",)
     table.update(overrides or {})
-    return AxisRules(mesh, table)
+    return AxisRules(mesh, table, reduce=reduce)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
@@ -136,9 +176,9 @@ def current_rules() -> AxisRules | None:
 
 
 def is_sharded() -> bool:
-    """Whether the current rules spread arrays over more than one device."""
+    """Whether XLA spreads arrays over more than one device under the current rules."""
     rules = _current.get()
-    return rules is not None and math.prod(rules.mesh.shape.values()) > 1
+    return rules is not None and rules.degree(rules.free) > 1
 
 
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
@@ -160,23 +200,91 @@ def _placed(rules: AxisRules, spec: PartitionSpec) -> "Placement":
     return spec if rules.manual else NamedSharding(rules.mesh, spec)
 
 
-def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+def gather_weight(
+    x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None, shape: Sequence[int] | None = None
+) -> jax.Array:
     """A stored parameter as the computation wants it: cast, and whole over `fsdp`; its gradient lies as it is stored.
 
-    The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
-    moves activations instead of weights when the use is inside a layer scan.
-    """
-    rules = _current.get()
-    if dtype is not None and x.ndim > 1:
-        x = x.astype(dtype)
-    if rules is None or rules.mesh.shape["fsdp"] == 1 or "fsdp" in rules.manual:
-        return x
-    stored = rules.parameter_spec(names, x.shape)
-    whole = PartitionSpec(*(_without(part, "fsdp") for part in stored))
-    if stored == whole:
-        return x
-    return _gather(x, _placed(rules, stored), _placed(rules, whole))
+    Inside a `shard_map` over `fsdp` it is this device's shard that is cast and gathered, and its gradient is summed
+    over the axis in the rules' `reduce` dtype.
 
+    Args:
+      shape: of the whole parameter, where `x` is a shard of it.
+    """
+    wanted = x.dtype if dtype is None or x.ndim < 2 else jax.numpy.dtype(dtype)
+    dim = fsdp_dim(names, shape or x.shape)
+    rules = _current.get()
+    if rules is None or dim is None:
+        return x.astype(wanted)
+    if "fsdp" in rules.manual:
+        return gather_shards(x, "fsdp", dim, wanted, rules.reduce)
+    stored = rules.parameter_spec(names, shape or x.shape)
+    whole = restrict(stored, set(rules.free) - {"fsdp"})
+    # The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
+    # moves activations instead of weights when the use is inside a layer scan.
+    return _gather(x.astype(wanted), _placed(rules, restrict(stored, rules.free)), _placed(rules, whole))
+
+
+def fsdp_dim(names: Names | None, shape: Sequence[int]) -> int | None:
+    """The dim along which a parameter of this (whole) shape lies on the `fsdp` axis; None where it is whole."""
+    rules = _current.get()
+    if rules is None or rules.mesh.shape["fsdp"] == 1:
+        return None
+    stored = rules.parameter_spec(names, shape)
+    return next((d for d, part in enumerate(stored) if "fsdp" in axes_of(part)), None)
+
+
+def gather_values(x: jax.Array, names: Names | None, shape: Sequence[int]) -> jax.Array:
+    """Values of a parameter's shape that lie as it is stored, whole over `fsdp`, moved in their own dtype.
+
+    Without a gradient: for what is derived from a parameter, such as its FP8 form.
+    """
+    rules, dim = _current.get(), fsdp_dim(names, shape)
+    x = jax.lax.stop_gradient(x)
+    if rules is None or dim is None:
+        return x
+    if "fsdp" in rules.manual:
+        return jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
+    stored = rules.parameter_spec(names, shape)
+    whole = restrict(stored, set(rules.free) - {"fsdp"})
+    return _gather(x, _placed(rules, restrict(stored, rules.free)), _placed(rules, whole))
+
+
+def maximum_over_shards(x: jax.Array) -> jax.Array:
+    """The maximum over the `fsdp` axis of what each device has computed of its shard, in a `shard_map` over it."""
+    rules = _current.get()
+    return jax.lax.pmax(x, "fsdp") if rules is not None and "fsdp" in rules.manual else x
+
+
+def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """`gather_weight` of a Flax variable, which knows the axes and, in a `shard_map`, the shape of its whole."""
+    known = parameter.get_metadata()
+    return gather_weight(parameter[...], known.get("logical_axes"), dtype, known.get("whole_shape"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def gather_shards(x: jax.Array, axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str) -> jax.Array:
+    """Inside a `shard_map` over `axis`: the whole of which `x` is this device's shard along `dim`, moved as `dtype`.
+
+    The gradient is this device's shard of the sum over the axis, summed in the dtype `reduce`.
+    """
+    return jax.lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
+
+
+def _gather_shards_forward(
+    x: jax.Array, axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str
+) -> tuple[jax.Array, jax.Array]:
+    return gather_shards(x, axis, dim, dtype, reduce), jax.numpy.zeros((), x.dtype)
+
+
+def _gather_shards_backward(
+    axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str, like: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array]:
+    part = jax.lax.psum_scatter(gradient.astype(reduce), axis, scatter_dimension=dim, tiled=True)
+    return (part.astype(like.dtype),)
+
+
+gather_shards.defvjp(_gather_shards_forward, _gather_shards_backward)
 
 Placement = NamedSharding | PartitionSpec
 
@@ -196,8 +304,3 @@ def _gather_backward(stored: Placement, whole: Placement, _: None, gradient: jax
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
-
-
-def _without(part: str | tuple[str, ...] | None, axis: str) -> str | tuple[str, ...] | None:
-    axes = tuple(a for a in ((part,) if isinstance(part, str) else part or ()) if a != axis)
-    return axes[0] if len(axes) == 1 else axes or None

@@ -4,11 +4,31 @@ Master weights, optimizer state, accumulated gradients, norms and the softmax ar
 gradients of matrices over devices in the compute dtype.
 """
 
+import re
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxstack.config import Component
+
+_PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
+
+
+class Fp8Rule(Component):
+    """Matmuls of the layers whose weight's path the regular expression is found in; the first that matches holds."""
+
+    path: str
+    """Such as `layers/0/` or `down_proj`; a path is decoder/layers/3/mlp/down_proj/kernel, whether scanned or not."""
+    fp8: bool
+
+    @field_validator("path")
+    @classmethod
+    def _compiles(cls, path: str) -> str:
+        try:
+            re.compile(path)
+        except re.error as error:
+            raise ValueError(f"{path!r} is not a regular expression: {error}.") from None
+        return path
 
 
 class PrecisionConfig(Component):
@@ -17,13 +37,26 @@ class PrecisionConfig(Component):
     compute: Literal["bfloat16", "float32"] | None = Field(default=None)
     """Dtype of activations and of the weights' working copies; left out: bfloat16 on a GPU, float32 on a CPU."""
     fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
+    """How the layers' matmuls are scaled for FP8, if at all: by each tensor's largest value in this step (current) or
+    in the last ones (delayed), or by blocks of 128 values (blockwise)."""
+    fp8_gradients: Literal["e5m2", "e4m3"] = "e5m2"
+    """Format of the gradients that come into a matmul: more range, or more digits. Blockwise always takes e4m3."""
+    fp8_history: int = Field(default=16, ge=1)
+    """Steps that delayed scaling looks back."""
+    fp8_rules: tuple[Fp8Rule, ...] = ()
+    """Exceptions; without them all projections of attention and MLP run in FP8, and nothing else does."""
 
     @model_validator(mode="after")
     def _check(self) -> "PrecisionConfig":
-        if self.fp8 != "none":
-            raise ValueError(f"fp8: {self.fp8} is not available in this version; use fp8: none.")
+        if self.fp8_rules and self.fp8 == "none":
+            raise ValueError("fp8_rules say which matmuls run in FP8, but fp8 is none; choose a recipe or drop them.")
         return self
 
     def compute_dtype(self, platform: str) -> str:
         """The dtype's name with the default of the platform (`cpu`, `gpu`, ...) filled in."""
         return self.compute or ("float32" if platform == "cpu" else "bfloat16")
+
+    @property
+    def path_rules(self) -> tuple[tuple[str, bool], ...]:
+        """(path, whether it runs in FP8), for `jaxstack.tree_rules.match`."""
+        return (*((rule.path, rule.fp8) for rule in self.fp8_rules), (_PROJECTIONS, True), (".*", False))

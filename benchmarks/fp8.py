@@ -1,0 +1,130 @@
+"""FP8 matrix products, quantisation included, against bfloat16, at the shapes of llama3-1b and llama3-8b layers.
+
+    python benchmarks/fp8.py                                  # about 4 minutes on an H200
+    python benchmarks/fp8.py --model llama3-8b --recipes bfloat16 current
+
+A work is one weight: x [rows, D] times [D, outputs]. "forward" quantises both and multiplies; "forward and backward"
+also quantises the incoming gradient and computes both gradients. "FP8 matmul alone" is what the forward would take
+were its operands in FP8 already. Rows are appended to benchmarks/results/fp8.jsonl.
+"""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.rows import append_rows, print_table
+from benchmarks.timing import median_seconds
+from jaxstack.precision.recipe import FP8_COMPILER_OPTIONS
+from pallas_kernels import empty_fp8_state, fp8_multiply, record_choices
+from pallas_kernels.fp8.api import RECIPES as FP8_RECIPES
+from pallas_kernels.fp8.formats import E4M3, dequantize, quantize
+
+WORKS = {
+    "llama3-1b": {"rows": 32768, "q_proj": (2048, 2048), "gate_proj": (2048, 8192), "down_proj": (8192, 2048)},
+    "llama3-8b": {"rows": 16384, "q_proj": (4096, 4096), "gate_proj": (4096, 14336), "down_proj": (14336, 4096)},
+}
+RECIPES = ("bfloat16", *FP8_RECIPES)
+PASSES = {"forward": 2, "forward and backward": 6}
+"""FLOPs of a multiply-add: one product, or three."""
+
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def make_product(recipe: str) -> Product:
+    """x, w -> x @ w in one recipe."""
+    if recipe == "bfloat16":
+        return jnp.matmul
+    states = (empty_fp8_state(),) if recipe == "delayed" else (None,)
+    return lambda x, w: fp8_multiply(x, (w,), recipe=recipe, states=states)[0]
+
+
+def make_pass(product: Product, name: str) -> Callable[..., Any]:
+    """A pass as a function of x, w and the incoming gradient."""
+    if name == "forward":
+        return lambda x, w, gradient: product(x, w)
+
+    def both(x: jax.Array, w: jax.Array, gradient: jax.Array) -> Any:
+        out, pull = jax.vjp(product, x, w)
+        return out, pull(gradient)
+
+    return both
+
+
+def seconds(function: Callable[..., Any], *arrays: Any) -> tuple[float, str]:
+    """Median time of a call, and the backend that it took."""
+    with record_choices() as choices:
+        lowered = jax.jit(function).lower(*arrays)
+    options: Any = dict(FP8_COMPILER_OPTIONS) if arrays[0].device.platform == "gpu" else None
+    run = functools.partial(lowered.compile(compiler_options=options), *arrays)
+    return median_seconds(run, jax.block_until_ready), choices[0].backend if choices else "xla"
+
+
+def measure(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -> list[dict[str, Any]]:
+    """Rows of one recipe at one shape."""
+    (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
+    described = {"work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack"}
+    found = []
+    for pass_name, flops in PASSES.items():
+        time, backend = seconds(make_pass(make_product(recipe), pass_name), *arrays)
+        rate = flops * rows * inner * outputs / time / 1e12
+        row = {"recipe": recipe, "pass": pass_name, "backend": backend}
+        found.append({**described, **row, "milliseconds": 1e3 * time, "tflops_per_device": rate})
+    return found
+
+
+def measure_alone(model: str, name: str, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
+    """The FP8 matmul with operands that are quantised before, both with the summed dim contiguous."""
+    x, w = quantize(arrays[0], E4M3), quantize(arrays[1].T, E4M3)
+
+    def product(x: Any, w: Any) -> jax.Array:
+        return dequantize(x, jnp.bfloat16) @ dequantize(w, jnp.bfloat16).T
+
+    options: Any = dict(FP8_COMPILER_OPTIONS) if arrays[0].device.platform == "gpu" else None
+    run = functools.partial(jax.jit(product).lower(x, w).compile(compiler_options=options), x, w)
+    time = median_seconds(run, jax.block_until_ready)
+    (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
+    return {
+        "work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack",
+        "recipe": "current", "pass": "FP8 matmul alone", "backend": "cublas",
+        "milliseconds": 1e3 * time, "tflops_per_device": 2 * rows * inner * outputs / time / 1e12,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(WORKS), choices=WORKS)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--rows", type=int, help="tokens; default: those of a step of the model on one device")
+    args = parser.parse_args()
+    device = {"device": jax.devices()[0].device_kind, "devices": 1}
+    rows: list[dict[str, Any]] = []
+    for model in args.model:
+        tokens = args.rows or WORKS[model]["rows"]
+        for name, shape in WORKS[model].items():
+            if name == "rows":
+                continue
+            keys = jax.random.split(jax.random.key(0), 3)
+            x = jax.random.normal(keys[0], (tokens, shape[0]), jnp.bfloat16)
+            w = jax.random.normal(keys[1], shape, jnp.bfloat16) * 0.02
+            gradient = jax.random.normal(keys[2], (tokens, shape[1]), jnp.bfloat16) * 1e-3
+            arrays = (x, w, gradient)
+            if "current" in args.recipes:
+                rows.append({**measure_alone(model, name, arrays), **device})
+            for recipe in args.recipes:
+                rows += [{**row, **device} for row in measure(model, name, recipe, arrays)]
+    append_rows("fp8", rows)
+    print_table(rows, ["work", "shape", "recipe", "pass", "backend", "milliseconds", "tflops_per_device"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Which matmuls of a Transformer run in FP8."""
+
+from typing import Any
+
+from flax import nnx
+
+from jaxstack.errors import ConfigError
+from jaxstack.models.stack import Stack
+from jaxstack.models.transformer import Transformer
+from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision.recipe import Fp8Matmul, use_fp8
+from jaxstack.tree_rules import match
+
+_PRODUCTS = 3
+"""Matmuls of a layer in a step: forward, gradient of the input, gradient of the weight."""
+
+
+def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
+    """The model with its dense layers' matmuls as `precision` says; changed in place.
+
+    Raises:
+      ConfigError: a rule tells apart layers that one scan runs.
+    """
+    if precision.fp8 == "none":
+        return model
+    matmul = Fp8Matmul(precision.fp8, precision.fp8_gradients)
+
+    def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
+        names = _paths(model.decoder, path)
+        chosen = {name: match(name, precision.path_rules) for name in names}
+        if len(set(chosen.values())) > 1:
+            fp8, plain = ([name for name in names if chosen[name] is wanted] for wanted in (True, False))
+            raise ConfigError(
+                f"precision.fp8_rules: {fp8[0]} is to run in FP8 and {plain[0]} is not, but one scan runs both; "
+                "set model.scan_layers to false, or drop the layer's number from the rule."
+            )
+        return matmul if chosen[names[0]] else None
+
+    use_fp8(model, choose, history=precision.fp8_history)
+    return model
+
+
+def count_fp8_matmuls(model: nnx.Module) -> int:
+    """How many FP8 matmuls a forward and backward pass needs at least."""
+    layers = [node for _, node in nnx.iter_modules(model) if isinstance(getattr(node, "dot_general", None), Fp8Matmul)]
+    stacked = [layer.kernel for layer in layers if layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)]
+    return _PRODUCTS * (len(layers) - len(stacked) + sum(kernel.shape[0] for kernel in stacked))
+
+
+def _paths(stack: Stack, path: tuple[Any, ...]) -> list[str]:
+    """The weight's path in each layer of the model that this layer of the module stands for."""
+    if path[:2] != ("decoder", "layers"):
+        return ["/".join(map(str, (*path, "kernel")))]
+    numbers = stack.numbers(int(path[2]))
+    return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]

@@ -1,0 +1,158 @@
+"""`fp8_dot_general`: a `dot_general` in FP8 for any layer, differentiable, with a choice of how operands are scaled."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import NotSupported, select
+from pallas_kernels.fp8.backends import BACKENDS, Request
+from pallas_kernels.fp8.formats import GRADIENT_FORMATS, Quantized
+from pallas_kernels.fp8.per_tensor import Plan
+
+RECIPES = tuple(BACKENDS)
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight that is in FP8 already, e.g. because it was gathered over devices as such.
+
+    Attributes:
+        carrier: what the gradient of the weight goes to; its value is not used.
+        quantized: E4M3, scaled as the recipe does.
+    """
+
+    carrier: jax.Array
+    quantized: Quantized
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight."""
+        return self.carrier.shape
+
+    def reshape(self, *shape: int) -> "QuantizedWeight":
+        """The weight with its dims merged; summed dims stay apart from the others."""
+        values, inverse_scale = self.quantized
+        return QuantizedWeight(self.carrier.reshape(*shape), Quantized(values.reshape(*shape), inverse_scale))
+
+
+def fp8_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: Any = None,
+    *,
+    recipe: str = "current",
+    gradients: str = "e5m2",
+    state: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`jax.lax.dot_general` of an activation and a weight, both in E4M3, sums in float32; gradients in FP8 too.
+
+    Linen and NNX layers take it as it is: `nnx.Linear(..., dot_general=fp8_dot_general)`. On Hopper GPUs give XLA
+    `xla_gpu_enable_triton_gemm=False` (a compiler option), or it may not use its FP8 matmul.
+
+    Args:
+        lhs: the activation, bfloat16 or float32.
+        rhs: the weight, of the same dtype.
+        dimension_numbers: as `jax.lax.dot_general`'s, without batch dims.
+        precision: not used: it is given by the formats.
+        preferred_element_type: of the result; default: the dtype of `lhs`.
+        out_sharding: must be None: a layout is chosen by constraints around the call.
+        recipe: "current": one scale a tensor, from its largest magnitude; "delayed": the same, from the magnitudes of
+            the last steps in `state`; "blockwise": one scale for 128 values of an activation or gradient and for
+            128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437).
+        gradients: the format of the incoming gradient, "e5m2" (more range) or "e4m3" (more digits; blockwise: always).
+        state: of delayed scaling, from `empty_fp8_state`; the gradient with respect to it makes the next one
+            (`updated_fp8_state`).
+        implementation: a name of the recipe's backends; None takes the first that fits.
+
+    Returns:
+        What `dot_general` returns: the free dims of lhs, then those of rhs.
+
+    Raises:
+        ValueError: an argument breaks a rule. `NotSupported` (a ValueError): the named implementation cannot do it.
+    """
+    del precision
+    (lhs_dims, rhs_dims), batch = dimension_numbers
+    _check(lhs, rhs, batch, out_sharding)
+    x = _move(lhs, lhs_dims, to_end=True)
+    weight = _move(rhs, rhs_dims, to_end=False)
+    (out,) = fp8_multiply(
+        x,
+        (weight,),
+        contracted=len(lhs_dims),
+        output=preferred_element_type,
+        recipe=recipe,
+        gradients=gradients,
+        states=(state,),
+        implementation=implementation,
+    )
+    return out
+
+
+def fp8_multiply(
+    x: jax.Array,
+    weights: Sequence[jax.Array | QuantizedWeight],
+    *,
+    contracted: int = 1,
+    output: jax.typing.DTypeLike | None = None,
+    recipe: str = "current",
+    gradients: str = "e5m2",
+    states: Sequence[jax.Array | None] | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+    """x [rows, D] times each weight [D, outputs], as `fp8_dot_general`; x is quantised once for all.
+
+    Args:
+        contracted: the number of dims that D stands for.
+        output: dtype of the results; default: that of x.
+        states: one a weight with delayed scaling.
+    """
+    states = tuple(states or [None] * len(weights))
+    _check_recipe(recipe, gradients, states)
+    carriers = tuple(w.carrier if isinstance(w, QuantizedWeight) else w for w in weights)
+    quantized = tuple(w.quantized if isinstance(w, QuantizedWeight) else None for w in weights)
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype != x.dtype for w in carriers):
+        shown = ", ".join(str(w.dtype) for w in carriers)
+        raise ValueError(f"FP8 products take bfloat16 or float32, both alike; got {x.dtype} times {shown}; cast them")
+    inner = x.shape[x.ndim - contracted :]
+    if any(w.shape[:contracted] != inner for w in carriers):
+        raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in carriers]}")
+    plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients)
+    request = Request(plan, x, carriers, quantized, states)
+    return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)
+
+
+def _check_recipe(recipe: str, gradients: str, states: tuple[jax.Array | None, ...]) -> None:
+    if recipe not in BACKENDS:
+        raise ValueError(f"recipe must be one of {', '.join(map(repr, RECIPES))}; got {recipe!r}")
+    if gradients not in GRADIENT_FORMATS:
+        raise ValueError(f"gradients must be one of {', '.join(map(repr, GRADIENT_FORMATS))}; got {gradients!r}")
+    given = sum(state is not None for state in states)
+    if given != (len(states) if recipe == "delayed" else 0):
+        raise ValueError(
+            f"a state is for recipe 'delayed' and only for it; got recipe {recipe!r} with {given} states "
+            f"for {len(states)} weights; make one with empty_fp8_state()"
+        )
+
+
+def _check(lhs: jax.Array, rhs: jax.Array, batch: Any, out_sharding: Any) -> None:
+    if any(batch):
+        raise ValueError(f"fp8_dot_general has no batch dims, got {batch}; use jax.vmap, or a plain dot_general here")
+    if out_sharding is not None:
+        raise ValueError(f"fp8_dot_general takes no out_sharding, got {out_sharding}; constrain its result instead")
+    if 0 in (math.prod(lhs.shape), math.prod(rhs.shape)):
+        raise ValueError(f"empty operands have no scale: got {list(lhs.shape)} and {list(rhs.shape)}")
+
+
+def _move(x: jax.Array, dims: Sequence[int], *, to_end: bool) -> jax.Array:
+    """Brings the summed dims to one end, in the order of `dims`."""
+    dims = [d % x.ndim for d in dims]
+    rest = [d for d in range(x.ndim) if d not in dims]
+    order = [*rest, *dims] if to_end else [*dims, *rest]
+    return x if order == list(range(x.ndim)) else jnp.transpose(x, order)

@@ -1,0 +1,91 @@
+"""Which backends compute an FP8 product, by recipe.
+
+One scale a tensor is a pattern that XLA's own compiler turns into cuBLASLt's FP8 matmul; XLA knows none for blocks.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import jax
+
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.fp8 import blockwise, mosaic, per_tensor
+from pallas_kernels.fp8.formats import Quantized
+from pallas_kernels.fp8.per_tensor import Plan
+from pallas_kernels.target import Target, current_target
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, checked: x [rows, D] times weights [D, outputs]."""
+
+    plan: Plan
+    x: jax.Array
+    weights: tuple[jax.Array, ...]
+    quantized: tuple[Quantized | None, ...]
+    states: tuple[jax.Array | None, ...]
+    target: Target = field(default_factory=current_target)
+
+    @property
+    def sizes(self) -> list[tuple[int, int, int]]:
+        """(rows, summed, outputs) of each product, several dims as one."""
+        contracted = self.plan.contracted
+        rows = math.prod(self.x.shape[: self.x.ndim - contracted])
+        inner = math.prod(self.x.shape[self.x.ndim - contracted :])
+        return [(rows, inner, math.prod(w.shape[contracted:])) for w in self.weights]
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{m} x {k} x {n}" for m, k, n in self.sizes)
+        return f"{shown} {self.plan.dtype}, gradients {self.plan.gradients} on {self.target}"
+
+
+_ALIGNMENT = 16
+
+
+def _cublas_refuses(request: Request) -> str | None:
+    target = request.target
+    if target.platform != "cuda" or target.compute_capability is None or target.compute_capability < (8, 9):
+        return f"FP8 tensor cores are in NVIDIA GPUs from compute capability 8.9 on; lowered for {target}"
+    uneven = [size for size in request.sizes if any(n % _ALIGNMENT for n in size)]
+    if uneven:
+        shown = " x ".join(map(str, uneven[0]))
+        return f"rows, summed and output dims must be multiples of {_ALIGNMENT}, as FP8 tensor cores take them; got {shown}"
+    return None
+
+
+def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
+    return per_tensor.multiply(request.plan, request.x, request.weights, request.quantized, request.states)
+
+
+def _mosaic_refuses(request: Request) -> str | None:
+    dtypes = (request.plan.dtype, request.plan.output)
+    return mosaic.refuses(request.target, dtypes, request.sizes)
+
+
+def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:
+    return blockwise.multiply(operations, request.plan, request.x, request.weights, request.quantized)
+
+
+_CUBLAS = Backend("cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_refuses, _per_tensor)
+_PLAIN = Backend("xla", "the same rounded numbers in bfloat16 or float32 products", lambda request: None, _per_tensor)
+
+BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "current": (_CUBLAS, _PLAIN),
+    "delayed": (_CUBLAS, _PLAIN),
+    "blockwise": (
+        Backend(
+            "mosaic",
+            "the tensor cores' FP8 rate, scales applied in registers",
+            _mosaic_refuses,
+            functools.partial(_blockwise, mosaic.MOSAIC),
+            opaque=True,
+        ),
+        Backend(
+            "xla",
+            "the same rounded numbers in bfloat16 or float32 products",
+            lambda request: None,
+            functools.partial(_blockwise, blockwise.XLA),
+        ),
+    ),
+}

@@ -1,0 +1,59 @@
+"""Blockwise FP8 products by our own Hopper kernels: what they take, and how they are called."""
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fp8 import blockwise
+from pallas_kernels.fp8.blockwise import BLOCK, Operations
+from pallas_kernels.fp8.formats import Quantized
+from pallas_kernels.target import Target, multiprocessors
+
+_LEAST_JAX = (0, 11)
+# Tests set this to run the kernels on a CPU.
+INTERPRET = False
+
+
+def refuses(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> str | None:
+    """The first rule that products of these (rows, summed, outputs) break."""
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < _LEAST_JAX:
+        return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"
+    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
+        return "this jax has no Mosaic GPU"
+    if not INTERPRET and (target.platform != "cuda" or target.compute_capability != (9, 0)):
+        return f"is written for Hopper (compute capability 9.0), lowered for {target}"
+    if any(jnp.dtype(dtype) != jnp.bfloat16 for dtype in dtypes):
+        return f"takes and returns bfloat16, got {', '.join(map(str, dtypes))}"
+    uneven = [size for size in sizes if any(n % BLOCK for n in size)]
+    if uneven:
+        shown = " x ".join(map(str, uneven[0]))
+        return f"rows, summed and output dims must be multiples of {BLOCK}, got {shown}"
+    return None
+
+
+def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
+    """a [M, K] @ b [N, K].T -> [M, N]."""
+    # Older releases of jax, on which `refuses` answers, cannot import the kernel.
+    from pallas_kernels.fp8 import mosaic_product
+
+    (rows, width), columns = a.values.shape, b.values.shape[0]
+    columns_scaled = b.inverse_scale.shape[1] == columns
+    # Scales for columns take the registers of a second half.
+    tall = not columns_scaled and rows % (2 * mosaic_product.WARPGROUPS * mosaic_product.ROWS) == 0
+    config = mosaic_product.Config(
+        rows,
+        columns,
+        width,
+        halves=2 if tall else 1,
+        columns_scaled=columns_scaled,
+        output=jnp.dtype(dtype).name,
+        programs=2 if INTERPRET else multiprocessors(),
+        interpret=INTERPRET,
+    )
+    return mosaic_product.product(config, a, b)
+
+
+MOSAIC = Operations(blockwise.quantize_both, product)

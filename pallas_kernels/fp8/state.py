@@ -1,0 +1,46 @@
+"""The state of delayed scaling: the largest magnitudes of the last steps (Micikevicius et al., arXiv:2209.05433).
+
+It travels as a differentiable argument: the gradient of a call with respect to its state is this step's amax (in the
+newest place, zeros behind it). So it comes out of `jax.grad` through scans, rematerialisation and accumulation; from
+several microbatches or devices the maximum is to be taken, and `updated_fp8_state` then makes the next step's state.
+"""
+
+import jax
+import jax.numpy as jnp
+
+ROLES = ("input", "weight", "gradient")
+_FIRST_AMAX = (16.0, 1.0, 1.0)
+"""Assumed in the first step: powers of two above what normalised inputs, weights and gradients have."""
+
+
+def empty_fp8_state(history: int = 16) -> jax.Array:
+    """A fresh state, float32 [3, history]: rows as `ROLES`, newest first, 0 where nothing was seen yet.
+
+    Raises:
+        ValueError: `history` is less than 1.
+    """
+    if history < 1:
+        raise ValueError(f"history must be at least 1 step; got {history}")
+    return jnp.zeros((len(ROLES), history), jnp.float32)
+
+
+def updated_fp8_state(state: jax.Array, gradient: jax.Array) -> jax.Array:
+    """The state after a step: [..., 3, history] with the newest maxima in front; those that are not finite count as 0.
+
+    Args:
+        state: the state that the step ran with.
+        gradient: the gradient with respect to it, combined over microbatches and devices by maximum.
+    """
+    newest = jnp.where(jnp.isfinite(gradient[..., :1]), gradient[..., :1], 0.0)
+    return jnp.concatenate([newest, state[..., :-1]], axis=-1)
+
+
+def expected_amax(state: jax.Array, role: int) -> jax.Array:
+    """The amax [] that the next tensor of this role is scaled for."""
+    seen = jnp.max(state[role])
+    return jnp.where(seen > 0, seen, _FIRST_AMAX[role])
+
+
+def state_gradient(state: jax.Array, amaxes: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+    """What stands for the gradient of `state`: the amaxes of this call in the newest place."""
+    return jnp.zeros_like(state).at[:, 0].set(jnp.stack(amaxes))
