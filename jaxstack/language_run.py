@@ -57,7 +57,7 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         data,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        mesh=make_rules(mesh, sequence=config.parallel.sequence, overlap=config.parallel.overlap),
         train=config.train,
         seed=config.run.seed,
     )

@@ -54,7 +54,7 @@ def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | N
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        mesh=make_rules(mesh, sequence=config.parallel.sequence, overlap=config.parallel.overlap),
         train=config.train,
         seed=config.run.seed,
     )

@@ -3,6 +3,9 @@ from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
 from .island import with_local_batch as with_local_batch
 from .mesh import make_mesh as make_mesh
+from .overlap import gather_project as gather_project
+from .overlap import gather_project_scatter as gather_project_scatter
+from .overlap import project_scatter as project_scatter
 from .rules import (
     AxisRules as AxisRules,
 )

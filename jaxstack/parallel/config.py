@@ -29,6 +29,9 @@ class ParallelConfig(Component):
     expert: int = 1
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
+    overlap: Literal["auto", "always", "never"] = "auto"
+    """With `sequence`, whether matmuls send and receive while they multiply: where that was measured faster, always
+    (where they do not fit, with XLA's collective operations in their place), or never."""
     zero: Literal[0, 1, 2] = 0
     microbatches: int | None = None
     pipeline_schedule: str | None = None

@@ -50,6 +50,8 @@ class AxisRules:
     manual: frozenset[str] = frozenset()
     reduce: str = "float32"
     """Dtype in which gradients are summed over devices."""
+    overlap: str = "auto"
+    """As `ParallelConfig.overlap`."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -140,6 +142,7 @@ def make_rules(
     *,
     sequence: bool = False,
     reduce: str = "float32",
+    overlap: str = "auto",
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -147,13 +150,14 @@ def make_rules(
     Args:
       sequence: Megatron's sequence parallelism on the tensor axis.
       reduce: dtype in which gradients are summed over devices.
+      overlap: as `ParallelConfig.overlap`.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
         table["residual_length"] = ("tensor",)
     table.update(overrides or {})
-    return AxisRules(mesh, table, reduce=reduce)
+    return AxisRules(mesh, table, reduce=reduce, overlap=overlap)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)

@@ -6,7 +6,7 @@ from typing import overload
 import jax
 
 from pallas_kernels.collective_matmul import gradients, mosaic, xla
-from pallas_kernels.collective_matmul.request import make_request
+from pallas_kernels.collective_matmul.request import Request, make_request
 from pallas_kernels.dispatch import Backend, select
 
 BACKENDS = (
@@ -86,3 +86,9 @@ def matmul_reduce_scatter(
     request = make_request("matmul_reduce_scatter", x, (w,), axis_name)
     multiplier = select("matmul_reduce_scatter", BACKENDS, implementation, request).call(request)
     return gradients.multiply_scatter(multiplier, axis_name, x, w)
+
+
+def reason_against_kernels(request: Request) -> str | None:
+    """Why the automatic choice would not take our kernels, if so; for one who has to choose around the `shard_map`."""
+    kernels = BACKENDS[0]
+    return kernels.refuses(request) or kernels.yields(request)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LEAST_JAX = (0, 11)
 _MOST_DEVICES = 8
 _ROWS, _COLUMNS = 128, (256, 128)
-_LEAST_TILES = 4  # for each multiprocessor
+_LEAST_TILES = 3  # for each multiprocessor
 # Tests set this to run the kernels on a CPU, on one device.
 INTERPRET = False
 
@@ -96,12 +96,13 @@ def yields(request: Request) -> str | None:
     """Measured faster where there is work to hide the communication behind; below that nothing is measured."""
     if request.devices == 1:
         return "on one device there is nothing to send"
-    area = request.rows * request.devices * sum(request.inner)
-    tiles, least = area // (_ROWS * _COLUMNS[0]), _LEAST_TILES * multiprocessors()
+    # One kernel's tiles cover F/n columns, the other's D: the backward of each is the other.
+    rows, columns = request.rows * request.devices, min(sum(request.inner), request.width)
+    tiles, least = rows * columns // (_ROWS * _COLUMNS[0]), _LEAST_TILES * multiprocessors()
     if tiles < least:
         return (
-            f"{request.rows * request.devices} rows x {sum(request.inner)} columns are {tiles} tiles of "
-            f"{_ROWS} x {_COLUMNS[0]}: too little to work on while rows travel, below {least}"
+            f"{rows} rows x {columns} columns are {tiles} tiles of {_ROWS} x {_COLUMNS[0]}: too little to work on while "
+            f"rows travel, below {least}"
         )
     return None
 

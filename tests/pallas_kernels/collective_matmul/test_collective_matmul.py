@@ -168,7 +168,7 @@ def test_an_older_jax_is_refused():
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="is refused there")
 @pytest.mark.parametrize(("tokens", "backend"), [(256, "xla"), (16384, "mosaic")])
 def test_by_itself_it_takes_the_kernel_where_there_is_enough_to_multiply(tokens, backend):
-    x, w = jax.ShapeDtypeStruct((tokens, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256, 4096), jnp.bfloat16)
+    x, w = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16), jax.ShapeDtypeStruct((2048, 4096), jnp.bfloat16)
     with lowering_platform("cuda"), record_choices() as choices:
         jax.eval_shape(sharded(GATHER, 2), x, w)
     assert choices[0].backend == backend

@@ -32,7 +32,8 @@ def arrays():
 
 def compiled(arrays, implementation):
     mesh, arguments = arrays
-    mapped = jax.shard_map(mlp(implementation), mesh=mesh, in_specs=(DOWN, UP, UP, DOWN), out_specs=DOWN, check_vma=False)
+    specs = DOWN, UP, UP, DOWN
+    mapped = jax.shard_map(mlp(implementation), mesh=mesh, in_specs=specs, out_specs=DOWN, check_vma=False)
 
     def loss(*arguments):
         return (mapped(*arguments).astype(jnp.float32) ** 2).mean()
