@@ -41,7 +41,9 @@ class Evaluator:
         host, size = self._host_batches(max_tokens)
         began, sums = time.perf_counter(), LossSum(jnp.zeros(()), jnp.zeros(()))
         for batch, _ in device_batches(host, rules.sharding(rules.spec(("batch",))), global_batch_size=size):
-            sums = jax.tree.map(jnp.add, sums, self._step(params, rest, batch))
+            with jax.set_mesh(rules.mesh):  # as `Trainer.compile`
+                found = self._step(params, rest, batch)
+            sums = jax.tree.map(jnp.add, sums, found)
         total, weight = (float(x) for x in jax.device_get(sums))
         if not weight:
             return None

@@ -123,7 +123,8 @@ class Trainer:
         step = jax.jit(
             self.steps.train_step, donate_argnums=0, out_shardings=(self.shardings, self.rules.sharding(jax.P()))
         )
-        with record_choices() as choices:
+        # In a `shard_map` within another the kernels that reach other devices' memory learn from it which these are.
+        with jax.set_mesh(self.rules.mesh), record_choices() as choices:
             lowered = step.lower(self.abstract_state, dict(batch))
         self.choices = list(choices)
         self._compiled = lowered.compile(compiler_options=self._compiler_options())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh refuses to answer while a function is traced
 from jax.sharding import PartitionSpec
 
 from jaxstack.parallel.rules import AxisRules, current_rules, logical_axis_rules
@@ -141,6 +142,8 @@ def _rules_for(
     if rules is None or len(shape) != 3 or not rules.splits(AXIS) or rules.table["residual_length"] != (AXIS,):
         return None
     devices = rules.mesh.shape[AXIS]
+    if unsuitable is None and rules.manual and get_concrete_mesh().empty:
+        unsuitable = "inside a shard_map over other axes the mesh must be in context: call within jax.set_mesh(mesh)"
     split = [kernel.shape[1] for kernel in gathering] + [kernel.shape[0] for kernel in scattering]
     if unsuitable is None and (shape[1] % devices or any(size % devices for size in split)):
         unsuitable = (
