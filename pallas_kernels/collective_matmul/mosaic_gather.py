@@ -33,6 +33,7 @@ class _Arrays(NamedTuple):
     gathered: Any
 
 
+@functools.partial(jax.jit, static_argnums=0)  # equal calls, one a layer, are traced and lowered once
 def gather_multiply(
     product: Product, x: jax.Array, weights: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:

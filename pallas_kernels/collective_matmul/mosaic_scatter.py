@@ -31,6 +31,7 @@ class _Arrays(NamedTuple):
     partial: Any
 
 
+@functools.partial(jax.jit, static_argnums=0)  # equal calls, one a layer, are traced and lowered once
 def multiply_scatter(product: Product, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
     """The sum over the devices, and over the pairs, of x @ w, of which this one gets its rows: [rows, columns].
 
