@@ -14,6 +14,7 @@ import optax
 from jaxstack.functional import FunctionalModule
 from jaxstack.gradients import Batch, LossFunction, make_gradients
 from jaxstack.loss import LossSum
+from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.state import TrainState
 
@@ -42,7 +43,7 @@ class StepFunctions:
         self.gradients = make_gradients(module, loss, rules, accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped (scalars).
+        """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped, expert_overload (scalars).
 
         A step whose loss or gradients are not finite changes nothing but the step count and `skipped`.
         """
@@ -50,7 +51,7 @@ class StepFunctions:
         sums, rest = self.gradients(state.params, state.rest, batch, key)
         weight = jnp.maximum(sums.weight, 1.0)
         gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
-        loss, norm = sums.loss / weight, optax.global_norm(gradients)
+        loss, norm = sums.loss / weight, gradient_norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -71,6 +72,9 @@ class StepFunctions:
             "weight": sums.weight,
             "skipped": skipped,
         }
+        overload = largest_overload(gradients)
+        if overload is not None:
+            metrics["expert_overload"] = overload
         if self.learning_rate is not None:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics

@@ -1,7 +1,7 @@
 """Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import optax
 from jax.sharding import Mesh
 
 from jaxstack.data.device import device_batches, local_rows
+from jaxstack.errors import ConfigError
 from jaxstack.evaluation import Evaluator
-from jaxstack.feed import abstract_batch, as_source, batch_sharding, check_batch
+from jaxstack.feed import BatchShardings, abstract_batch, arrange, as_source, batch_sharding, check_batch
 from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
@@ -22,7 +23,7 @@ from jaxstack.precision.recipe import FP8_COMPILER_OPTIONS
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
-from pallas_kernels import Choice, record_choices
+from pallas_kernels import Choice, NotSupported, record_choices
 
 
 class Trainer:
@@ -119,13 +120,20 @@ class Trainer:
         return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
-        """Compiles the train step ahead of its first use; `choices` then tells which kernels it took."""
+        """Compiles the train step ahead of its first use; `choices` then tells which kernels it took.
+
+        Raises:
+          ConfigError: a kernel or method that was asked for by name cannot compute what the model needs.
+        """
         step = jax.jit(
             self.steps.train_step, donate_argnums=0, out_shardings=(self.shardings, self.rules.sharding(jax.P()))
         )
-        # In a `shard_map` within another the kernels that reach other devices' memory learn from it which these are.
-        with jax.set_mesh(self.rules.mesh), record_choices() as choices:
-            lowered = step.lower(self.abstract_state, dict(batch))
+        try:
+            # In a shard_map within another the kernels that reach other devices' memory learn from it which these are.
+            with jax.set_mesh(self.rules.mesh), record_choices() as choices:
+                lowered = step.lower(self.abstract_state, dict(batch))
+        except NotSupported as error:
+            raise ConfigError(str(error)) from None
         self.choices = list(choices)
         self._compiled = lowered.compile(compiler_options=self._compiler_options())
         return self._compiled
@@ -156,13 +164,17 @@ class Trainer:
         """Global batches on the devices from batch `start` on, each with the seconds waited for it."""
         size = self.train.global_batch_size
         host = self.data.batches(global_batch_size=size, rows=self.host_rows(size), start=start)
-        return device_batches(host, batch_sharding(self.rules, (size,)), global_batch_size=size)
+        return self._place(host, size)
 
     def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A whole global batch, laid out on the devices."""
         size = len(next(iter(check_batch(batch).values())))
-        (placed, _), *_ = device_batches(iter([batch]), batch_sharding(self.rules, (size,)), global_batch_size=size)
+        (placed, _), *_ = self._place(iter([batch]), size)
         return placed
+
+    def _place(self, host: Iterator[Mapping[str, np.ndarray]], size: int) -> Any:
+        arranged = (arrange(batch, self.rules) for batch in host)
+        return device_batches(arranged, BatchShardings(self.rules, size), global_batch_size=size)
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on a global batch on the devices; returns its metrics, not waited for."""
@@ -173,9 +185,13 @@ class Trainer:
         self._state, metrics = step(self.state, dict(batch))
         return metrics
 
-    def evaluate(self, max_tokens: int | None = None) -> dict[str, float] | None:
-        """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data."""
-        return self.evaluator.run(self.state.params, self.state.rest, max_tokens)
+    def evaluate(
+        self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data, or
+        where `stop`, asked after each batch, gives it up.
+        """
+        return self.evaluator.run(self.state.params, self.state.rest, max_tokens, stop)
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
         """Trains until `train.steps`, resuming from the newest checkpoint in `run_dir`.

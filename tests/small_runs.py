@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxstack.language_run import layout_rules
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer, in_fp8
-from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parallel import make_mesh
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
 
@@ -54,7 +55,7 @@ def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | N
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence, overlap=config.parallel.overlap),
+        mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
     )

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from jaxstack.config import Component
 from jaxstack.models.attention_kinds import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention_kinds.base import Heads
+from jaxstack.models.moe.config import MoEConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -77,6 +78,8 @@ class ModelConfig(Component):
     mlp: Literal["gated", "plain"] = "gated"
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
     mlp_bias: bool = False
+    moe: MoEConfig | None = None
+    """Left out: every feed-forward sublayer is dense."""
 
     tie_word_embeddings: bool = False
     scale_embeddings: bool = False
@@ -121,6 +124,8 @@ class ModelConfig(Component):
                 f"layer_types must have between 1 and num_layers ({self.num_layers}) entries; found "
                 f"{len(self.layer_types)}."
             )
+        if self.moe is not None and self.mlp_bias:
+            raise ValueError("mlp_bias must be false with moe: experts have no biases.")
         self.attention.check(self)
         return self
 
@@ -142,6 +147,16 @@ class ModelConfig(Component):
         if self.mlp == "plain":
             return 4 * self.hidden_size
         return -(-self.hidden_size * 8 // 3 // 64) * 64
+
+    @property
+    def expert_size(self) -> int:
+        """moe.moe_intermediate_size with the default filled in."""
+        size = self.moe.moe_intermediate_size if self.moe is not None else None
+        return size or self.feed_forward_size
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the feed-forward sublayer of the layer of this index, from 0, is a mixture of experts."""
+        return self.moe is not None and self.moe.is_mixture(layer)
 
     @property
     def attention_scale(self) -> float:

@@ -1,9 +1,10 @@
 """Many equal blocks as one: parameters stacked along a leading `layers` dim, run by a scan, or unrolled.
 
-Layers that alternate (windows) form groups: a period of p kinds is p stacks, scanned together; a remainder is unrolled.
+Layers that alternate (windows, experts) form groups: a period of p kinds is p stacks, scanned together; what comes
+before and a remainder are unrolled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel import gather_parameter
+from jaxstack.parallel import gather_parameter, gathers_shards, save_all_but_gathered
 from pallas_kernels import save_attention
 
 Caches = list[Any] | None
@@ -60,71 +61,86 @@ def stack_blocks(make: Callable[[nnx.Rngs], Block], count: int, rngs: nnx.Rngs) 
 class Stack(nnx.Module):
     """The layers of a Transformer.
 
-    `layers` are blocks; the first `period` of them are stacked `repeats` times when `config.scan_layers`.
+    `layers` are blocks. With `config.scan_layers` those from `lead` to `lead + period` are stacked `repeats` times;
+    the others (dense layers before a mixture of experts, what is left of the last period) are single.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        windows = config.windows()
-        self.period = _period(windows)
-        self.repeats = config.num_layers // self.period if config.scan_layers else 1
+        kinds = [(window, config.is_mixture(layer)) for layer, window in enumerate(config.windows())]
+        self.lead, self.period = _pattern(kinds) if config.scan_layers else (0, len(kinds))
+        self.repeats = (len(kinds) - self.lead) // self.period
         if self.repeats == 1:
-            self.period = config.num_layers
-        scanned = self.period * self.repeats
-        parts = []
-        for window in windows[: self.period]:
-            make = _block_maker(config, window)
+            self.lead, self.period = 0, len(kinds)
+        self.scanned = range(self.lead, self.lead + self.period) if self.repeats > 1 else range(0)
+        parts = [_block_maker(config, *kind)(rngs) for kind in kinds[: self.lead]]
+        for kind in kinds[self.lead : self.lead + self.period]:
+            make = _block_maker(config, *kind)
             parts.append(stack_blocks(make, self.repeats, rngs) if self.repeats > 1 else make(rngs))
-        parts += [Block(config, window, rngs) for window in windows[scanned:]]
+        end = self.lead + self.period * self.repeats
+        parts += [_block_maker(config, *kind)(rngs) for kind in kinds[end:]]
         self.layers = nnx.List(parts)
+        for p in jax.tree.leaves(nnx.state(self.layers, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable)):
+            p.set_metadata(sum_where_used=True)  # all of them pass `gather_weights`, once
         self.remat = config.remat
 
     def numbers(self, index: int) -> range:
         """Which layers of the model `layers[index]` stands for, counted from 0."""
-        scanned = self.period * self.repeats
-        if self.repeats > 1 and index < self.period:
-            return range(index, scanned, self.period)
-        number = index if self.repeats == 1 else scanned + index - self.period
+        if index in self.scanned:
+            return range(index, self.lead + self.period * self.repeats, self.period)
+        number = index if index < self.lead + self.period else index + self.period * (self.repeats - 1)
         return range(number, number + 1)
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
-    ) -> tuple[jax.Array, Caches]:
-        """x [B, T, D] through all layers, weights cast to `dtype` and gathered a layer at a time."""
-        index, new = 0, []
-        if self.repeats > 1:
-            x, new = self._scan(x, context, caches, key, dtype)
-            index = self.period * self.repeats
-        for i in range(len(new) or 0, len(self.layers)):
-            graphdef, state = nnx.split(self.layers[i])
+    ) -> tuple[jax.Array, Caches, jax.Array | None]:
+        """x [B, T, D] through all layers, weights cast to `dtype` and gathered a layer at a time.
+
+        Returns x, the caches, and the sum of the blocks' router losses (None where all are dense).
+        """
+        index, new, losses = 0, [], []
+        while len(new) < len(self.layers):
+            part = len(new)
+            if part in self.scanned:
+                x, found, of_scan = self._scan(x, context, caches, key, dtype)
+                index += self.period * self.repeats
+                new += found
+                losses += of_scan
+                continue
+            graphdef, state = nnx.split(self.layers[part])
             run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
-            cache = caches[i] if caches else None
-            x, cache = run(x, state, cache, _fold(key, index))
+            x, cache, loss = run(x, state, caches[part] if caches else None, _fold(key, index))
             index += 1
             new.append(cache)
-        return x, new if caches else None
+            losses.append(loss)
+        losses = [loss for loss in losses if loss is not None]
+        return x, new if caches else None, sum(losses[1:], losses[0]) if losses else None
 
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
-    ) -> tuple[jax.Array, list[Any]]:
-        split = [nnx.split(self.layers[i]) for i in range(self.period)]
+    ) -> tuple[jax.Array, list[Any], list[Any]]:
+        split = [nnx.split(self.layers[i]) for i in self.scanned]
         states = [state for _, state in split]
 
         def body(x: jax.Array, layer: Any) -> Any:
             states, caches, step = layer
-            new = []
+            new, losses = [], []
             for i, (graphdef, _) in enumerate(split):
                 run = _runner(graphdef, context, dtype)
-                x, cache = run(x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i))
+                index = self.lead + step * self.period + i
+                layer = _label_layer(states[i])
+                x, cache, loss = run(x, layer, caches[i] if caches else None, _fold(key, index))
                 new.append(cache)
-            return x, new
+                losses.append(loss)
+            return x, (new, losses)
 
         body = rematerialise(body, self.remat, scanned=True)
-        caches = caches[: self.period] if caches else None
-        return jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
+        caches = [caches[i] for i in self.scanned] if caches else None
+        x, (new, losses) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
+        return x, new, jax.tree.map(jnp.sum, losses)
 
 
-def _block_maker(config: ModelConfig, window: int | None) -> Callable[[nnx.Rngs], Block]:
-    return lambda rngs: Block(config, window, rngs)
+def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Callable[[nnx.Rngs], Block]:
+    return lambda rngs: Block(config, window, rngs, mixture=mixture)
 
 
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
@@ -140,20 +156,28 @@ def _fold(key: jax.Array | None, index: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
 
 
-def _period(windows: tuple[int | None, ...]) -> int:
-    """The shortest pattern that, repeated, gives the whole sequence (the last repetition may be cut short)."""
-    for period in range(1, len(windows) + 1):
-        if all(w == windows[i % period] for i, w in enumerate(windows)):
-            return period
-    return len(windows)
+def _pattern(kinds: Sequence[Any]) -> tuple[int, int]:
+    """(layers before it, length) of the pattern that, repeated, gives the rest; the one with the fewest single layers.
+
+    The last repetition may be cut short.
+    """
+
+    def period(kinds: Sequence[Any]) -> int:
+        fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+        return next(fits, len(kinds))
+
+    found = [(lead, period(kinds[lead:])) for lead in range(len(kinds))]
+    return min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
 
 
 def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:
     """`body` under `jax.checkpoint` with one of `ModelConfig.remat`'s named policies."""
     policies = jax.checkpoint_policies
     if policy == "none":
-        return body
-    if policy == "full":
+        if not gathers_shards():
+            return body
+        rule = save_all_but_gathered
+    elif policy == "full":
         rule = policies.nothing_saveable
     elif policy == "save_attention":
         rule = save_attention

@@ -12,7 +12,7 @@ from jaxstack.errors import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
 
-_LATER = ("pipeline", "expert", "context")
+_LATER = ("pipeline",)
 
 
 class ParallelConfig(Component):
@@ -25,14 +25,19 @@ class ParallelConfig(Component):
     tensor: int = 1
     """Megatron's tensor parallelism: heads, feed-forward and vocabulary split."""
     context: int = 1
+    """Devices that one sequence is split over, in every layer; attention passes keys and values between them."""
+    context_method: Literal["auto", "ring", "all_gather", "all_to_all"] = "auto"
+    """How attention sees the keys of other devices; auto: by the shape of each layer."""
     pipeline: int = 1
     expert: int = 1
+    """The batch, and the experts of each layer (`model.moe`); tokens travel to their experts by all-to-all."""
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
     overlap: Literal["auto", "always", "never"] = "auto"
     """With `sequence`, whether matmuls send and receive while they multiply: where that was measured faster, always
     (where they do not fit, with XLA's collective operations in their place), or never."""
     zero: Literal[0, 1, 2] = 0
+    """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = None
     pipeline_schedule: str | None = None
     simulate_devices: int | None = Field(default=None, ge=1, le=1024)
@@ -48,15 +53,23 @@ class ParallelConfig(Component):
         if len(free) > 1:
             raise ValueError(f"only one degree may be -1; found {' and '.join(free)}.")
         wanted = {a: degrees[a] for a in _LATER if degrees[a] != 1}
-        if self.zero:
-            wanted["zero"] = self.zero
         for name in ("microbatches", "pipeline_schedule"):
             if getattr(self, name) is not None:
                 wanted[name] = getattr(self, name)
         if wanted:
             raise ValueError(
-                f"{_show(wanted)} is not available in this version: pipeline, context and expert parallelism and "
-                "ZeRO 1/2 come in a later one. Use data, fsdp (ZeRO-3), tensor and sequence."
+                f"{_show(wanted)} is not available in this version: pipeline parallelism comes in a later one. "
+                "Use data, zero, fsdp (ZeRO-3), expert, context, tensor and sequence."
+            )
+        if self.zero and self.data == 1:
+            raise ValueError(
+                f"zero: {self.zero} shards over the data axis, but data is 1; set data to 2 or more (or -1), use fsdp, "
+                "which is ZeRO-3 over its own axis, or set zero to 0."
+            )
+        if self.context == 1 and self.context_method != "auto":
+            raise ValueError(
+                f"context_method ({self.context_method}) needs a sequence that is split, but context is 1; set context "
+                "to 2 or more, or leave context_method out."
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(

@@ -17,7 +17,7 @@ import jax
 from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh refuses to answer while a function is traced
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.rules import AxisRules, current_rules, logical_axis_rules
+from jaxstack.parallel.rules import AxisRules, axes_of, current_rules, logical_axis_rules
 from pallas_kernels import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.collective_matmul.api import reason_against_kernels
 from pallas_kernels.collective_matmul.request import Request
@@ -139,9 +139,14 @@ def _rules_for(
       scattering: kernels [F, D].
     """
     rules = current_rules()
-    if rules is None or len(shape) != 3 or not rules.splits(AXIS) or rules.table["residual_length"] != (AXIS,):
+    if rules is None or len(shape) != 3:
+        return None
+    along = axes_of(rules.spec(("residual_length",))[0])
+    if AXIS not in along:
         return None
     devices = rules.mesh.shape[AXIS]
+    if unsuitable is None and len(along) > 1:
+        unsuitable = f"the length is split over {', '.join(along)}, of which all but {AXIS} must be a shard_map's"
     if unsuitable is None and rules.manual and get_concrete_mesh().empty:
         unsuitable = "inside a shard_map over other axes the mesh must be in context: call within jax.set_mesh(mesh)"
     split = [kernel.shape[1] for kernel in gathering] + [kernel.shape[0] for kernel in scattering]
@@ -171,8 +176,7 @@ def _mapped(rules: AxisRules, local: Callable[..., Any], in_specs: Any, out_spec
 
 
 def _batch_axes(rules: AxisRules, batch: int) -> tuple[str, ...]:
-    part = rules.spec(("batch",), (batch,))[0]
-    return (part,) if isinstance(part, str) else tuple(part or ())
+    return axes_of(rules.spec(("batch",), (batch,))[0])
 
 
 def _matrix(kernel: jax.Array, inputs: int) -> jax.Array:

@@ -33,9 +33,7 @@ class Fp8Matmul:
 
     def __call__(self, lhs: jax.Array, rhs: Any, dimension_numbers: Any, **options: Any) -> jax.Array:
         """As `jax.lax.dot_general`; see `pallas_kernels.fp8_dot_general`."""
-        return fp8_dot_general(
-            lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options
-        )
+        return fp8_dot_general(lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options)
 
     def together(
         self, x: jax.Array, kernels: Sequence[Any], contracted: int, states: Sequence[jax.Array | None]
@@ -60,7 +58,7 @@ def use_fp8(
       choose: path of a dense layer (attribute names and indices) -> its matmul, or None to leave it as it is.
       history: steps that delayed scaling looks back; only `jaxstack.models.linear.Linear` can keep its state.
     """
-    dense = [(path, node) for path, node in nnx.iter_modules(module) if hasattr(node, "dot_general")]
+    dense: list[Any] = [(path, node) for path, node in nnx.iter_modules(module) if hasattr(node, "dot_general")]
     for path, layer in dense:
         matmul = choose(path)
         if matmul is None:

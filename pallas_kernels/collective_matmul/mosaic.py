@@ -101,8 +101,8 @@ def yields(request: Request) -> str | None:
     tiles, least = rows * columns // (_ROWS * _COLUMNS[0]), _LEAST_TILES * multiprocessors()
     if tiles < least:
         return (
-            f"{rows} rows x {columns} columns are {tiles} tiles of {_ROWS} x {_COLUMNS[0]}: too little to work on while "
-            f"rows travel, below {least}"
+            f"{rows} rows x {columns} columns are {tiles} tiles of {_ROWS} x {_COLUMNS[0]}: too little to work on "
+            f"while rows travel, below {least}"
         )
     return None
 
