@@ -113,10 +113,8 @@ def run_child(options: argparse.Namespace) -> None:
     import jax
 
     (devices,) = options.devices
-    reported = False
     for name in options.child:
-        report(variant=name, values={"device": jax.devices()[0].device_kind} if not reported else {})
-        reported = True
+        report(variant=name, values={"device": jax.devices()[0].device_kind})
         try:
             work = Work(devices, name)
             if name not in REFERENCES:
@@ -168,7 +166,11 @@ class Work:
 
         up, down, rows = P(None, "tensor"), P("tensor", None), P("tensor", None)
         multiplier = self.multiplier(name)
-        gather = lambda x, w: gradients.gather_multiply(multiplier, "tensor", x, (w,))[0]  # noqa: E731
+
+        def gather(x: Any, w: Any) -> Any:
+            (out,) = gradients.gather_multiply(multiplier, "tensor", x, (w,))  # pyright: ignore
+            return out
+
         scatter = functools.partial(gradients.multiply_scatter, multiplier, "tensor")
         return {
             "gather": (gather, (rows, up), up),

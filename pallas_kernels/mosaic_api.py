@@ -27,10 +27,11 @@ def fence_before_async_reads() -> None:
 
 def fetch_and_increment(counter: Any) -> Any:
     """The value of a semaphore, which is one more then: for a single warp, all of whose lanes get the same value."""
-    from jax._src.lib.mlir import ir
+    from jax._src.lib import mlir
     from jax.experimental.mosaic.gpu import FragmentedArray, utils
 
     untyped: Any = utils
+    integer: Any = mlir.ir  # pyright: ignore
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=None))
     def take(_: Any, ref: Any) -> Any:
@@ -39,7 +40,7 @@ def fetch_and_increment(counter: Any) -> Any:
             " mov.u32 old, 0; @first atom.relaxed.gpu.global.add.u32 old, [$1], 1;"
             " shfl.sync.idx.b32 $0, old, 0, 31, 0xffffffff;}",
             untyped.memref_ptr(ref),
-            result_types=ir.IntegerType.get_signless(32),
+            result_types=integer.IntegerType.get_signless(32),
             has_side_effects=True,
             convergent=True,
         )

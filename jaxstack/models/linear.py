@@ -94,7 +94,8 @@ def apply_gathered(x: jax.Array, *layers: Linear) -> list[jax.Array]:
 
 def apply_scattered(y: jax.Array, layer: Linear) -> jax.Array:
     """layer(y) for what is added to the residual stream."""
-    out = project_scatter(y, *_kernels(y, (layer,)), _unsuitable((layer,)))
+    (kernel,) = _kernels(y, (layer,))
+    out = project_scatter(y, kernel, _unsuitable((layer,)))
     return layer(y) if out is None else layer.add_bias(out)
 
 

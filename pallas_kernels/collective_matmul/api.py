@@ -1,7 +1,7 @@
 """Matrix products of tensor parallelism with their communication inside: gather the rows first, or scatter the sums."""
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import jax
 
@@ -55,11 +55,12 @@ def all_gather_matmul(
         ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an implementation that is unknown or
             cannot compute this.
     """
-    weights = (w,) if hasattr(w, "shape") else tuple(w)
+    single = hasattr(w, "shape")
+    weights: tuple[Any, ...] = (w,) if single else tuple(w)
     request = make_request("all_gather_matmul", x, weights, axis_name)
     multiplier = select("all_gather_matmul", BACKENDS, implementation, request).call(request)
-    outs = gradients.gather_multiply(multiplier, axis_name, x, weights)
-    return outs[0] if hasattr(w, "shape") else outs
+    outs: Any = gradients.gather_multiply(multiplier, axis_name, x, weights)
+    return outs[0] if single else outs
 
 
 def matmul_reduce_scatter(
