@@ -5,7 +5,8 @@
     python benchmarks/collective_matmul.py --quick               # checks and the main variants only
 
 The MLP is that of llama3-8b (D 4096, F 14336, one matrix up and one down) on 2 x 8192 tokens, whose rows are split over
-the devices between the matmuls. Each variant is checked first, at a small shape and at the full one: every device's
+the devices between the matmuls; `gated` has its second matrix up too, and `beside` runs with a gather of XLA at the
+same time. Each variant is checked first, at a small shape and at the full one: every device's
 result and gradients against float32, whose error may be at most twice that of the serialised form. Variants run in
 processes that report as they go; one that says nothing for `--patience` seconds is killed, and the next variant starts
 in a new process. `gemm` is the kernels' product on one device, without communication, beside XLA's. Rows are appended
@@ -62,7 +63,8 @@ def main() -> None:
             if row.get(key) and base.get(key):
                 row[f"{key.replace('milliseconds', 'speedup')}"] = base[key] / row[key]
     columns = ("work", "implementation", "gather_milliseconds", "scatter_milliseconds", "forward_milliseconds")
-    columns += ("forward_speedup", "milliseconds", "speedup", "gemm_tflops", "gemm_transposed_tflops", "check")
+    columns += ("forward_speedup", "milliseconds", "speedup", "gated_forward_milliseconds", "gated_milliseconds")
+    columns += ("beside_milliseconds", "gemm_tflops", "gemm_transposed_tflops", "check")
     print_table(rows, columns)
     append_rows("collective_matmul", [row for row in rows if "milliseconds" in row])
 
@@ -119,7 +121,7 @@ def run_child(options: argparse.Namespace) -> None:
             work = Work(devices, name)
             if name not in REFERENCES:
                 work.check(SMALL, work.parts(name))
-                work.check((TOKENS, WIDTH, INNER), ("mlp",))
+                work.check((TOKENS, WIDTH, INNER), ("mlp", "gated", "beside"))
                 report(values={"check": "equal"}, note="results and gradients agree")
             work.time()
             if name != "serialised":
@@ -160,6 +162,7 @@ class Work:
 
     def parts(self, name: str) -> dict[str, tuple[Callable, tuple, Any]]:
         """Name -> local function, in_specs, out_specs."""
+        import jax
         from jax.sharding import PartitionSpec as P
 
         from pallas_kernels.collective_matmul import gradients
@@ -171,11 +174,22 @@ class Work:
             (out,) = gradients.gather_multiply(multiplier, "tensor", x, (w,))  # pyright: ignore
             return out
 
+        def gated(x: Any, w1: Any, w2: Any, w3: Any) -> Any:
+            first, second = gradients.gather_multiply(multiplier, "tensor", x, (w1, w2))  # pyright: ignore
+            return scatter(first * second, w3)
+
+        def beside(x: Any, w1: Any, w2: Any) -> Any:
+            # Nothing orders XLA's gather and the MLP: they run at the same time and wait for the same devices.
+            every = jax.lax.all_gather(x * 2, "tensor", axis=0, tiled=True)
+            return scatter(gather(x, w1), w2) + every.max(axis=0)
+
         scatter = functools.partial(gradients.multiply_scatter, multiplier, "tensor")
         return {
             "gather": (gather, (rows, up), up),
             "scatter": (scatter, (up, down), rows),
             "mlp": (lambda x, w1, w2: scatter(gather(x, w1), w2), (rows, up, down), rows),
+            "gated": (gated, (rows, up, up, down), rows),
+            "beside": (beside, (rows, up, down), rows),
         }
 
     def jitted(self, name: str, part: str, gradients: bool) -> Any:
@@ -200,10 +214,13 @@ class Work:
         from jax.sharding import NamedSharding
 
         tokens, width, inner = sizes
+        mlp = ((tokens, width), (width, inner), (inner, width), (tokens, width))
         shapes = {
             "gather": ((tokens, width), (width, inner), (tokens, inner)),
             "scatter": ((tokens, inner), (inner, width), (tokens, width)),
-            "mlp": ((tokens, width), (width, inner), (inner, width), (tokens, width)),
+            "mlp": mlp,
+            "gated": (mlp[0], mlp[1], *mlp[1:]),
+            "beside": mlp,
         }[part]
         _, ins, outs = self.parts(self.name)[part]
         keys = jax.random.split(jax.random.key(0), len(shapes))
@@ -254,9 +271,11 @@ class Work:
         sizes = TOKENS, WIDTH, INNER
         for part in self.parts(self.name):
             arrays = self.arrays(sizes, part)
-            values = {f"{'forward' if part == 'mlp' else part}_milliseconds": self.milliseconds(part, False, arrays)}
-            if part == "mlp":
-                values["milliseconds"] = self.milliseconds(part, True, arrays)
+            name = {"mlp": "forward", "gated": "gated_forward"}.get(part, part)
+            values = {f"{name}_milliseconds": self.milliseconds(part, False, arrays)}
+            if part in ("mlp", "gated"):
+                name = "milliseconds" if part == "mlp" else "gated_milliseconds"
+                values[name] = self.milliseconds(part, True, arrays)
             report(values=values, note=str(values))
 
     def milliseconds(self, part: str, gradients: bool, arrays: tuple) -> float:
