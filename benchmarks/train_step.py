@@ -26,6 +26,10 @@ WORKS = {
     "llama3-8b fsdp4 bf16": [
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=4", "train.sequence_length=8192",
     ],
+    "llama3-8b tensor4 bf16": [
+        "model.preset=llama3-8b", "parallel.tensor=4", "parallel.sequence=true", "model.remat=none",
+        "train.global_batch_size=2", "train.sequence_length=8192",
+    ],
     "llama3-8b fsdp4 fp8": [
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=8", "train.sequence_length=8192",
         "precision.fp8=current",
@@ -41,6 +45,8 @@ WORKS = {
 VARIANTS = {
     "unrolled": ["model.scan_layers=false"],
     "scanned": ["model.scan_layers=true"],
+    "unrolled, no overlap": ["model.scan_layers=false", "parallel.overlap=never"],
+    "scanned, no overlap": ["model.scan_layers=true", "parallel.overlap=never"],
     "scanned, save_attention": ["model.scan_layers=true", "model.remat=save_attention"],
     "unrolled, save_attention": ["model.scan_layers=false", "model.remat=save_attention"],
 }

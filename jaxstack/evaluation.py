@@ -58,7 +58,8 @@ class Evaluator:
         batches = device_batches(arranged, BatchShardings(rules, self._batch_size), global_batch_size=size)
         with contextlib.closing(cast(Any, batches)):
             for batch, _ in batches:
-                sums = self._step(params, rest, batch, sums)
+                with jax.set_mesh(rules.mesh):  # as `Trainer.compile`
+                    sums = self._step(params, rest, batch, sums)
                 if stop():
                     return None
         total, weight = (float(x) for x in jax.device_get(sums))

@@ -58,6 +58,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         reduce=config.precision.reduce,
         zero=parallel.zero,
         context_method=parallel.context_method,
+        overlap=parallel.overlap,
     )
 
 

@@ -181,7 +181,8 @@ class Trainer:
             self.steps.train_step, donate_argnums=0, out_shardings=(self.shardings, self.rules.sharding(jax.P()))
         )
         try:
-            with record_choices() as choices:
+            # In a shard_map within another the kernels that reach other devices' memory learn from it which these are.
+            with jax.set_mesh(self.rules.mesh), record_choices() as choices:
                 lowered = step.lower(self.abstract_state, dict(batch))
         except NotSupported as error:
             raise ConfigError(str(error)) from None

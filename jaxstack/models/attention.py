@@ -11,7 +11,7 @@ from flax import nnx
 from jaxstack.models.attention_kinds.base import CacheSlots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_together
+from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
 from jaxstack.models.norm import RMSNorm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, shard, with_local_heads
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """x [B, T, D] -> ([B, T, D], the kind's cache with this call's tokens)."""
-        q, k, v = apply_together(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
         else:
             out, cache = self.kind.bound(*weight).decode(q, k, v, cache, context.slots, self.heads)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
-        return self.o_proj(out), cache
+        return apply_scattered(out, self.o_proj), cache
 
     def _attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, *weight: jax.Array

@@ -6,6 +6,9 @@ from .expert_island import TokenSplit as TokenSplit
 from .expert_island import with_local_tokens as with_local_tokens
 from .island import with_local_batch as with_local_batch
 from .mesh import make_mesh as make_mesh
+from .overlap import gather_project as gather_project
+from .overlap import gather_project_scatter as gather_project_scatter
+from .overlap import project_scatter as project_scatter
 from .rules import (
     AxisRules as AxisRules,
 )

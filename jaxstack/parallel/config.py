@@ -32,6 +32,9 @@ class ParallelConfig(Component):
     """The batch, and the experts of each layer (`model.moe`); tokens travel to their experts by all-to-all."""
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
+    overlap: Literal["auto", "always", "never"] = "auto"
+    """With `sequence`, whether matmuls send and receive while they multiply: where that was measured faster, always
+    (where they do not fit, with XLA's collective operations in their place), or never."""
     zero: Literal[0, 1, 2] = 0
     """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = Field(default=None, ge=1)

@@ -62,6 +62,8 @@ class AxisRules:
     """Inside the `shard_map` of a train step: axes over which gradients are summed where their weight is used."""
     context_method: str | None = None
     """How attention sees the keys of other devices of `context`; None: by its shape."""
+    overlap: str = "auto"
+    """As `ParallelConfig.overlap`."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -201,6 +203,7 @@ def make_rules(
     reduce: str = "float32",
     zero: int = 0,
     context_method: str | None = None,
+    overlap: str = "auto",
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -210,6 +213,7 @@ def make_rules(
       reduce: dtype in which gradients are summed over devices.
       zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
       context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
+      overlap: as `ParallelConfig.overlap`.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
@@ -217,7 +221,7 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method)
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
