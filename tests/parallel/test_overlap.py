@@ -44,7 +44,7 @@ def overlapped(choices):
         pytest.param((*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.slow),
         pytest.param(layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)),
 )
 def test_trains_as_one_device(overrides, shape, islands):
     with record_choices() as choices:
