@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
 from jaxstack.errors import ConfigError
@@ -16,6 +17,8 @@ from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
 from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.processes import join
+from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.startup import cache_compilations, start_devices
 from jaxstack.trainer import Trainer
@@ -75,11 +78,16 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
       JaxstackError: the run failed, or was stopped by a signal after saving.
     """
     config = load_config(path, overrides)
+    warnings = _join(config)
     devices = start_devices(config.parallel.simulate_devices)
+    if jax.process_count() > 1:
+        check_devices(config.resilience.connect_seconds)
     config = resolve_layout(config, devices)
     cache_compilations()
     first = jax.process_index() == 0
     say = print_line if first and config.observe.progress else (lambda text: None)
+    for line in warnings:
+        say(f"warning: {line}")
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
@@ -99,8 +107,18 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             say=say,
         ),
     )
-    _conclude(config, values, baselines, say)
+    if first:
+        _conclude(config, values, baselines, say)
     return values
+
+
+def _join(config: RunConfig) -> list[str]:
+    """Connects the processes of the run, where there are several, and sees that they run the same; gives warnings."""
+    place, limits = find_place(), config.resilience
+    if place is None:
+        return []
+    join(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
+    return check_program(dump_yaml(config), limits.connect_seconds)
 
 
 def print_line(text: str) -> None:
@@ -125,10 +143,11 @@ def _introduce(config: RunConfig, data: Data, flops: float) -> str:
     device = jax.devices()[0]
     tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
     name = config.model.preset or "model"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
     return (
         f"{name}: {count.total:,} parameters ({count.embedding:,} in the embedding), {config.model.num_layers} layers; "
-        f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout})\n"
+        f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention)"

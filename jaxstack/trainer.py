@@ -172,9 +172,13 @@ class Trainer:
         self._state, metrics = step(self.state, dict(batch))
         return metrics
 
-    def evaluate(self, max_tokens: int | None = None) -> dict[str, float] | None:
-        """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data."""
-        return self.evaluator.run(self.state.params, self.state.rest, max_tokens)
+    def evaluate(
+        self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data, or
+        where `stop`, asked after each batch, gives it up.
+        """
+        return self.evaluator.run(self.state.params, self.state.rest, max_tokens, stop)
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
         """Trains until `train.steps`, resuming from the newest checkpoint in `run_dir`.

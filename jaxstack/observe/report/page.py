@@ -35,6 +35,8 @@ _NOT_PLAIN = {
     "mfu",
     "peak_memory_bytes",
     "data_wait_fraction",
+    "train_seconds",
+    "goodput",
 }
 _SECTION_TITLES = {
     "attention": "Attention backends",
@@ -181,6 +183,8 @@ def _speed_tiles(metrics: Mapping[str, Series]) -> list[Tile]:
         steps = np.diff(seconds.steps, prepend=0.0)
         note = f"{short_number(float(np.median(seconds.finite)))} s a step"
         tiles.append(("Time in steps", duration(float(np.sum(known * steps))), note))
+    if (share := _last(metrics, "goodput")) is not None:
+        tiles.append(("Goodput", f"{100 * share:.1f} %", "of the wall time since the first start"))
     return tiles
 
 
