@@ -241,8 +241,9 @@ class Loop:
 
     def _skip(self, step: int, skipped: int, values: Mapping[str, float], limits: list[float]) -> None:
         self.skips += 1
-        finite = all(math.isfinite(values[name]) for name in ("loss", "grad_norm"))
-        rule = "at most {:.4g} and {:.4g}, by resilience.spike_threshold".format(*limits) if finite else "must be finite"
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        spiked = "at most {:.4g} and {:.4g}, by resilience.spike_threshold".format(*limits)
+        rule = spiked if finite else "must be finite"
         self._say(
             f"step {step} was skipped: loss {values['loss']:.6g}, gradient norm {values['grad_norm']:.6g} ({rule}); "
             f"{skipped} in a row"

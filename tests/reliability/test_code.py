@@ -64,7 +64,9 @@ def test_the_code_runs_nothing_that_it_finds_in_data(record):
     found = {str(path.relative_to(REPOSITORY)): dangers(path.read_text(encoding="utf-8")) for path in files}
     assert not {name: lines for name, lines in found.items() if lines}
     assert "class _Loader(yaml.SafeLoader)" in (REPOSITORY / "jaxstack" / "config" / "loader.py").read_text()
-    record(16, "static scan", f"{len(files)} files: no pickle, eval, exec, unsafe yaml, allow_pickle, trust_remote_code")
+    record(
+        16, "static scan", f"{len(files)} files: no pickle, eval, exec, unsafe yaml, allow_pickle, trust_remote_code"
+    )
 
 
 VALUES = [
@@ -93,7 +95,9 @@ def fuzzed(chance: random.Random, base: list[str], mark: Path) -> tuple[str, lis
             lines = lines or ["a: 1"]
         else:
             lines[i] = " " * chance.randint(1, 3) + lines[i]
-    keys = [f"{s}.{k}" for s in ("train", "model", "parallel", "optimizer", "data") for k in ("steps", "name", "path", "")]
+    keys = [
+        f"{s}.{k}" for s in ("train", "model", "parallel", "optimizer", "data") for k in ("steps", "name", "path", "")
+    ]
     overrides = [f"{chance.choice(keys)}={chance.choice(VALUES)}".replace("MARK", str(mark))]
     return "\n".join(lines), overrides if chance.random() < 0.3 else []
 
@@ -114,9 +118,10 @@ def test_fuzzed_configurations(tmp_path, full, record):
     assert len(refused) > count // 3 and not mark.exists()
     for text, overrides in refused[: 5 if full else 1]:
         path.write_text(text, encoding="utf-8")
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
         done = subprocess.run(
             [sys.executable, "-m", "jaxstack.train", "--print-config", "--config", path, "--", *overrides],
-            capture_output=True, text=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=120,
+            capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=120,
         )  # fmt: skip
         assert done.returncode == 2 and done.stderr.startswith("jaxstack train: "), done.stderr
         assert "Traceback" not in done.stderr

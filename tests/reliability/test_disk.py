@@ -55,7 +55,9 @@ def test_killed_during_saves(tmp_path, pytestconfig, full, record):
     assert steps == sorted(steps) and steps[-1] > 0
     assert not any("damaged" in line for line in warnings)
     cut = sum("cut off" in line for line in warnings)
-    record(1, f"{count} x SIGKILL during saves", f"nothing torn or lost, resumed {count} of {count}; {cut} cut off a save")
+    record(
+        1, f"{count} x SIGKILL during saves", f"nothing torn or lost, resumed {count} of {count}; {cut} cut off a save"
+    )
 
 
 @pytest.fixture
@@ -126,7 +128,9 @@ def test_cut_and_deleted_files_and_strangers(two, full, record):
     assert step == 2 and all(any(str(folder / name) in line for line in said) for name in "345")
     (folder / "2" / "SHA256SUMS").unlink()
     assert newest(folder)[0] == 1
-    figure = f"{cases} cuts and deletions of {len(names)} files, a stray directory, a link, a file, no marker: all named"
+    figure = (
+        f"{cases} cuts and deletions of {len(names)} files, a stray directory, a link, a file, no marker: all named"
+    )
     record(4, "damaged and foreign files", f"{figure}; started from the newest intact one")
 
 
@@ -151,7 +155,9 @@ def test_full_disk(small_disk, record):  # noqa: F811
     manager.save(3, state)
     manager.close()
     assert manager.latest_step() == 3 and len(told) == 1
-    record(5, "disk full, then freed", "said once, all space reclaimed, the older checkpoint intact, the next save works")
+    record(
+        5, "disk full, then freed", "said once, all space reclaimed, the older checkpoint intact, the next save works"
+    )
 
 
 def test_memory_of_many_saves(tmp_path, full, record):

@@ -75,7 +75,9 @@ def test_the_guard_looks_when_it_is_time():
     guard.check(10, State(good), before_save=True)
     guard.check(11, State(bad), before_save=False)
     for step, saving in ((20, False), (21, True)):
-        with pytest.raises(SilentCorruption, match=rf"after step {step} .*\n  params/w differs.*device 6 .*\n.*not saved"):
+        with pytest.raises(
+            SilentCorruption, match=rf"after step {step} .*\n  params/w differs.*device 6 .*\n.*not saved"
+        ):
             guard.check(step, State(bad), before_save=saving)
     StateGuard(None).check(20, State(bad), before_save=True)
 
