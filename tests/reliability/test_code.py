@@ -33,7 +33,7 @@ def dangers(source: str) -> list[str]:
         elif isinstance(node, ast.Call):
             what = _danger_of_call(node)
         if what:
-            found.append(f"{node.lineno}: {what}")
+            found.append(f"{getattr(node, 'lineno', 0)}: {what}")
     return found
 
 
