@@ -80,7 +80,7 @@ class Loop:
         self.guard = StateGuard(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
-        self.advised = self.finished = False
+        self.save_owed = self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
         """See `Trainer.fit`."""
@@ -197,7 +197,7 @@ class Loop:
                     metrics = self.trainer.train_step(batch)
                 profiler.finish_step(step, metrics)
                 pending.append((step, metrics, waited))
-                saving = manager is not None and manager.should_save(step, train.steps)
+                saving = manager is not None and (self.save_owed or manager.should_save(step, train.steps))
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
                 stopping = stop.reached()
                 if saving or evaluating or stopping or step == train.steps:
@@ -205,7 +205,9 @@ class Loop:
                         self._read(*pending.popleft())
                 with self.signs.waiting():
                     self.guard.check(step, self.trainer.state, before_save=saving or stopping)
-                    if saving and (not self.skipped or step == train.steps):
+                    # A checkpoint among skipped steps may be one to go back from: it waits for a step that is taken.
+                    self.save_owed = saving and self.skipped > 0 and step < train.steps
+                    if saving and not self.save_owed:
                         self._save(step)
                     if stopping or (evaluating and self._evaluate(step, train.eval_tokens, stop.reached)):
                         self._stop(step, stop.signum or 0)

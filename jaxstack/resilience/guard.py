@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import JaxstackError
@@ -28,7 +27,8 @@ class StateGuard:
     def __init__(self, checksum_every_steps: int | None = None):
         self._every = checksum_every_steps
         self._replicas: ReplicaCheck | None = None
-        self._finite = jax.jit(lambda arrays: jnp.stack([jnp.isfinite(x).all() for x in arrays]))
+        # Scalars are on every device, and so on every process; a vector of them need not be.
+        self._finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
 
     def check(self, step: int, state: Any, before_save: bool) -> None:
         """Looks where it is time to.
@@ -54,10 +54,7 @@ class StateGuard:
 
     def _check_finite(self, step: int, params: Any) -> None:
         arrays = {name: x for name, x in name_leaves(params)[0].items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-        if not arrays:
-            return
-        finite = np.asarray(self._finite(list(arrays.values())))
-        bad = [name for name, good in zip(arrays, finite, strict=True) if not good]
+        bad = [name for name, finite in jax.device_get(self._finite(arrays)).items() if not finite]
         if bad:
             raise JaxstackError(
                 f"after step {step} parameters are not finite: {_list(bad, ', ')}. {_GO_BACK}. Lower the learning rate."

@@ -99,3 +99,8 @@ def test_after_too_many_the_run_is_back_at_the_checkpoint_before_them(tmp_path, 
     assert capfd.readouterr().out.count("was skipped") == 2, "two of them before the resume"
     values = trainer_with((), 30).fit(tmp_path, settings())
     assert "resuming from step 26" in capfd.readouterr().out and values["step"] == 30
+
+
+def test_a_save_waits_for_a_step_that_is_taken(tmp_path):
+    trainer_with({24, 25}, 30).fit(tmp_path, settings(every=12))
+    assert sorted(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()) == [12, 26, 30]
