@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.errors import JaxstackError
-from jaxstack.feed import batch_sharding, check_batch, check_rows
+from jaxstack.feed import BatchShardings, arrange, batch_sharding, check_batch, check_rows
 from jaxstack.loss import LossSum
 from jaxstack.step import StepFunctions
 
@@ -54,10 +54,12 @@ class Evaluator:
         rules = self._steps.rules
         host, size = self._host_batches(max_tokens)
         began, sums = time.perf_counter(), self._zero()
-        batches = device_batches(host, rules.sharding(rules.spec(("batch",))), global_batch_size=size)
+        arranged = (arrange(batch, rules) for batch in host)
+        batches = device_batches(arranged, BatchShardings(rules, self._batch_size), global_batch_size=size)
         with contextlib.closing(cast(Any, batches)):
             for batch, _ in batches:
-                sums = self._step(params, rest, batch, sums)
+                with jax.set_mesh(rules.mesh):  # as `Trainer.compile`
+                    sums = self._step(params, rest, batch, sums)
                 if stop():
                     return None
         total, weight = (float(x) for x in jax.device_get(sums))

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
@@ -16,7 +17,7 @@ from jaxstack.evaluation import bits_per_byte
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
-from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
@@ -48,6 +49,19 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
     return model
 
 
+def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
+    """How logical axes lie on the mesh in this run."""
+    parallel = config.parallel
+    return make_rules(
+        mesh,
+        sequence=parallel.sequence,
+        reduce=config.precision.reduce,
+        zero=parallel.zero,
+        context_method=parallel.context_method,
+        overlap=parallel.overlap,
+    )
+
+
 def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
     """The trainer of a run whose layout and vocabulary are resolved."""
     mesh = make_mesh(config.parallel, devices)
@@ -60,9 +74,10 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         data,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
+        pipeline=config.pipeline_plan(),
     )
 
 
@@ -145,8 +160,10 @@ def _introduce(config: RunConfig, data: Data, flops: float) -> str:
     name = config.model.preset or "model"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
+    active = f"{count.active:,} for each token, " if count.active != count.total else ""
     return (
-        f"{name}: {count.total:,} parameters ({count.embedding:,} in the embedding), {config.model.num_layers} layers; "
+        f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
+        f"{config.model.num_layers} layers; "
         f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "

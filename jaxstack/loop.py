@@ -123,7 +123,7 @@ class Loop:
         difference = fingerprint_difference(self.manager.extra(step)["data"], self._data_identity())
         if difference:
             self._accept_data(difference)
-        self.trainer.state, _ = self.manager.restore(step, self.trainer.abstract_state)
+        self.trainer.stored_state, _ = self.manager.restore(step, self.trainer.abstract_stored_state)
         self.saved_step = step
         self.signs.note(saved=step)
         self._say(f"resuming from step {step} ({self.run_dir}/checkpoints)")
@@ -276,7 +276,7 @@ class Loop:
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
         extra = {"batches": step, "data": self._data_identity()}
-        self.manager.save(step, self.trainer.state, extra)
+        self.manager.save(step, self.trainer.stored_state, extra)
         self.saved_step = step
         self.meter.exclude(time.perf_counter() - began)
 
