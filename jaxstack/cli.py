@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("jaxstack.train", "train a model from a configuration file"),
     "generate": ("jaxstack.generate.command", "sample text from a trained run"),
     "evaluate": ("jaxstack.evaluate", "loss, perplexity and bits per byte of a trained run on held-out data"),
+    "convert": ("jaxstack.convert", "Hugging Face checkpoint -> run directory, and back"),
     "prepare": ("jaxstack.prepare", "tokenize text into shards"),
     "checkpoint": ("jaxstack.checkpoint.__main__", "verify, list or prune the checkpoints of a run"),
     "schema": ("jaxstack.schema", "print the JSON schema of configuration files, for editors"),

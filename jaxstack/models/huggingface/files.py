@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -159,11 +160,13 @@ def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], ma
     parts: list[tuple[Path, list[str]]] = []
     held: dict[str, np.ndarray] = {}
     total = size = 0
+    os.umask(mask := os.umask(0o022))
 
     def flush() -> None:
         path = directory / f".part-{len(parts)}"
         parts.append((path, list(held)))
         save_file(held, str(path), metadata={"format": "pt"})
+        path.chmod(0o666 & ~mask)  # the library lets nobody else read
         held.clear()
 
     try:

@@ -11,12 +11,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxstack.errors import ConfigError, nearest
+from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.families import FAMILIES
-from jaxstack.models.huggingface.family import Family, differences
-from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
-from jaxstack.models.huggingface.tensors import Leaf, bounded, find_leaves, whole
+from jaxstack.models.huggingface.families import check_model, describe
+from jaxstack.models.huggingface.family import Family
+from jaxstack.models.huggingface.files import WeightFiles
+from jaxstack.models.huggingface.leaves import Leaf, find_leaves
+from jaxstack.models.huggingface.tensors import bounded, whole
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
 
@@ -49,7 +50,7 @@ def from_huggingface(
       ConfigError: a key of config.json is not supported, tensors are missing, not known or of another shape, files
         are damaged, or `config` computes something else; the message names which.
     """
-    family, described = _describe(directory, ignore)
+    family, described = describe(directory, ignore)
     config = config or described
     check_model(config, described, str(directory))
     rules = make_rules(mesh) if isinstance(mesh, Mesh) else mesh
@@ -64,18 +65,13 @@ def from_huggingface(
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> ModelConfig:
-    """The model that a directory's config.json describes. Raises ConfigError, as `from_huggingface`."""
-    return _describe(directory, ignore)[1]
-
-
 def read_parameters(directory: str | Path, config: ModelConfig, shardings: Any, ignore: Collection[str] = ()) -> Any:
     """The parameters of `Transformer(config)` as nested dicts, laid out as the tree `shardings` says.
 
     Raises:
       ConfigError: as `from_huggingface`.
     """
-    family, described = _describe(directory, ignore)
+    family, described = describe(directory, ignore)
     check_model(config, described, str(directory))
 
     def place(leaf: Leaf) -> jax.sharding.Sharding:
@@ -97,21 +93,6 @@ def nest(arrays: dict[str, Any]) -> Any:
             branch = branch.setdefault(key, {})
         branch[last] = array
     return tree
-
-
-def check_model(config: ModelConfig, described: ModelConfig, source: str) -> None:
-    """Raises ConfigError where a model computes something else than the one whose weights `source` has."""
-    different = differences(config, described)
-    if different:
-        raise ConfigError(f"the weights of {source} are of another model: {'; '.join(different)}.")
-
-
-def _describe(directory: str | Path, ignore: Collection[str]) -> tuple[Family, ModelConfig]:
-    said = read_json(Path(directory) / CONFIG)
-    kind = said.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(f"{directory}: there is no model_type {kind!r}; {nearest(str(kind), FAMILIES)}")
-    return FAMILIES[kind], FAMILIES[kind].read(said, ignore)
 
 
 def _read(

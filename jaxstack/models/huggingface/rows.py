@@ -74,7 +74,9 @@ def activation(key: str, default: str) -> Row:
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, default)
         if found not in ACTIVATIONS:
-            raise ConfigError(f"config.json: {key}: there is no activation {found!r}; {nearest(str(found), ACTIVATIONS)}")
+            raise ConfigError(
+                f"config.json: {key}: there is no activation {found!r}; {nearest(str(found), ACTIVATIONS)}"
+            )
         return {"hidden_act": ACTIVATIONS[found]}
 
     def write(model: ModelConfig) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from flax import nnx
 
 from jaxstack.errors import ConfigError, JaxstackError, nearest
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.huggingface.families import FAMILIES
-from jaxstack.models.huggingface.family import Family
+from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
-from jaxstack.models.huggingface.tensors import Leaf, find_leaves
+from jaxstack.models.huggingface.leaves import Leaf, find_leaves
 from jaxstack.models.transformer import Transformer
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -74,25 +73,6 @@ def write_checkpoint(
     # Last: a directory without it is not taken for a checkpoint.
     write_json(directory / CONFIG, {**said, "torch_dtype": dtype, **(extra or {})})
     return chosen.model_type
-
-
-def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """The family by name, or the first that can express the model, and its config.json.
-
-    Raises:
-      ConfigError: it cannot, or none can; with the reasons.
-    """
-    if name is not None and name not in FAMILIES:
-        raise ConfigError(f"there is no model_type {name!r}; {nearest(name, FAMILIES)}")
-    reasons = []
-    for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
-        try:
-            return family, family.write(config)
-        except ConfigError as error:
-            reasons.append(str(error))
-    if name is not None:
-        raise ConfigError(reasons[0])
-    raise ConfigError("no Hugging Face family can express this model:\n  " + "\n  ".join(reasons))
 
 
 def _tensors(leaves: list[Leaf], read: Callable[[str], Any], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:

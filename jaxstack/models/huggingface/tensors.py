@@ -1,22 +1,16 @@
 """Where a parameter lies in a Hugging Face checkpoint, and how its dims are ordered there.
 
 A leaf is one of our parameters: it may hold all layers of a stack, all experts. A piece is the part of it that is one
-tensor of theirs, or a part of one. D model, N heads, H head_dim, F feed-forward, V vocabulary.
+tensor of theirs, or a part of one.
+
+D model, N heads, H head_dim, F feed-forward, V vocabulary.
 """
 
-import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from flax import nnx
-
-from jaxstack.errors import ConfigError
-from jaxstack.models.config import ModelConfig
-from jaxstack.models.transformer import Transformer
 
 
 class Tensor(NamedTuple):
@@ -70,64 +64,6 @@ class Tensor(NamedTuple):
         return piece.transpose(dims).reshape([math.prod(piece.shape[d] for d in group) for group in self.order])
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One of our parameters and the row that says where it lies.
-
-    Attributes:
-      path: of nested dicts, joined by `/`.
-      lead: dims at its start of which each index is a tensor of its own.
-      names: of those tensors, in order.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    lead: int
-    names: tuple[str, ...]
-    row: Tensor
-    variable: Any
-
-    @property
-    def piece(self) -> tuple[int, ...]:
-        return self.shape[self.lead :]
-
-    def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """(where within a part of the leaf, name) of the tensors that the part needs."""
-        sizes = self.shape[: self.lead]
-        chosen = [range(size)[cut] for size, cut in zip(sizes, index, strict=False)]
-        for at in itertools.product(*(range(len(r)) for r in chosen)):
-            number = 0
-            for r, i, size in zip(chosen, at, sizes, strict=True):
-                number = number * size + r[i]
-            yield at, self.names[number]
-
-
-def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
-    """The parameters of `Transformer(config)` with their places, in the order of the table.
-
-    Raises:
-      ConfigError: the table has no row for a parameter.
-    """
-    model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
-    table = {row.path: (at, row) for at, row in enumerate(rows)}
-    found: list[tuple[Any, Leaf]] = []
-    for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        path = tuple(map(str, keys))
-        inner = path[:2] == ("decoder", "layers")
-        known = "layers/" + "/".join(path[3:]) if inner else "/".join(path)
-        if known not in table:
-            raise ConfigError(f"this family has no place for the parameter {'/'.join(path)}.")
-        at, row = table[known]
-        numbers = list(model.decoder.numbers(int(path[2]))) if inner else [0]
-        stacked = "layers" in (variable.get_metadata().get("logical_axes") or ())
-        lead = int(stacked) + row.leading
-        experts = range(variable.shape[int(stacked)]) if row.leading else range(1)
-        names = tuple(row.name.format(layer=n, expert=e) for n in numbers for e in experts)
-        order = (int(path[2]) if inner else -1, at)
-        found.append((order, Leaf("/".join(path), tuple(variable.shape), lead, names, row, variable)))
-    return [leaf for _, leaf in sorted(found, key=lambda pair: pair[0])]
-
-
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:
     """The index of all of an array."""
     return tuple(slice(0, size) for size in shape)
@@ -136,8 +72,3 @@ def whole(shape: Sequence[int]) -> tuple[slice, ...]:
 def bounded(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
     """The index with start and stop of every dim."""
     return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))
-
-
-def abstract(leaf: Leaf, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and layout of a leaf."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.variable.dtype, sharding=sharding)
