@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "models" / "huggingface"
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 63
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 63,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -84,7 +84,8 @@ def make(name: str) -> None:
     tokens = torch.randint(0, 63, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model(tokens).logits
-        greedy = model.generate(tokens[:1, :6], max_new_tokens=12, min_new_tokens=12, do_sample=False)[0, 6:]
+        model.generation_config.eos_token_id = None
+        greedy = model.generate(tokens[:1, :6], max_new_tokens=12, do_sample=False)[0, 6:]
     model.to(torch.bfloat16).save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     arrays = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy().astype(np.float32)}

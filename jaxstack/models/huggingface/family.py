@@ -99,11 +99,10 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
     if model.positions != "rope":
         values.update(rope_theta=None, rope_scaling=None)
     local = values.pop("rope_local_base_freq")
-    # Where no layer has a window, its base of rotary frequencies is not used.
-    narrow = None if all(window is None for window in model.windows()) else local or values["rope_theta"]
+    used = local if any(model.windows()) else None
     return {
         **values,
-        "rope_local_base_freq": narrow,
+        "rope_local_base_freq": used or values["rope_theta"],
         "num_kv_heads": model.kv_heads,
         "head_dim": model.width_per_head,
         "intermediate_size": model.feed_forward_size,

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from jaxstack.errors import ConfigError
+from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.llama import ATTENTION, ENDS, LAYER, MLP, attention_bias, max_positions, shape
 from jaxstack.models.huggingface.rows import (
@@ -34,12 +36,20 @@ def _all_but_every_nth(config: Keys, layers: int) -> Sequence[bool]:
     return [(layer + 1) % pattern != 0 for layer in range(layers)]
 
 
+def _whole_scalar(model: ModelConfig) -> int:
+    """transformers takes no fraction here."""
+    scalar = model.query_pre_attn_scalar or model.width_per_head
+    if scalar != int(scalar):
+        raise ConfigError(f"Gemma's query_pre_attn_scalar is a whole number; the model's is {scalar}.")
+    return int(scalar)
+
+
 def _shape(attention_cap: float | None, final_cap: float | None) -> tuple[Row, ...]:
     scalar = "query_pre_attn_scalar"
     return (
         *shape(kv_heads=4, head_dim=256, tied=True),
         attention_bias(),
-        same(scalar, scalar, 256.0, lambda model: model.query_pre_attn_scalar or model.width_per_head),
+        same(scalar, scalar, 256.0, _whole_scalar),
         same("attn_logit_softcapping", "attn_logit_softcapping", attention_cap),
         same("final_logit_softcapping", "final_logit_softcapping", final_cap),
         activation("hidden_activation", "gelu_pytorch_tanh"),
