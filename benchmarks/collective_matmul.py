@@ -5,7 +5,8 @@
     python benchmarks/collective_matmul.py --quick               # checks and the main variants only
 
 The MLP is that of llama3-8b (D 4096, F 14336, one matrix up and one down) on 2 x 8192 tokens, whose rows are split over
-the devices between the matmuls. Each variant is checked first, at a small shape and at the full one: every device's
+the devices between the matmuls; `gated` has its second matrix up too, and `beside` runs with a gather of XLA at the
+same time. Each variant is checked first, at a small shape and at the full one: every device's
 result and gradients against float32, whose error may be at most twice that of the serialised form. Variants run in
 processes that report as they go; one that says nothing for `--patience` seconds is killed, and the next variant starts
 in a new process. `gemm` is the kernels' product on one device, without communication, beside XLA's. Rows are appended
@@ -14,7 +15,6 @@ to benchmarks/results/collective_matmul.jsonl.
 
 import argparse
 import functools
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -29,30 +29,16 @@ from benchmarks.timing import median_seconds
 TOKENS, WIDTH, INNER = 16384, 4096, 14336
 SMALL = 2048, 512, 2048
 """Rows, D and F where results are checked first."""
-PAIR = {"pair": True}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {},
-    "pair": {"gather": PAIR, "scatter": PAIR},
     "group 4": {"gather": {"group": 4}, "scatter": {"group": 4}},
     "group 16": {"gather": {"group": 16}, "scatter": {"group": 16}},
-    "pair, group 4": {"gather": {**PAIR, "group": 4}, "scatter": {**PAIR, "group": 4}},
-    "pair, group 8, 3 stages": {
-        "gather": {**PAIR, "stages": 3, "store_columns": 64},
-        "scatter": {**PAIR, "stages": 3},
-    },
     "sum by XLA": {"gather": {"stages": 3, "store_columns": 64}, "scatter": {"sum_in_kernel": False}},
     "columns 128": {"gather": {"columns": 128, "stages": 6}, "scatter": {"columns": 128, "stages": 6}},
 }
 """Name -> fields of the kernels' `Tiling` that differ from the default."""
-QUICK = ("default", "pair", "sum by XLA")
-COPIES = "chunks by copy engines"
+QUICK = ("default", "sum by XLA")
 REFERENCES = ("serialised", "no communication")
-# Permutes by the copy engines instead of NCCL's kernels, as many at a time as there are; chunks are not merged again.
-COPY_FLAGS = (
-    "--xla_gpu_use_memcpy_local_p2p=true --xla_gpu_experimental_parallel_collective_overlap_limit=8 "
-    "--xla_gpu_dot_merger_threshold_mb=0"
-)
-
 
 # --- the parent ---------------------------------------------------------------------------------------------------
 
@@ -64,14 +50,10 @@ def main() -> None:
         return run_child(options)
     names = [*REFERENCES, *(QUICK if options.quick else VARIANTS)]
     if options.only:
-        names = [name for name in [*names, COPIES] if any(word in name for word in options.only)]
-    else:
-        names.append(COPIES)
+        names = [name for name in names if any(word in name for word in options.only)]
     rows = []
     for devices in options.devices:
-        rows += run_all(devices, [name for name in names if name != COPIES], options.patience, "")
-        if COPIES in names:
-            rows += run_all(devices, [COPIES], options.patience, COPY_FLAGS)
+        rows += run_all(devices, names, options.patience)
     from benchmarks.rows import append_rows, print_table
 
     serialised = {row["work"]: row for row in rows if row["implementation"].endswith("serialised")}
@@ -81,7 +63,8 @@ def main() -> None:
             if row.get(key) and base.get(key):
                 row[f"{key.replace('milliseconds', 'speedup')}"] = base[key] / row[key]
     columns = ("work", "implementation", "gather_milliseconds", "scatter_milliseconds", "forward_milliseconds")
-    columns += ("forward_speedup", "milliseconds", "speedup", "gemm_tflops", "gemm_transposed_tflops", "check")
+    columns += ("forward_speedup", "milliseconds", "speedup", "gated_forward_milliseconds", "gated_milliseconds")
+    columns += ("beside_milliseconds", "gemm_tflops", "gemm_transposed_tflops", "check")
     print_table(rows, columns)
     append_rows("collective_matmul", [row for row in rows if "milliseconds" in row])
 
@@ -96,14 +79,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_all(devices: int, names: list[str], patience: float, flags: str) -> list[dict]:
+def run_all(devices: int, names: list[str], patience: float) -> list[dict]:
     """One row for each variant; after a crash or a silence the rest goes on in a new process."""
     rows = {name: new_row(devices, name) for name in names}
     left = list(names)
     while left:
         current = left[0]
         command = [sys.executable, __file__, "--devices", str(devices), "--child", *left]
-        for event in events(command, patience, {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}):
+        for event in events(command, patience):
             if "variant" in event:
                 current = event["variant"]
                 left.remove(current)
@@ -119,9 +102,8 @@ def run_all(devices: int, names: list[str], patience: float, flags: str) -> list
 
 
 def new_row(devices: int, name: str) -> dict:
-    known = name in (*REFERENCES, COPIES)
     work = f"mlp tensor{devices} {TOKENS} x {WIDTH} x {INNER} bf16"
-    implementation = f"xla {name}" if known else f"jaxstack mosaic, {name}"
+    implementation = f"xla {name}" if name in REFERENCES else f"jaxstack mosaic, {name}"
     return {"work": work, "implementation": implementation, "devices": devices}
 
 
@@ -133,18 +115,16 @@ def run_child(options: argparse.Namespace) -> None:
     import jax
 
     (devices,) = options.devices
-    reported = False
     for name in options.child:
-        report(variant=name, values={"device": jax.devices()[0].device_kind} if not reported else {})
-        reported = True
+        report(variant=name, values={"device": jax.devices()[0].device_kind})
         try:
             work = Work(devices, name)
             if name not in REFERENCES:
                 work.check(SMALL, work.parts(name))
-                work.check((TOKENS, WIDTH, INNER), ("mlp",))
+                work.check((TOKENS, WIDTH, INNER), ("mlp", "gated", "beside"))
                 report(values={"check": "equal"}, note="results and gradients agree")
             work.time()
-            if name not in (*REFERENCES, COPIES) or name == "no communication":
+            if name != "serialised":
                 work.time_product()
         except Exception as error:  # One variant's failure must not hide the others' numbers.
             traceback.print_exc()
@@ -182,20 +162,34 @@ class Work:
 
     def parts(self, name: str) -> dict[str, tuple[Callable, tuple, Any]]:
         """Name -> local function, in_specs, out_specs."""
+        import jax
         from jax.sharding import PartitionSpec as P
 
         from pallas_kernels.collective_matmul import gradients
 
         up, down, rows = P(None, "tensor"), P("tensor", None), P("tensor", None)
-        if name == COPIES:
-            return {"mlp": (functools.partial(chunked_mlp, self.devices), (rows, up, down), rows)}
         multiplier = self.multiplier(name)
-        gather = functools.partial(gradients.gather_multiply, multiplier, "tensor")
+
+        def gather(x: Any, w: Any) -> Any:
+            (out,) = gradients.gather_multiply(multiplier, "tensor", x, (w,))  # pyright: ignore
+            return out
+
+        def gated(x: Any, w1: Any, w2: Any, w3: Any) -> Any:
+            first, second = gradients.gather_multiply(multiplier, "tensor", x, (w1, w2))  # pyright: ignore
+            return scatter(first * second, w3)
+
+        def beside(x: Any, w1: Any, w2: Any) -> Any:
+            # Nothing orders XLA's gather and the MLP: they run at the same time and wait for the same devices.
+            every = jax.lax.all_gather(x * 2, "tensor", axis=0, tiled=True)
+            return scatter(gather(x, w1), w2) + every.max(axis=0)
+
         scatter = functools.partial(gradients.multiply_scatter, multiplier, "tensor")
         return {
             "gather": (gather, (rows, up), up),
             "scatter": (scatter, (up, down), rows),
             "mlp": (lambda x, w1, w2: scatter(gather(x, w1), w2), (rows, up, down), rows),
+            "gated": (gated, (rows, up, up, down), rows),
+            "beside": (beside, (rows, up, down), rows),
         }
 
     def jitted(self, name: str, part: str, gradients: bool) -> Any:
@@ -220,13 +214,15 @@ class Work:
         from jax.sharding import NamedSharding
 
         tokens, width, inner = sizes
+        mlp = ((tokens, width), (width, inner), (inner, width), (tokens, width))
         shapes = {
             "gather": ((tokens, width), (width, inner), (tokens, inner)),
             "scatter": ((tokens, inner), (inner, width), (tokens, width)),
-            "mlp": ((tokens, width), (width, inner), (inner, width), (tokens, width)),
+            "mlp": mlp,
+            "gated": (mlp[0], mlp[1], *mlp[1:]),
+            "beside": mlp,
         }[part]
-        reference = "serialised" if self.name == COPIES else self.name
-        _, ins, outs = self.parts(reference)[part]
+        _, ins, outs = self.parts(self.name)[part]
         keys = jax.random.split(jax.random.key(0), len(shapes))
         result = []
         for number, (key, shape, spec) in enumerate(zip(keys, shapes, (*ins, outs), strict=True)):
@@ -275,9 +271,11 @@ class Work:
         sizes = TOKENS, WIDTH, INNER
         for part in self.parts(self.name):
             arrays = self.arrays(sizes, part)
-            values = {f"{'forward' if part == 'mlp' else part}_milliseconds": self.milliseconds(part, False, arrays)}
-            if part == "mlp":
-                values["milliseconds"] = self.milliseconds(part, True, arrays)
+            name = {"mlp": "forward", "gated": "gated_forward"}.get(part, part)
+            values = {f"{name}_milliseconds": self.milliseconds(part, False, arrays)}
+            if part in ("mlp", "gated"):
+                name = "milliseconds" if part == "mlp" else "gated_milliseconds"
+                values[name] = self.milliseconds(part, True, arrays)
             report(values=values, note=str(values))
 
     def milliseconds(self, part: str, gradients: bool, arrays: tuple) -> float:
@@ -318,7 +316,8 @@ class Work:
 
         tiling = Tiling(**VARIANTS[self.name].get("gather", {}))
         columns = w.shape[0 if transposed else 1]
-        return gather_multiply(Product(x.shape[0], x.shape[1], columns, 1, None, transposed, tiling), x, w)[0]
+        product = Product(x.shape[0], (x.shape[1],), (columns,), 1, None, transposed, tiling)
+        return gather_multiply(product, x, (w,))[0][0]
 
 
 def distance(got: Any, want: Any) -> tuple[float, float]:
@@ -335,7 +334,7 @@ class Local:
     def __init__(self, devices: int):
         self.devices = devices
 
-    def gather_multiply(self, x: Any, w: Any, axis_name: str, transposed: bool) -> tuple:
+    def gather_multiply(self, x: Any, weights: tuple, axis_name: str, transposed: bool) -> tuple:
         import jax
         import jax.numpy as jnp
 
@@ -344,29 +343,16 @@ class Local:
         del axis_name
         gathered = jnp.broadcast_to(x[None], (self.devices, *x.shape)).reshape(-1, x.shape[1])
         gathered = jax.lax.optimization_barrier(gathered)
-        return multiply(gathered, w, transposed), gathered
+        return tuple(multiply(gathered, w, transposed) for w in weights), gathered
 
-    def multiply_scatter(self, x: Any, w: Any, axis_name: str, transposed: bool) -> Any:
+    def multiply_scatter(self, xs: tuple, weights: tuple, axis_name: str, transposed: bool) -> Any:
         import jax
 
         from pallas_kernels.collective_matmul.xla import multiply
 
         del axis_name
-        return jax.lax.optimization_barrier(multiply(x, w, transposed))[: x.shape[0] // self.devices]
-
-
-def chunked_mlp(devices: int, x: Any, w1: Any, w2: Any) -> Any:
-    """The MLP chunk by chunk: every device sends its rows to all others at once, and the results back as they come."""
-    import jax
-    import jax.numpy as jnp
-
-    parts = [jnp.dot(jnp.dot(x, w1), w2)]
-    for distance in range(1, devices):
-        there = [(device, (device - distance) % devices) for device in range(devices)]
-        back = [(target, source) for source, target in there]
-        result = jnp.dot(jnp.dot(jax.lax.ppermute(x, "tensor", there), w1), w2)
-        parts.append(jax.lax.ppermute(result, "tensor", back))
-    return sum(part.astype(jnp.float32) for part in parts).astype(x.dtype)  # pyright: ignore
+        total = sum(multiply(x, w, transposed) for x, w in zip(xs, weights, strict=True))
+        return jax.lax.optimization_barrier(total)[: xs[0].shape[0] // self.devices]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Processes that report as they go, one JSON object a line, so that one that hangs or dies hides nothing before it."""
 
 import json
-import os
 import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -15,17 +14,14 @@ def report(**event: Any) -> None:
     print(json.dumps(event), flush=True)
 
 
-def events(command: list[str], patience: float, environment: Mapping[str, str]) -> Iterator[dict]:
+def events(command: list[str], patience: float) -> Iterator[dict]:
     """What the process reports; last, if it did not end well, `{"failed": why}`.
 
     Args:
         command: starts a process that calls `report`.
         patience: seconds without a report after which it is killed.
-        environment: variables that differ from this process'.
     """
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines: queue.Queue[str | None] = queue.Queue()
     errors: list[str] = []
 

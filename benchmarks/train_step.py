@@ -26,15 +26,29 @@ WORKS = {
     "llama3-8b fsdp4 bf16": [
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=4", "train.sequence_length=8192",
     ],
+    "llama3-8b tensor4 bf16": [
+        "model.preset=llama3-8b", "parallel.tensor=4", "parallel.sequence=true", "model.remat=none",
+        "train.global_batch_size=2", "train.sequence_length=8192",
+    ],
     "llama3-8b fsdp4 fp8": [
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=8", "train.sequence_length=8192",
         "precision.fp8=current",
+    ],
+    "qwen3-30b-a3b of 6 layers bf16": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
+    ],
+    "qwen3-30b-a3b of 24 layers expert4 bf16": [
+        "model.preset=qwen3-30b-a3b", "model.num_layers=24", "parallel.expert=4", "train.global_batch_size=16",
+        "train.sequence_length=4096",
     ],
 }  # fmt: skip
 VARIANTS = {
     "unrolled": ["model.scan_layers=false"],
     "scanned": ["model.scan_layers=true"],
+    "unrolled, no overlap": ["model.scan_layers=false", "parallel.overlap=never"],
+    "scanned, no overlap": ["model.scan_layers=true", "parallel.overlap=never"],
     "scanned, save_attention": ["model.scan_layers=true", "model.remat=save_attention"],
+    "unrolled, save_attention": ["model.scan_layers=false", "model.remat=save_attention"],
 }
 """Ways to run the same work; the fastest that fits is the one reported."""
 

@@ -10,6 +10,7 @@ from jaxstack.errors import JaxstackError, nearest
 
 COMMANDS = {
     "train": ("jaxstack.train", "train a model from a configuration file"),
+    "launch": ("jaxstack.launch.command", "start, watch and restart the processes of a node"),
     "generate": ("jaxstack.generate.command", "sample text from a trained run"),
     "evaluate": ("jaxstack.evaluate", "loss, perplexity and bits per byte of a trained run on held-out data"),
     "convert": ("jaxstack.convert", "Hugging Face checkpoint -> run directory, and back"),

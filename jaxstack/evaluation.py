@@ -1,15 +1,18 @@
 """Held-out evaluation: the exact mean loss over all items, and bits per byte."""
 
+import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxstack.data.device import device_batches, local_rows
-from jaxstack.feed import batch_sharding, check_batch, check_rows
+from jaxstack.errors import JaxstackError
+from jaxstack.feed import BatchShardings, arrange, batch_sharding, check_batch, check_rows
 from jaxstack.loss import LossSum
 from jaxstack.step import StepFunctions
 
@@ -29,19 +32,36 @@ class Evaluator:
             data = list(data)
         self._steps, self._data = steps, data
         self._batch_size = max(batch_size, steps.rules.degree(steps.rules.table["batch"]))
-        self._step = jax.jit(steps.eval_step)
+        whole = steps.rules.sharding(jax.P())
 
-    def run(self, params: Any, rest: Any, max_tokens: int | None = None) -> dict[str, float] | None:
+        # One batch waits for the one before by its sums: collectives of programs that run at once on a CPU meet in
+        # another order on another process, and hang.
+        def add_batch(params: Any, rest: Any, batch: Any, sums: LossSum) -> LossSum:
+            return jax.tree.map(jnp.add, sums, steps.eval_step(params, rest, batch))
+
+        self._step = jax.jit(add_batch, out_shardings=whole)
+        self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)
+
+    def run(
+        self, params: Any, rest: Any, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
         """`eval_loss` (nats an item), `eval_items`, `eval_seconds`; None where there is no held-out data.
 
         Args:
           max_tokens: stop after so many tokens, where the data can; None: all of it.
+          stop: asked after each batch, on all processes alike; True gives the evaluation up, which returns None.
         """
         rules = self._steps.rules
         host, size = self._host_batches(max_tokens)
-        began, sums = time.perf_counter(), LossSum(jnp.zeros(()), jnp.zeros(()))
-        for batch, _ in device_batches(host, rules.sharding(rules.spec(("batch",))), global_batch_size=size):
-            sums = jax.tree.map(jnp.add, sums, self._step(params, rest, batch))
+        began, sums = time.perf_counter(), self._zero()
+        arranged = (arrange(batch, rules) for batch in host)
+        batches = device_batches(arranged, BatchShardings(rules, self._batch_size), global_batch_size=size)
+        with contextlib.closing(cast(Any, batches)):
+            for batch, _ in batches:
+                with jax.set_mesh(rules.mesh):  # as `Trainer.compile`
+                    sums = self._step(params, rest, batch, sums)
+                if stop():
+                    return None
         total, weight = (float(x) for x in jax.device_get(sums))
         if not weight:
             return None
@@ -58,10 +78,15 @@ class Evaluator:
             rows = local_rows(batch_sharding(self._steps.rules, (size,)), (size,))
             return self._data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size
         batches = [check_batch(batch) for batch in self._data or ()]
-        for batch in batches:
-            size = len(next(iter(batch.values())))
+        sizes = {len(next(iter(batch.values()))) for batch in batches}
+        for size in sizes:
             check_rows(size, self._steps.rules, "the number of rows of a held-out batch")
-        return iter(batches), None
+        if jax.process_count() == 1 or not batches:
+            return iter(batches), None
+        if len(sizes) > 1:
+            raise JaxstackError(f"with several processes all held-out batches have one size; found {sorted(sizes)}")
+        rows = local_rows(batch_sharding(self._steps.rules, (size,)), (size,))
+        return ({name: np.asarray(value)[rows] for name, value in batch.items()} for batch in batches), size
 
 
 def bits_per_byte(values: Mapping[str, float], num_bytes: int) -> dict[str, float]:

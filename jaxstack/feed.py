@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.parallel.rules import AxisRules
+from jaxstack.parallel.rules import SEQUENCES, AxisRules
+from pallas_kernels import sequence_order
 
 HostBatch = Mapping[str, np.ndarray]
 
@@ -76,6 +77,36 @@ def batch_sharding(rules: AxisRules, shape: Sequence[int]) -> NamedSharding:
     return rules.sharding(rules.batch_spec(shape))
 
 
+class BatchShardings(dict[str, NamedSharding]):
+    """Name of a batch's array -> its layout."""
+
+    def __init__(self, rules: AxisRules, rows: int):
+        super().__init__()
+        self._rules, self._rows = rules, rows
+
+    def __missing__(self, name: str) -> NamedSharding:
+        return self._rules.sharding(self._rules.batch_spec((self._rows,), name))
+
+
+def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
+    """The batch as the devices of the `context` axis hold it: sequences in their order, with explicit positions.
+
+    Raises:
+      ConfigError: the chunks do not divide the length.
+    """
+    parts = rules.degree(rules.table["length"])
+    if parts == 1 or "tokens" not in batch:
+        return batch
+    shape = np.shape(batch["tokens"])
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    try:
+        order = sequence_order(shape[1], parts)
+    except ValueError as error:
+        raise ConfigError(f"parallel.context={parts}: {error}.") from None
+    whole = {"positions": positions, **batch}
+    return {name: np.asarray(x)[:, order] if name in SEQUENCES else x for name, x in whole.items()}
+
+
 def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and layouts of the global batch of `rows` rows that this host batch is a part of.
 
@@ -83,13 +114,13 @@ def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, j
       ConfigError: the devices of the batch axes do not divide the rows.
     """
     check_rows(rows, rules, "train.global_batch_size")
+    layouts = BatchShardings(rules, rows)
 
-    def describe(x: np.ndarray) -> jax.ShapeDtypeStruct:
-        shape = (rows, *np.shape(x)[1:])
+    def describe(name: str, x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(rules, shape))
+        return jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), dtype, sharding=layouts[name])
 
-    return {name: describe(x) for name, x in batch.items()}
+    return {name: describe(name, x) for name, x in arrange(batch, rules).items()}
 
 
 def check_rows(rows: int, rules: AxisRules, what: str) -> None:

@@ -26,22 +26,30 @@ class FunctionalModule:
     """
 
     def __init__(self, make: NNXFactory):
-        self._make = make
+        self.make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
         """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
+        self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
+        """The compute dtype of such a module."""
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
             variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-        self._params, self._rest = nnx.to_flat_state(params), nnx.to_flat_state(rest)
-        self.abstract_params = _nested(self._params)
+        self._rest = nnx.to_flat_state(rest)
         self.abstract_rest = _nested(self._rest)
         self.fp8_matmuls = count_fp8_matmuls(abstract)
-        self._scaling = [tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)]
+        self._scaling = [
+            tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)
+        ]
+        self._set_params(nnx.to_flat_state(params))
+
+    def _set_params(self, params: Any) -> None:
+        self._params = params
+        self.abstract_params = _nested(params)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""
-        return self.split(self._make(nnx.Rngs(key)))
+        return self.split(self.make(nnx.Rngs(key)))
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
         """The arrays of a module of this structure."""
@@ -67,17 +75,24 @@ class FunctionalModule:
         """What `split_scaling` took apart."""
         return _nest([*_flat(scaling).items(), *_flat(others).items()])
 
-    def parameter_specs(self, rules: AxisRules) -> Dict:
-        """The stored layout of every parameter, in the structure of `abstract_params`."""
+    def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
+        """`function(logical axes or None, shape, metadata)` of every parameter, in the structure of `abstract_params`.
 
-        def spec(variable: Any) -> Any:
+        Logical axes that the rules do not know count as none.
+        """
+
+        def apply(variable: Any) -> Any:
             metadata = variable.get_metadata()
             # Flax's own name for the same thing, which modules that were not written for us may carry.
             names = metadata.get("logical_axes") or metadata.get("out_sharding") or ()
             known = len(names) == len(variable.shape) and all(n is None or n in rules.table for n in names)
-            return rules.parameter_spec(names if known else None, variable.shape)
+            return function(names if known else None, variable.shape, metadata)
 
-        return _nest((path, spec(variable)) for path, variable in self._params)
+        return _nest((path, apply(variable)) for path, variable in self._params)
+
+    def parameter_specs(self, rules: AxisRules) -> Dict:
+        """The layout in which every parameter is stored, in the structure of `abstract_params`."""
+        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape), rules)
 
 
 def make_functional(module: Any, example: Mapping[str, Any] | None = None) -> FunctionalModule:

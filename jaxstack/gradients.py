@@ -6,6 +6,7 @@ device on its own part of the batch, in one `shard_map` over all axes but `tenso
 once a step, after all microbatches. Any other module is one program over the global batch that XLA partitions.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -16,26 +17,28 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.functional import FunctionalModule
 from jaxstack.loss import LossSum, as_loss_sum
-from jaxstack.parallel.rules import AxisRules, axes_of, logical_axis_rules, restrict
+from jaxstack.parallel.exchange import Dims, Exchange, Held, sum_gradient
+from jaxstack.parallel.rules import AxisRules, Names, logical_axis_rules, restrict
+from jaxstack.parallel.weights import beside_tensor, dims_of, exchange_weight
 
 Batch = Mapping[str, jax.Array]
 LossFunction = Callable[..., Any]
 
 
 class Sums(NamedTuple):
-    """What a batch adds: gradient of the loss sum, loss sum, weight; and the maxima that FP8 is scaled by."""
+    """What a batch adds: gradient of the loss sum, loss sum, weight."""
 
     gradients: Any
     """Float32, laid out as the parameters are stored."""
     loss: jax.Array
     weight: jax.Array
     maxima: Any = None
-    """What comes as the gradient of scaling states, while microbatches and devices are combined."""
+    """What comes as the gradient of FP8 scaling states, while microbatches and devices are combined."""
 
     def plus(self, other: "Sums") -> "Sums":
         """Both microbatches' together."""
-        summed = jax.tree.map(jnp.add, self[:3], other[:3])
-        return Sums(*summed, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
+        gradients, loss, weight = jax.tree.map(jnp.add, self[:3], other[:3])
+        return Sums(gradients, loss, weight, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
 
 
 class Gradients(Protocol):
@@ -59,9 +62,9 @@ def make_gradients(
       loss: `loss(module, batch)` or `loss(module, batch, key)`; returns a scalar mean or a `LossSum`.
       accumulation: number of microbatches that a batch is cut into.
     """
-    keyed = loss if _takes_key(loss) else lambda model, batch, key: loss(model, batch)
+    keyed = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
     whole = GlobalGradients(Microbatches(module, keyed, accumulation), rules)
-    if not module.gathers_weights or not split_axes(rules):
+    if not module.gathers_weights or not rules.batch_axes:
         return whole
     return LocalGradients(Microbatches(module, keyed, accumulation, as_sum=_as_given), rules, whole)
 
@@ -83,15 +86,29 @@ class Microbatches:
         model = self.module.merge(params, rest)
         return self._as_sum(self._loss(model, batch, key)), self.module.split(model)[1]
 
-    def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array, shards: int = 1) -> tuple[Sums, Any]:
-        """The sums of this batch; `shards`: into how many parts XLA splits its rows."""
+    def __call__(
+        self,
+        params: Any,
+        rest: Any,
+        batch: Batch,
+        key: jax.Array,
+        *,
+        shards: int = 1,
+        use: Callable[[Any], Any] = lambda params: params,
+    ) -> tuple[Sums, Any]:
+        """The sums of this batch, and the module's other variables after it.
+
+        Args:
+          shards: into how many parts XLA splits the batch's rows.
+          use: makes of the parameters, to which the gradients belong, what the module gets.
+        """
         if self.count == 1:
-            return self._one(params, rest, batch, key)
+            return self._one(params, rest, batch, key, use)
 
         def add(carry: tuple[Sums, Any], item: tuple[Batch, jax.Array]) -> tuple[tuple[Sums, Any], None]:
             sums, rest = carry
             microbatch, index = item
-            new, rest = self._one(params, rest, microbatch, jax.random.fold_in(key, index))
+            new, rest = self._one(params, rest, microbatch, jax.random.fold_in(key, index), use)
             return (sums.plus(new), rest), None
 
         zero = jnp.zeros((), jnp.float32)
@@ -101,11 +118,11 @@ class Microbatches:
         carry, _ = jax.lax.scan(add, (start, rest), (pieces, jnp.arange(self.count)))
         return carry
 
-    def _one(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+    def _one(self, params: Any, rest: Any, batch: Batch, key: jax.Array, use: Callable[[Any], Any]) -> tuple[Sums, Any]:
         scaling, others = self.module.split_scaling(rest)
 
         def objective(params: Any, scaling: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            loss, new = self.loss(params, self.module.join_scaling(scaling, others), batch, key)
+            loss, new = self.loss(use(params), self.module.join_scaling(scaling, others), batch, key)
             return loss.total, (loss.weight, new)
 
         compute = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
@@ -124,10 +141,28 @@ class Microbatches:
         return x.reshape(self.count, shards * rows, *x.shape[3:])
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a parameter lies on the mesh."""
+
+    spec: PartitionSpec
+    """As it is used in a step."""
+    stored: PartitionSpec
+    """As it is stored between steps: with ZeRO 1 and 2 in parts over `data` too."""
+    dtype: str
+    """Of the copy of a parameter stored in parts."""
+    summed_by_module: bool
+    """Whether the module itself sums the gradient where asked to, see `gather_parameter`."""
+
+
 class LocalGradients:
     """Each device runs the module on its own part of the batch, with its own shards of the parameters.
 
-    Over `fsdp` a gradient is summed where its weight was gathered. All else is summed once, after the microbatches.
+    Over `fsdp` a gradient is summed where its weight was gathered. Over the other axes it is summed where the weight is
+    used if there is one microbatch, so that the rest of the backward pass can run meanwhile, else once after all of
+    them. With ZeRO 1 and 2 a copy in the compute dtype is gathered once a step, and gradients go back in parts: with 1
+    after all microbatches, with 2 wherever the weight is used, so that whole gradients never exist.
+
     A loss that is no `LossSum` may not add up over parts of a batch: it gets the whole one, from `otherwise`.
     """
 
@@ -135,20 +170,30 @@ class LocalGradients:
         self._microbatches, self._otherwise, self._rules = microbatches, otherwise, rules
         # Where XLA has nothing to partition, no axis is left to it: a kernel then needs no shard_map of its own.
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
-        self._split = split_axes(rules)
-        stored = microbatches.module.parameter_specs(rules)
-        self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=_is_spec)
+        self._split = rules.batch_axes
+        self._at_use = rules.zero == 2 or (rules.zero == 0 and microbatches.count == 1)
+        summed = self._split if self._at_use else ()
+        self._inner = dataclasses.replace(rules.within(self._taken), summed=summed)
+        self._layouts = microbatches.module.map_parameters(self._layout, rules)
+        self._specs = jax.tree.map(lambda x: restrict(x.stored, self._split), self._layouts)
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
             key = jax.random.fold_in(key, jax.lax.axis_index(self._split))
-            sums, rest = self._microbatches(params, rest, batch, key)
-            gradients = jax.tree.map(self._sum, sums.gradients, self._specs)
+            copies = jax.tree.map(self._copy, params, self._layouts)
+            if self._at_use:
+                use = lambda params: jax.tree.map(self._summing, params, copies, self._layouts)  # noqa: E731
+                sums, rest = self._microbatches(params, rest, batch, key, use=use)
+                gradients = sums.gradients
+            else:
+                sums, rest = self._microbatches(copies, rest, batch, key)
+                gradients = jax.tree.map(self._sum, sums.gradients, self._layouts)
             loss, weight = jax.lax.psum((sums.loss, sums.weight), self._split)
             sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
             return self._microbatches.finish(sums, jax.tree.map(self._mean, rest), self._split)
 
-        out_specs = (Sums(self._specs, PartitionSpec(), PartitionSpec()), PartitionSpec())
+        whole: Any = PartitionSpec()
+        out_specs = (Sums(self._specs, whole, whole), whole)
         try:
             return self._on_own_parts(local, out_specs, params, rest, batch, key)
         except _NotASumError:
@@ -156,7 +201,8 @@ class LocalGradients:
 
     def loss(self, params: Any, rest: Any, batch: Batch) -> LossSum:
         def local(params: Any, rest: Any, batch: Batch) -> LossSum:
-            return jax.lax.psum(self._microbatches.loss(params, rest, batch, None)[0], self._split)
+            copies = jax.tree.map(self._copy, params, self._layouts)
+            return jax.lax.psum(self._microbatches.loss(copies, rest, batch, None)[0], self._split)
 
         try:
             return self._on_own_parts(local, PartitionSpec(), params, rest, batch)
@@ -169,10 +215,10 @@ class LocalGradients:
         rules = self._rules
 
         def local(*arguments: Any) -> Any:
-            with logical_axis_rules(rules.within(self._taken)):
+            with logical_axis_rules(self._inner):
                 return function(*arguments)
 
-        parts = {name: restrict(rules.batch_spec(x.shape), self._split) for name, x in batch.items()}
+        parts = {name: restrict(rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
         return jax.shard_map(
             local,
             mesh=rules.mesh,
@@ -182,38 +228,87 @@ class LocalGradients:
             check_vma=False,
         )(params, rest, dict(batch), *key)
 
-    def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """The sum over the axes along which the parameter is whole."""
-        summed = {axis for part in spec for axis in axes_of(part)}
-        lacking = tuple(axis for axis in self._split if axis not in summed)
-        if not lacking:
+    def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> Layout:
+        rules = self._rules
+        spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape)
+        dtype = str(jnp.dtype(self._microbatches.module.dtype or jnp.float32))
+        return Layout(spec, stored, dtype, bool(metadata.get("sum_where_used")))
+
+    def _copy(self, x: jax.Array, layout: Layout) -> jax.Array:
+        """A parameter as the microbatches use it: whole over `data`, in the compute dtype if it has to be gathered."""
+        parts = _parts_of(layout)
+        if not parts:
+            return x
+        how = Exchange(layout.dtype, self._rules.reduce, gathered=parts)
+        return exchange_weight(x, how, layout.spec, self._inner)
+
+    def _summing(self, x: jax.Array, copy: jax.Array, layout: Layout) -> jax.Array | Held:
+        """What the module gets for the parameter `x`, so that its gradient arrives summed up and in the layout of x."""
+        parts = _parts_of(layout)
+        held = Held(x, copy) if parts else x
+        if layout.summed_by_module:
+            return held
+        lacking = self._rules.lacking(layout.spec, self._split)
+        how = Exchange(str(copy.dtype), self._rules.reduce, scattered=parts, summed=lacking)
+        return exchange_weight(held, how, layout.spec, self._inner)
+
+    def _sum(self, gradient: jax.Array, layout: Layout) -> jax.Array:
+        """The sum of a whole gradient over the axes along which the parameter is whole, as the parameter is stored."""
+        parts = _parts_of(layout)
+        lacking = self._rules.lacking(layout.stored, self._split)
+        if not parts and not lacking:
             return gradient
-        return jax.lax.psum(gradient.astype(self._rules.reduce), lacking).astype(jnp.float32)
+        how = Exchange("", self._rules.reduce, scattered=parts, summed=lacking)
+        add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, self._inner)
+        return add(gradient).astype(jnp.float32)
 
     def _mean(self, x: jax.Array) -> jax.Array:
         return jax.lax.pmean(x, self._split) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
+def _parts_of(layout: Layout) -> Dims:
+    """The dim that is split over `data` while the parameter is stored."""
+    return dims_of(layout.stored, "data")
+
+
 class GlobalGradients:
-    """One program over the global batch, partitioned by XLA: statistics and means are those of all its rows."""
+    """One program over the global batch, partitioned by XLA: statistics and means are those of all its rows.
+
+    With ZeRO 1 and 2 the parameters are made whole over `data`, in float32, once a step, and the gradients split after
+    the last microbatch: in which dtype such a module uses its parameters, and where, is not known here.
+    """
 
     def __init__(self, microbatches: Microbatches, rules: AxisRules):
         self._microbatches, self._rules = microbatches, rules
+        module = microbatches.module
+        self._stored = module.parameter_specs(rules)
+        self._used = module.map_parameters(lambda names, shape, _: rules.parameter_spec(names, shape), rules)
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+        sums, rest = self._sums(self._placed(params, self._used), rest, batch, key)
+        return sums._replace(gradients=self._placed(sums.gradients, self._stored)), rest
+
+    def _placed(self, tree: Any, specs: Any) -> Any:
+        if not self._rules.zero:
+            return tree
+        place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731
+        return jax.tree.map(place, tree, specs)
+
+    def _sums(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         rules = self._rules
         # `data` is either 1 or manual where rows are cut; the batch's other axes still split them.
         shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data"])
         if self._microbatches.count == 1 or rules.mesh.shape["data"] == 1:
             with logical_axis_rules(rules):
-                return self._microbatches.finish(*self._microbatches(params, rest, batch, key, shards))
+                return self._microbatches.finish(*self._microbatches(params, rest, batch, key, shards=shards))
 
         # `data` is manual here: XLA, left to itself, would reduce gradients over it once a microbatch.
         def replica(params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
             with logical_axis_rules(rules.within(["data"])):
-                sums, rest = self._microbatches(params, rest, batch, key, shards)
-            sums = Sums(*jax.lax.psum(sums[:3], "data"), sums.maxima)
+                sums, rest = self._microbatches(params, rest, batch, key, shards=shards)
+            gradients, loss, weight = jax.lax.psum(sums[:3], "data")
+            sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
             return self._microbatches.finish(sums, jax.tree.map(_mean_over_data, rest), ("data",))
 
         whole, split = PartitionSpec(), PartitionSpec("data")
@@ -228,12 +323,7 @@ class GlobalGradients:
 
     def loss(self, params: Any, rest: Any, batch: Batch) -> LossSum:
         with logical_axis_rules(self._rules):
-            return self._microbatches.loss(params, rest, batch, None)[0]
-
-
-def split_axes(rules: AxisRules) -> tuple[str, ...]:
-    """The axes of more than one device over which each device has its own items of the batch."""
-    return tuple(a for a in ("data", "fsdp", "expert", "context") if rules.mesh.shape[a] > 1)
+            return self._microbatches.loss(self._placed(params, self._used), rest, batch, None)[0]
 
 
 class _NotASumError(Exception):
@@ -246,15 +336,11 @@ def _as_given(loss: Any) -> LossSum:
     return as_loss_sum(loss)
 
 
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
 def _mean_over_data(x: jax.Array) -> jax.Array:
     return jax.lax.pmean(x, "data") if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _takes_key(loss: LossFunction) -> bool:
+def takes_key(loss: LossFunction) -> bool:
     """Whether `loss` takes the random key: a third positional parameter, without a default or called `key`."""
     parameters = inspect.signature(loss).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

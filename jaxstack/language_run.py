@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
 from jaxstack.errors import ConfigError
@@ -17,7 +19,9 @@ from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
-from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.processes import join
+from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.starting_point import is_run
 from jaxstack.startup import cache_compilations, start_devices
@@ -48,6 +52,19 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
     return model
 
 
+def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
+    """How logical axes lie on the mesh in this run."""
+    parallel = config.parallel
+    return make_rules(
+        mesh,
+        sequence=parallel.sequence,
+        reduce=config.precision.reduce,
+        zero=parallel.zero,
+        context_method=parallel.context_method,
+        overlap=parallel.overlap,
+    )
+
+
 def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
     """The trainer of a run whose layout and vocabulary are resolved."""
     mesh = make_mesh(config.parallel, devices)
@@ -60,9 +77,10 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         data,
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
+        pipeline=config.pipeline_plan(),
     )
 
 
@@ -80,11 +98,16 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     config = load_config(path, overrides)
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # a wrong directory is named before the data is prepared
+    warnings = _join(config)
     devices = start_devices(config.parallel.simulate_devices)
+    if jax.process_count() > 1:
+        check_devices(config.resilience.connect_seconds)
     config = resolve_layout(config, devices)
     cache_compilations()
     first = jax.process_index() == 0
     say = print_line if first and config.observe.progress else (lambda text: None)
+    for line in warnings:
+        say(f"warning: {line}")
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
@@ -105,7 +128,8 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             say=say,
         ),
     )
-    _conclude(config, values, baselines, say)
+    if first:
+        _conclude(config, values, baselines, say)
     return values
 
 
@@ -113,7 +137,16 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Gives a new run the parameters that `run.init_from` names."""
     source = config.run.init_from
     if source is not None:
-        trainer.start_from(initial_parameters(source, config.model, trainer.abstract_state.params, say))
+        trainer.start_from(initial_parameters(source, config.model, trainer.abstract_stored_state.params, say))
+
+
+def _join(config: RunConfig) -> list[str]:
+    """Connects the processes of the run, where there are several, and sees that they run the same; gives warnings."""
+    place, limits = find_place(), config.resilience
+    if place is None:
+        return []
+    join(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
+    return check_program(dump_yaml(config), limits.connect_seconds)
 
 
 def print_line(text: str) -> None:
@@ -138,10 +171,13 @@ def _introduce(config: RunConfig, data: Data, flops: float) -> str:
     device = jax.devices()[0]
     tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
     name = config.model.preset or "model"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
+    active = f"{count.active:,} for each token, " if count.active != count.total else ""
     return (
-        f"{name}: {count.total:,} parameters ({count.embedding:,} in the embedding), {config.model.num_layers} layers; "
-        f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout})\n"
+        f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
+        f"{config.model.num_layers} layers; "
+        f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention)"

@@ -22,6 +22,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.feed import items_in_batch
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.environment import write_environment
+from jaxstack.observe.goodput import Goodput
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
@@ -29,7 +30,7 @@ from jaxstack.observe.ran import refuse_fallbacks, refuse_missing_fp8
 from jaxstack.observe.report import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
-from jaxstack.resilience import Interrupted, ResilienceConfig, StopRequest
+from jaxstack.resilience import Interrupted, ProgressFile, ResilienceConfig, StopRequest, advise_interval
 
 if TYPE_CHECKING:
     from jaxstack.trainer import Trainer
@@ -70,6 +71,8 @@ class Loop:
         self.manager: CheckpointManager | None = None
         self.saved_step = -1
         self.skips = 0
+        self.signs = ProgressFile.of_this_process()
+        self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
         """See `Trainer.fit`."""
@@ -97,10 +100,13 @@ class Loop:
             if start < train.steps:
                 self._steps(start)
             self._evaluate(train.steps, None)
+            self.finished = True
+        self.signs.note("end")
         return self.last_values
 
     def _restore(self) -> int:
         """Takes up the newest checkpoint, if there is one; returns the steps that are done."""
+        self.signs.note("restore")
         step = self.manager.latest_step() if self.manager is not None else None
         if self.manager is None or step is None:
             if self.settings.on_new_run is not None:
@@ -118,8 +124,9 @@ class Loop:
                 f"the data is not what {self.run_dir} was trained on: {difference}. Set it back, or start a new "
                 "run with another run.name."
             )
-        self.trainer.state, _ = self.manager.restore(step, self.trainer.abstract_state)
+        self.trainer.stored_state, _ = self.manager.restore(step, self.trainer.abstract_stored_state)
         self.saved_step = step
+        self.signs.note(saved=step)
         self._say(f"resuming from step {step} ({self.run_dir}/checkpoints)")
         return step
 
@@ -131,6 +138,7 @@ class Loop:
     def _prepare(self, start: int) -> None:
         """Compiles the step and writes down what it will run."""
         trainer = self.trainer
+        self.signs.note("compile", step=start)
         abstract = trainer.peek_batch(start)
         self.items = items_in_batch(abstract)
         began = time.perf_counter()
@@ -144,6 +152,9 @@ class Loop:
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
+        logged = last_logged(self.run_dir)
+        kept = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
+        self.goodput = Goodput(self.run_dir if self.first else None, start, kept)
         if self.run_dir is not None and self.first:
             self.environment = {"ran": ran, "schedule": self._schedule()}
             write_environment(self.run_dir, **self.environment)
@@ -173,27 +184,31 @@ class Loop:
                     )
                 if len(pending) == _IN_FLIGHT:
                     self._read(*pending.popleft())
-                with profiler.step(step):
+                self.signs.note("train", step=step)
+                with profiler.step(step), self.signs.waiting():
                     metrics = self.trainer.train_step(batch)
                 profiler.finish_step(step, metrics)
                 pending.append((step, metrics, waited))
                 saving = manager is not None and manager.should_save(step, train.steps)
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
-                if saving or evaluating or stop.signum is not None or step == train.steps:
+                stopping = stop.reached()
+                if saving or evaluating or stopping or step == train.steps:
                     while pending:
                         self._read(*pending.popleft())
-                if saving:
-                    self._save(step)
-                if stop.signum is not None:
-                    self._stop(step, stop.signum)
-                if evaluating:
-                    self._evaluate(step, train.eval_tokens)
-        if manager is not None:
-            manager.wait()
+                with self.signs.waiting():
+                    if saving:
+                        self._save(step)
+                    if stopping or (evaluating and self._evaluate(step, train.eval_tokens, stop.reached)):
+                        self._stop(step, stop.signum or 0)
+            if manager is not None:
+                self.signs.note("save")
+                manager.wait()
+                self.signs.note(saved=self._committed())
 
     def _read(self, step: int, metrics: Any, waited: float) -> None:
         """Waits for a step's metrics, checks them, and logs them where it is their turn."""
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        with self.signs.waiting():
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.meter.add(self.items, waited)
         skipped = int(values.pop("skipped"))
         if skipped:
@@ -202,7 +217,10 @@ class Loop:
         train, every = self.trainer.train, self.settings.observe.log_every
         if step % every and step not in (1, train.steps):
             return
+        before = self.meter.total_seconds
         line = {**values, "tokens": step * self.items, **self.meter.read(), "peak_memory_bytes": peak_memory_bytes()}
+        self.goodput.add(self.meter.total_seconds - before)
+        line |= self.goodput.read()
         if self.skips:
             line["skipped_steps"] = self.skips
         self.last_values = {**self.last_values, "step": step, **line}
@@ -229,26 +247,49 @@ class Loop:
         if self.manager is None or step == self.saved_step:
             return
         began = time.perf_counter()
+        self.signs.note("save", saved=self._committed())
         extra = {"batches": step, "data": self._data_identity()}
-        self.manager.save(step, self.trainer.state, extra)
+        self.manager.save(step, self.trainer.stored_state, extra)
         self.saved_step = step
         self.meter.exclude(time.perf_counter() - began)
 
+    def _committed(self) -> int:
+        """The newest checkpoint on disk that this start knows of, and, once, what its cost says of the interval."""
+        record = self.manager.last_save if self.manager is not None else None
+        if record is None:
+            return self.signs.record.saved
+        if not self.advised and self.meter.step_seconds:
+            self.advised = True
+            every, hours = self.settings.checkpoint.every_steps, self.settings.resilience.device_hours_between_failures
+            devices, seconds = self.trainer.rules.mesh.size, (record.blocking_seconds, record.total_seconds)
+            self._say(advise_interval(every, self.meter.step_seconds, *seconds, devices, hours))
+        return record.step
+
     def _stop(self, step: int, signum: int) -> None:
         kept = "nothing is kept, as there is no run directory"
+        self.signs.note("save")
         if self.manager is not None:
             if self.settings.checkpoint.save_on_exit:
                 self._save(step)
             self.manager.wait()
             steps = self.manager.all_steps()
+            self.signs.note("end", saved=self._committed())
             kept = f"checkpoint {steps[-1]} in {self.run_dir}" if steps else "no checkpoint kept"
         raise Interrupted(signum, f"stopped by signal {signum} after step {step}; {kept}; the same command goes on")
 
-    def _evaluate(self, step: int, max_tokens: int | None) -> None:
-        began = time.perf_counter()
-        values = self.trainer.evaluate(max_tokens)
+    def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Evaluates and logs; True where `stop` gave it up."""
+        began, given_up = time.perf_counter(), False
+
+        def after_batch() -> bool:
+            nonlocal given_up
+            self.signs.note("evaluate")
+            given_up = stop()
+            return given_up
+
+        values = self.trainer.evaluate(max_tokens, after_batch)
         if values is None:
-            return
+            return given_up
         if self.settings.describe_evaluation is not None:
             values.update(self.settings.describe_evaluation(values, max_tokens))
         self.last_values = {**self.last_values, "step": step, **values}
@@ -258,12 +299,14 @@ class Loop:
             shown.append(f"{values['eval_bits_per_byte']:.4f} bits per byte")
         self._say(f"step {step}: {', '.join(shown)} ({values['eval_seconds']:.1f} s)")
         self.meter.exclude(time.perf_counter() - began)
+        return False
 
     def _report(self) -> None:
         """Writes the report, also of a run that ends early; memory is known by now."""
         if self.run_dir is None or not self.first:
             return
         self.trackers.close()
+        self.goodput.close(self.finished)
         memory = self.environment["ran"].get("memory")
         if isinstance(memory, dict):
             memory["measured_peak_bytes"] = peak_memory_bytes()

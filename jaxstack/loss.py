@@ -30,10 +30,10 @@ def language_model_loss(
 
     Args:
       batch: `tokens`, `labels` int32 [B, T]; optionally `segment_ids`, `positions` int32 [B, T].
-      key: draws dropout masks; None for evaluation.
+      key: draws dropout masks; None for evaluation, which leaves out the losses of the routers.
       z_loss: weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022).
     """
-    hidden = model.hidden(
+    hidden, router_loss = model.hidden_and_router_loss(
         batch["tokens"],
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
@@ -43,12 +43,15 @@ def language_model_loss(
     def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         cap = model.config.final_logit_softcapping
         total = linear_cross_entropy_sum(hidden, weight, labels, ignore_index=IGNORE, z_loss=z_loss, soft_cap=cap)
-        return total[None]
+        return total[None, None]
 
     with jax.named_scope("loss"):
         stored, labels = model.stored_output_weight(), batch["labels"]
         losses = with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True)
-    return LossSum(jnp.sum(losses), jnp.sum(labels != IGNORE, dtype=jnp.float32))
+    total = jnp.sum(losses)
+    if router_loss is not None and key is not None:
+        total += router_loss
+    return LossSum(total, jnp.sum(labels != IGNORE, dtype=jnp.float32))
 
 
 def as_loss_sum(value: Any) -> LossSum:

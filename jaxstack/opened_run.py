@@ -22,6 +22,7 @@ from jaxstack.language_run import make_trainer
 from jaxstack.models import Transformer
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import RunConfig, load_config
+from jaxstack.staged_module import StagedModule
 from jaxstack.startup import cache_compilations, start_devices
 
 
@@ -61,15 +62,20 @@ def restore_parameters(
     """(params, rest, step) of a checkpoint, laid out on the mesh of `rules`; the optimizer's state is not read."""
     manager = CheckpointManager(Path(directory) / "checkpoints", report=lambda text: print(text, file=sys.stderr))
     chosen = choose_step(manager, step)
-    specs = module.parameter_specs(rules)
+    stored = module.plain if isinstance(module, StagedModule) else module
+    specs = stored.parameter_specs(rules)
 
     def wanted(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec))
 
-    params = jax.tree.map(wanted, module.abstract_params, specs)
+    params = jax.tree.map(wanted, stored.abstract_params, specs)
     rest = jax.tree.map(lambda x: wanted(x, jax.P()), module.abstract_rest)
     tree, _ = manager.restore(chosen, {"params": params, "rest": rest}, subset=True)
-    return tree["params"], tree["rest"], chosen
+    params = tree["params"]
+    if isinstance(module, StagedModule):
+        shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+        params = jax.jit(module.stage_parameters, out_shardings=shardings)(params)
+    return params, tree["rest"], chosen
 
 
 def tensor_degree(config: RunConfig, devices: int, wanted: int | None) -> int:

@@ -17,6 +17,8 @@ from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
+from jaxstack.parallel.pipeline.stages import StageLayout
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.starting_point import fill_in
@@ -107,12 +109,22 @@ class RunConfig(Component):
         """The run directory."""
         return Path(self.run.dir) / self.run.name
 
+    def pipeline_plan(self) -> PipelinePlan | None:
+        """How the batch goes through the stages; None without a pipeline.
+
+        Raises:
+          ConfigError: the microbatches do not fit.
+        """
+        if self.parallel.pipeline == 1:
+            return None
+        return plan_pipeline(self.parallel, self.train.global_batch_size, self.train.gradient_accumulation)
+
 
 def layout_problems(config: RunConfig) -> list[str]:
     """The rules between the model, the batch and a fully given layout that are broken, each with the way out."""
     problems = []
     parallel, model, train = config.parallel, config.model, config.train
-    tensor, shards = parallel.tensor, parallel.data * parallel.fsdp
+    tensor, shards = parallel.tensor, parallel.data * parallel.fsdp * parallel.expert
     if model.num_heads % tensor:
         fits = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
         problems.append(
@@ -124,30 +136,115 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"model.num_kv_heads ({model.kv_heads}) and parallel.tensor ({tensor}) must divide one another; "
             f"nearest tensor: {_near_multiples(tensor, model.kv_heads)}."
         )
-    if model.feed_forward_size % tensor:
+    if model.feed_forward_size % tensor and not all(map(model.is_mixture, range(model.num_layers))):
         problems.append(
             f"model.intermediate_size ({model.feed_forward_size}) must be divisible by parallel.tensor ({tensor}); "
             f"nearest: {_near_multiples(model.feed_forward_size, tensor)}."
         )
+    problems += _expert_problems(model, parallel)
     unit = shards * train.gradient_accumulation
+    expert, degree = ("expert x ", f"{parallel.expert} x ") if parallel.expert > 1 else ("", "")
     if train.global_batch_size % unit:
         problems.append(
             f"train.global_batch_size ({train.global_batch_size}) must be divisible by data x fsdp x "
-            f"gradient_accumulation ({parallel.data} x {parallel.fsdp} x {train.gradient_accumulation} = {unit}); "
+            f"{expert}gradient_accumulation ({parallel.data} x {parallel.fsdp} x {degree}{train.gradient_accumulation} "
+            f"= {unit}); "
             f"nearest: {_near_multiples(train.global_batch_size, unit)}."
         )
     evaluated = train.eval_batch_size
     if evaluated is not None and evaluated % shards:
         problems.append(
-            f"train.eval_batch_size ({evaluated}) must be divisible by data x fsdp ({shards}); "
+            f"train.eval_batch_size ({evaluated}) must be divisible by data x fsdp{' x expert' * bool(expert)} "
+            f"({shards}); "
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
-    if parallel.sequence and train.sequence_length % tensor:
+    problems += _length_problems(config)
+    return problems or (_pipeline_problems(config) if parallel.pipeline > 1 else [])
+
+
+def _length_problems(config: RunConfig) -> list[str]:
+    """Of `layout_problems` those of a sequence that is split."""
+    parallel, length = config.parallel, config.train.sequence_length
+    problems = []
+    if parallel.context > 1:
+        problems += _context_problems(config)
+    unit = parallel.context * parallel.tensor
+    if parallel.sequence and length % unit:
+        context = f" x parallel.context ({parallel.context})" if parallel.context > 1 else ""
         problems.append(
-            f"train.sequence_length ({train.sequence_length}) must be divisible by parallel.tensor ({tensor}) with "
-            f"parallel.sequence; nearest: {_near_multiples(train.sequence_length, tensor)}."
+            f"train.sequence_length ({length}) must be divisible by parallel.tensor ({parallel.tensor}){context} with "
+            f"parallel.sequence; nearest: {_near_multiples(length, unit)}."
         )
     return problems
+
+
+def _context_problems(config: RunConfig) -> list[str]:
+    parallel, model, length = config.parallel, config.model, config.train.sequence_length
+    problems, context = [], parallel.context
+    unit, method = 2 * context, None if parallel.context_method == "auto" else parallel.context_method
+    if length % unit:
+        problems.append(
+            f"sequence_length {length} must be divisible by 2 x context parallel degree ({context}), as each device "
+            f"holds an early and a late chunk; nearest: {_near_multiples(length, unit)}."
+        )
+    elif reason := model.attention.length_problem(length // unit):
+        problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
+    if reason := model.attention.context_problem(method):
+        problems.append(reason)
+    elif model.attention.exchanges_heads(method) and (heads := model.num_heads // parallel.tensor) % context:
+        fits = [d for d in range(1, heads + 1) if heads % d == 0]
+        tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
+        problems.append(
+            f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), as "
+            f"attention.name {model.attention.name} with context_method {parallel.context_method} exchanges heads; "
+            f"context degrees that fit: {', '.join(map(str, fits))}."
+        )
+    return problems
+
+
+def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
+    if moe is None:
+        reason = f"parallel.expert ({expert}) splits the experts of model.moe, which this model has none of"
+        return [f"{reason}; use data or fsdp."] if expert > 1 else []
+    problems = []
+    if moe.num_experts % expert:
+        fits = [d for d in range(1, moe.num_experts + 1) if moe.num_experts % d == 0]
+        problems.append(
+            f"model.moe.num_experts ({moe.num_experts}) must be divisible by parallel.expert ({expert}); expert "
+            f"degrees that fit: {', '.join(map(str, fits))}."
+        )
+    if model.expert_size % tensor:
+        problems.append(
+            f"model.moe.moe_intermediate_size ({model.expert_size}) must be divisible by parallel.tensor ({tensor}); "
+            f"nearest: {_near_multiples(model.expert_size, tensor)}."
+        )
+    if moe.capacity_factor is not None and parallel.context > 1:
+        problems.append(
+            f"model.moe.capacity_factor ({moe.capacity_factor}) counts the tokens of whole sequences, which "
+            f"parallel.context ({parallel.context}) splits; leave one of them out."
+        )
+    return problems
+
+
+def _pipeline_problems(config: RunConfig) -> list[str]:
+    """The rules of `layout_problems` that concern the stages."""
+    model = config.model
+    try:
+        plan = config.pipeline_plan()
+        assert plan is not None
+        if model.remat == "offload":
+            raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
+        lead, period = model.layer_pattern
+        if lead:
+            raise ConfigError(
+                f"the model begins with {lead} layers of another kind (model.moe.first_k_dense_replace), which a "
+                "pipeline cannot deal out; set it to 0, or parallel.pipeline=1."
+            )
+        StageLayout(model.num_layers // period, plan.stages, plan.chunks)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def resolve_layout(config: RunConfig, devices: int) -> RunConfig:

@@ -8,18 +8,26 @@ from pathlib import Path
 import jax
 
 from jaxstack.errors import ConfigError
+from jaxstack.processes import position
 
 
 def start_devices(simulate: int | None = None) -> int:
-    """Brings up the devices (simulated CPU devices where asked for) and returns their number.
+    """Brings up the devices (simulated CPU devices where asked for) and returns their number in the whole run.
+
+    The processes of a run divide the simulated devices, so that the run is the same on any number of them.
 
     Raises:
       ConfigError: the backend cannot be brought up, or is up already with another number of simulated devices.
     """
     if simulate is not None:
+        _, processes = position()
+        if simulate % processes:
+            raise ConfigError(
+                f"parallel.simulate_devices ({simulate}) must be divisible by the number of processes ({processes})."
+            )
         try:
             jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", simulate)
+            jax.config.update("jax_num_cpu_devices", simulate // processes)
         except RuntimeError:
             if jax.device_count() != simulate:
                 raise ConfigError(

@@ -47,7 +47,9 @@ def state_shardings(module: FunctionalModule, optimizer: optax.GradientTransform
     specs = module.parameter_specs(rules)
     whole = PartitionSpec()
 
-    def moment(leaf: Any, param: Any, spec: PartitionSpec) -> PartitionSpec:
+    def moment(leaf: Any, param: Any, spec: PartitionSpec) -> Any:
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf  # what an optimizer group leaves out has no moments
         # Factored moments (Adafactor) have other shapes than their parameter, and are small.
         return spec if leaf.shape == param.shape else whole
 
@@ -58,6 +60,7 @@ def state_shardings(module: FunctionalModule, optimizer: optax.GradientTransform
         abstract.params,
         specs,
         transform_non_params=lambda _: whole,
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
     rest = jax.tree.map(lambda _: whole, abstract.rest)
     layout: Any = {"step": whole, "params": specs, "rest": rest, "optimizer": moments, "key": whole, "skipped": whole}

@@ -14,7 +14,11 @@ import optax
 from jaxstack.functional import FunctionalModule
 from jaxstack.gradients import Batch, LossFunction, make_gradients
 from jaxstack.loss import LossSum
+from jaxstack.optim.build import gradient_norm, largest_overload
+from jaxstack.parallel.pipeline import PipelinePlan
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.pipelined_gradients import PipelinedGradients
+from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState
 
 Metrics = dict[str, jax.Array]
@@ -27,6 +31,7 @@ class StepFunctions:
       loss: `loss(module, batch)` or `loss(module, batch, key)`; returns a scalar mean or a `LossSum`.
       learning_rate: step -> learning rate, for the metrics; None where it is not known.
       accumulation: number of microbatches that a batch is cut into.
+      pipeline: how a StagedModule's batch goes through its stages.
     """
 
     def __init__(
@@ -37,12 +42,16 @@ class StepFunctions:
         learning_rate: Callable[[jax.Array], jax.Array] | None,
         rules: AxisRules,
         accumulation: int = 1,
+        pipeline: PipelinePlan | None = None,
     ):
         self.optimizer, self.rules, self.learning_rate = optimizer, rules, learning_rate
-        self.gradients = make_gradients(module, loss, rules, accumulation)
+        if pipeline is not None and isinstance(module, StagedModule):
+            self.gradients = PipelinedGradients(module, loss, rules, pipeline)
+        else:
+            self.gradients = make_gradients(module, loss, rules, accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped (scalars).
+        """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped, expert_overload (scalars).
 
         A step whose loss or gradients are not finite changes nothing but the step count and `skipped`.
         """
@@ -50,7 +59,7 @@ class StepFunctions:
         sums, rest = self.gradients(state.params, state.rest, batch, key)
         weight = jnp.maximum(sums.weight, 1.0)
         gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
-        loss, norm = sums.loss / weight, optax.global_norm(gradients)
+        loss, norm = sums.loss / weight, gradient_norm(gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
@@ -71,6 +80,9 @@ class StepFunctions:
             "weight": sums.weight,
             "skipped": skipped,
         }
+        overload = largest_overload(gradients)
+        if overload is not None:
+            metrics["expert_overload"] = overload
         if self.learning_rate is not None:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics

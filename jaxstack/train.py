@@ -2,10 +2,12 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from jaxstack.cli import run_command
+from jaxstack.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -18,21 +20,34 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    group = parser.add_argument_group("several processes", "set by `jaxstack launch`; found by itself under srun")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the processes meet; process 0 listens there")
+    group.add_argument("--processes", type=int, metavar="N", help="processes of the whole run")
+    group.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0 on")
+    add_trust_arguments(group)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     args = make_parser().parse_intermixed_args(argv)
+    names = {COORDINATOR: args.coordinator, COUNT: args.processes, INDEX: args.process_id}
+    os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
 
     def body() -> None:
         language = importlib.import_module("jaxstack.language_run")
         if args.print_config:
             print(language.describe_config(args.config, args.overrides), end="")
-        else:
-            language.train_language_model(args.config, args.overrides)
+            return
+        resilience = importlib.import_module("jaxstack.resilience")
+        try:
+            with resilience.EndAtOnce("jaxstack train"):
+                language.train_language_model(args.config, args.overrides)
+        except RuntimeError as error:
+            raise processes.explain_loss(error) or error from None
 
-    return run_command("jaxstack train", body)
+    processes = importlib.import_module("jaxstack.processes")
+    return processes.end(run_command("jaxstack train", body))
 
 
 if __name__ == "__main__":

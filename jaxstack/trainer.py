@@ -1,7 +1,8 @@
 """Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,22 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxstack.compiler_options import step_options
 from jaxstack.data.device import device_batches, local_rows
+from jaxstack.errors import ConfigError
 from jaxstack.evaluation import Evaluator
-from jaxstack.feed import abstract_batch, as_source, batch_sharding, check_batch
+from jaxstack.feed import BatchShardings, abstract_batch, arrange, as_source, batch_sharding, check_batch
 from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
 from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
-from jaxstack.parallel import AxisRules, make_mesh, make_rules
-from jaxstack.precision.recipe import FP8_COMPILER_OPTIONS
+from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
 from jaxstack.run_config import TrainConfig
+from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
-from pallas_kernels import Choice, record_choices
+from pallas_kernels import Choice, NotSupported, record_choices
 
 
 class Trainer:
@@ -41,12 +45,14 @@ class Trainer:
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
       example_inputs: positional arguments that a Linen module is called with to learn its shapes.
       seed: of initial weights and of the loss function's keys.
+      pipeline: schedule and microbatches where the mesh has stages (only for `jaxstack.models.Transformer`); default:
+        1F1B, see `plan_pipeline`.
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         module: Any,
         loss_fn: Callable[..., Any],
@@ -59,12 +65,16 @@ class Trainer:
         eval_data: Any = None,
         example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
+        pipeline: PipelinePlan | None = None,
     ):
         self.train = train or TrainConfig()
         rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.rules, self.data = rules, as_source(data)
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
+        self.pipeline = pipeline or self._default_pipeline()
         self.module = make_functional(module, example)
+        if self.pipeline is not None:
+            self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
         self.learning_rate = None
         if isinstance(optimizer, optax.GradientTransformation):
             self.optimizer = optimizer
@@ -74,7 +84,13 @@ class Trainer:
             self.learning_rate = lambda step: peak * multiplier(step)
             self.optimizer = build_optimizer(optimizer, self.learning_rate, self.module.abstract_params)
         self.steps = StepFunctions(
-            self.module, loss_fn, self.optimizer, self.learning_rate, rules, self.train.gradient_accumulation
+            self.module,
+            loss_fn,
+            self.optimizer,
+            self.learning_rate,
+            rules,
+            self.train.gradient_accumulation,
+            self.pipeline,
         )
         self.shardings = state_shardings(self.module, self.optimizer, rules)
         self.seed = seed
@@ -85,6 +101,13 @@ class Trainer:
         eval_size = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
         self.evaluator = Evaluator(self.steps, eval_data, eval_size)
         self.choices: list[Choice] = []
+
+    def _default_pipeline(self) -> PipelinePlan | None:
+        shape = self.rules.mesh.shape
+        if shape["pipeline"] == 1:
+            return None
+        parallel = ParallelConfig(**shape)
+        return plan_pipeline(parallel, self.train.global_batch_size, self.train.gradient_accumulation)
 
     @property
     def state(self) -> TrainState:
@@ -100,9 +123,11 @@ class Trainer:
         self._state = state
 
     def start_from(self, params: Any) -> None:
-        """A fresh state at step 0 with these parameters, whose buffers it takes over."""
+        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`; it takes over their buffers."""
 
         def create(key: jax.Array, params: Any) -> TrainState:
+            if isinstance(self.module, StagedModule):
+                params = self.module.stage_parameters(params)
             state = init_state(self.module, self.optimizer, key)
             return state._replace(params=params, optimizer=self.optimizer.init(params))
 
@@ -114,6 +139,36 @@ class Trainer:
         """Shapes, dtypes and layouts of the state."""
         shapes = abstract_state(self.module, self.optimizer)
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings)
+
+    @property
+    def stored_state(self) -> TrainState:
+        """The state as checkpoints hold it: the same for every layout."""
+        if not isinstance(self.module, StagedModule) or self.module.stores_plain:
+            return self.state
+        module, optimizer = self.module, self.optimizer
+        convert = jax.jit(lambda state: module.to_plain(optimizer, state), out_shardings=self._stored_shardings())
+        return convert(self.state)
+
+    @stored_state.setter
+    def stored_state(self, state: TrainState) -> None:
+        if isinstance(self.module, StagedModule) and not self.module.stores_plain:
+            module, optimizer = self.module, self.optimizer
+            convert = lambda state: module.from_plain(optimizer, state)  # noqa: E731
+            state = jax.jit(convert, out_shardings=self.shardings)(state)
+        self._state = state
+
+    @property
+    def abstract_stored_state(self) -> TrainState:
+        """Shapes, dtypes and layouts of `stored_state`."""
+        if not isinstance(self.module, StagedModule):
+            return self.abstract_state
+        shapes = abstract_state(self.module.plain, self.optimizer)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._stored_shardings()
+        )
+
+    def _stored_shardings(self) -> TrainState:
+        return state_shardings(getattr(self.module, "plain", self.module), self.optimizer, self.rules)
 
     @property
     def trained_module(self) -> Any:
@@ -129,18 +184,28 @@ class Trainer:
         return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
-        """Compiles the train step ahead of its first use; `choices` then tells which kernels it took."""
+        """Compiles the train step ahead of its first use; `choices` then tells which kernels it took.
+
+        Raises:
+          ConfigError: a kernel or method that was asked for by name cannot compute what the model needs.
+        """
         step = jax.jit(
             self.steps.train_step, donate_argnums=0, out_shardings=(self.shardings, self.rules.sharding(jax.P()))
         )
-        with record_choices() as choices:
-            lowered = step.lower(self.abstract_state, dict(batch))
+        try:
+            # In a shard_map within another the kernels that reach other devices' memory learn from it which these are.
+            with jax.set_mesh(self.rules.mesh), record_choices() as choices:
+                lowered = step.lower(self.abstract_state, dict(batch))
+        except NotSupported as error:
+            raise ConfigError(str(error)) from None
         self.choices = list(choices)
-        self._compiled = lowered.compile(compiler_options=self._compiler_options())
+        self._compiled = lowered.compile(compiler_options=self.compiler_options)
         return self._compiled
 
-    def _compiler_options(self) -> dict[str, Any] | None:
-        return dict(FP8_COMPILER_OPTIONS) if self._on_gpu and self.module.fp8_matmuls else None
+    @functools.cached_property
+    def compiler_options(self) -> dict[str, Any]:
+        """XLA's options that the step is compiled with."""
+        return step_options(fp8=self.module.fp8_matmuls > 0, pipeline=self.pipeline is not None) if self._on_gpu else {}
 
     @property
     def _on_gpu(self) -> bool:
@@ -149,7 +214,9 @@ class Trainer:
     def describe(self) -> dict[str, Any]:
         """What actually runs: see `jaxstack.observe.ran`."""
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
-        return describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
+        ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
+        ran["compiler_options"] = self.compiler_options
+        return ran if self.pipeline is None else {**ran, "pipeline": describe_schedule(self.pipeline.table())}
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""
@@ -165,13 +232,17 @@ class Trainer:
         """Global batches on the devices from batch `start` on, each with the seconds waited for it."""
         size = self.train.global_batch_size
         host = self.data.batches(global_batch_size=size, rows=self.host_rows(size), start=start)
-        return device_batches(host, batch_sharding(self.rules, (size,)), global_batch_size=size)
+        return self._place(host, size)
 
     def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """A whole global batch, laid out on the devices."""
         size = len(next(iter(check_batch(batch).values())))
-        (placed, _), *_ = device_batches(iter([batch]), batch_sharding(self.rules, (size,)), global_batch_size=size)
+        (placed, _), *_ = self._place(iter([batch]), size)
         return placed
+
+    def _place(self, host: Iterator[Mapping[str, np.ndarray]], size: int) -> Any:
+        arranged = (arrange(batch, self.rules) for batch in host)
+        return device_batches(arranged, BatchShardings(self.rules, size), global_batch_size=size)
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """One step on a global batch on the devices; returns its metrics, not waited for."""
@@ -182,9 +253,13 @@ class Trainer:
         self._state, metrics = step(self.state, dict(batch))
         return metrics
 
-    def evaluate(self, max_tokens: int | None = None) -> dict[str, float] | None:
-        """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data."""
-        return self.evaluator.run(self.state.params, self.state.rest, max_tokens)
+    def evaluate(
+        self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data, or
+        where `stop`, asked after each batch, gives it up.
+        """
+        return self.evaluator.run(self.state.params, self.state.rest, max_tokens, stop)
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
         """Trains until `train.steps`, resuming from the newest checkpoint in `run_dir`.

@@ -1,4 +1,4 @@
-"""Attention, loss, FP8 products and pointwise operations for JAX on NVIDIA GPUs, usable from any JAX or Flax code.
+"""Attention, loss, FP8 and grouped products, and pointwise operations for JAX on NVIDIA GPUs, for any JAX or Flax code.
 
 Every operation is a plain function with an ordered table of backends (see `pallas_kernels.dispatch`). The package
 imports jax and nothing of jaxstack; a name is imported when it is first asked for.
@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pallas_kernels.attention.api import flash_attention as flash_attention
+    from pallas_kernels.attention.chunks import sequence_order as sequence_order
+    from pallas_kernels.attention.context import context_attention as context_attention
+    from pallas_kernels.attention.context import ring_attention as ring_attention
+    from pallas_kernels.attention.exchange import with_whole_sequences as with_whole_sequences
     from pallas_kernels.attention.remat import save_attention as save_attention
     from pallas_kernels.attention.sparse import block_sparse_attention as block_sparse_attention
     from pallas_kernels.attention.sparse import longformer_attention as longformer_attention
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
     from pallas_kernels.fp8.api import fp8_multiply as fp8_multiply
     from pallas_kernels.fp8.state import empty_fp8_state as empty_fp8_state
     from pallas_kernels.fp8.state import updated_fp8_state as updated_fp8_state
+    from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
+    from pallas_kernels.grouped.api import grouped_matmul_alignment as grouped_matmul_alignment
     from pallas_kernels.pointwise.gated import swiglu as swiglu
     from pallas_kernels.pointwise.norm import rms_norm as rms_norm
     from pallas_kernels.pointwise.rotary import apply_rotary as apply_rotary
@@ -45,12 +51,15 @@ _MODULES = {
     "all_gather_matmul": "collective_matmul.api",
     "apply_rotary": "pointwise.rotary",
     "block_sparse_attention": "attention.sparse",
+    "context_attention": "attention.context",
     "current_target": "target",
     "empty_fp8_state": "fp8.state",
     "empty_linear_state": "feature_attention.state",
     "flash_attention": "attention.api",
     "fp8_dot_general": "fp8.api",
     "fp8_multiply": "fp8.api",
+    "grouped_matmul": "grouped.api",
+    "grouped_matmul_alignment": "grouped.api",
     "linear_attention": "feature_attention.api",
     "linear_cross_entropy": "cross_entropy.api",
     "linear_cross_entropy_sum": "cross_entropy.api",
@@ -60,10 +69,13 @@ _MODULES = {
     "performer_attention": "feature_attention.api",
     "random_projection": "feature_attention.favor",
     "record_choices": "dispatch",
+    "ring_attention": "attention.context",
     "rms_norm": "pointwise.norm",
     "save_attention": "attention.remat",
+    "sequence_order": "attention.chunks",
     "swiglu": "pointwise.gated",
     "updated_fp8_state": "fp8.state",
+    "with_whole_sequences": "attention.exchange",
 }
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 

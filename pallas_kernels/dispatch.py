@@ -46,6 +46,8 @@ class Backend:
         call: computes the request.
         yields: why another row is the better choice; None where this one is.
         opaque: whether it is a custom call that XLA cannot partition: it is refused where XLA would have to.
+        gradients: of attention, where these keys may be a part of those that the softmax is over: dQ, dK and dV from
+            the request, d_out [B, T, N, H], and of all keys the log-sum-exp and `scores.row_delta`, [B, N, T] float32.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Backend:
     call: Callable[..., Any]
     yields: Callable[[Any], str | None] = lambda request: None
     opaque: bool = False
+    gradients: Callable[..., Any] | None = None
 
     def reason_against(self, request: Any) -> str | None:
         """Why this row cannot compute the request here: its own rules, or the partitioning around the call."""
@@ -102,8 +105,12 @@ def record_choices() -> Iterator[list[Choice]]:
         _recorders.reset(token)
 
 
-def select(operation: str, backends: Sequence[Backend], implementation: str | None, request: Any) -> Backend:
+def select(
+    operation: str, backends: Sequence[Backend], implementation: str | None, request: Any, *, record: bool = True
+) -> Backend:
     """The backend for `request`: the one named by `implementation`, or the first of the table that accepts.
+
+    Without `record` the choice is not noted for `record_choices`: it is one that was made before.
 
     Raises:
         NotSupported: the named backend is unknown or refuses, or every backend refuses.
@@ -113,7 +120,7 @@ def select(operation: str, backends: Sequence[Backend], implementation: str | No
     else:
         chosen, refused = _first_that_accepts(operation, backends, request)
     recorders = _recorders.get()
-    if recorders:
+    if recorders and record:
         choice = Choice(operation, _call_site(), str(request), chosen.name, refused, implementation is not None)
         for recorder in recorders:
             if choice not in recorder:

@@ -65,7 +65,12 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/s/device": _number("tokens_per_second_per_device", "{:,.0f}"),
     "TFLOP/s/device": _number("tflops_per_device", "{:.4g}"),
     "MFU": _number("mfu", "{:.1f} %", 100),
+    "gather ms": _number("gather_milliseconds", "{:.3f}"),
+    "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
+    "forward ms": _number("forward_milliseconds", "{:.3f}"),
     "ms": _number("milliseconds", "{:,.4g}"),
+    "matmul alone TFLOP/s": _number("gemm_tflops", "{:.0f}"),
+    "transposed TFLOP/s": _number("gemm_transposed_tflops", "{:.0f}"),
     "peak memory GiB": _number("peak_memory_bytes", "{:.1f}", 2**-30),
     "beside inputs and outputs GiB": _number("extra_bytes", "{:.2f}", 2**-30),
     "GB/s": _number("gigabytes_per_second", "{:,.0f}"),
@@ -86,6 +91,16 @@ Where ours is behind: key blocks larger than 128 do not fit the shared memory (h
 that long rows without a mask pay the softmax's row reductions often. At head dim 64 the exponentials take as many
 cycles of the forward as the matmuls. At head dims 80, 96, 192 and 256 the backward is two kernels with seven products
 in place of five.
+""",
+    "collective_matmul": """\
+Up and down of an MLP whose rows lie split over the devices between matmuls; `ms` is forward and backward. `serialised`
+is XLA's matmul after an all-gather and before a reduce-scatter, `no communication` the same without both: the most that
+can be won. `gather`, `scatter` and `forward` are the two parts and the whole forward, the last columns our matmul alone
+on one device beside XLA's.
+
+Since these rows were measured a program of our kernels claims its tiles while it runs, see `docs/kernels.md`. Two forms
+were measured and are gone: `pair`, in which two multiprocessors share an operand, was no faster, and chunks sent by the
+copy engines beside XLA's matmuls were slower than the serialised form.
 """,
     "linear_cross_entropy": """\
 `sum` is `linear_cross_entropy_sum`, which training uses; `per token` is `linear_cross_entropy`. These rows were

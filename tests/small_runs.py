@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxstack.language_run import layout_rules
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer, in_fp8
-from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.parallel import make_mesh
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
 
@@ -43,20 +44,29 @@ def small_config(*overrides: str) -> RunConfig:
     return load_config(None, [*SMALL, *overrides])
 
 
-def make_trainer(config: RunConfig, data: Any = None, devices: Sequence[Any] | None = None) -> Trainer:
+def make_trainer(
+    config: RunConfig,
+    data: Any = None,
+    devices: Sequence[Any] | None = None,
+    *,
+    eval_data: Any = None,
+    dtype: Any = np.float32,
+) -> Trainer:
     """A trainer on as many of the simulated devices as the layout of `config` needs."""
     size = math.prod(config.parallel.degrees.values())
     mesh = make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size])
     rows = config.train.global_batch_size
     return Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs), config.precision),
+        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
         language_model_loss,
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
         schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=config.parallel.sequence),
+        mesh=layout_rules(config, mesh),
         train=config.train,
+        eval_data=eval_data,
         seed=config.run.seed,
+        pipeline=config.pipeline_plan(),
     )
 
 

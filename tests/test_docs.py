@@ -19,6 +19,7 @@ from jaxstack.config import Component
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention_kinds import ATTENTION_KINDS
 from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention
+from jaxstack.models.moe.config import MoEConfig
 from jaxstack.optim import OPTIMIZERS, SCHEDULES
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
@@ -55,9 +56,10 @@ GIVEN = {
     """,
     "kernels.md": """
         import jax, jax.numpy as jnp
-        q = k = v = jnp.ones((1, 8, 2, 8))
-        segment_ids = labels = jnp.ones((1, 8), jnp.int32)
-        hidden, output_weight = jnp.ones((1, 8, 4)), jnp.ones((4, 16))
+        q = k = v = jnp.ones((1, 16, 2, 8))
+        segment_ids = labels = jnp.ones((1, 16), jnp.int32)
+        rows, matrices, group_sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 8)), jnp.array([2, 4])
+        hidden, output_weight = jnp.ones((1, 16, 4)), jnp.ones((4, 16))
         step, state, batch = lambda state, batch: state + batch, 1.0, 2.0
     """,
     "observe.md": """
@@ -211,7 +213,7 @@ def test_configuration_page_has_every_key_with_its_default(section):
         for part in OPTIMIZERS if section == "optimizer" else SCHEDULES:
             start = f"| `{part.model_fields['name'].default}` |"
             row = next(line for line in text.splitlines() if line.startswith(start))
-            common = {"name", "learning_rate", "weight_decay", "clip_norm", "groups", "warmup_steps"}
+            common = {"name", "learning_rate", "weight_decay", "clip_norm", "groups", "balance_rate", "warmup_steps"}
             for name in part.model_fields.keys() - common:
                 assert f"`{name}`" in row, f"{part.__name__}.{name}"
         return
@@ -219,6 +221,14 @@ def test_configuration_page_has_every_key_with_its_default(section):
     assert isinstance(component, type) and issubclass(component, Component)
     expected = {field.alias or name: plain(field.default) for name, field in component.model_fields.items()}
     assert {name: yaml.safe_load(default) for name, default in rows.items()} == expected
+
+
+def test_configuration_page_has_every_key_of_a_mixture():
+    text = sections_of(ROOT / "docs" / "configuration.md")["model"]
+    rows = dict(re.findall(r"^\| `moe\.(\w+)` \| (?:`([^`]+)`|\(needed\)) \|", text, re.M))
+    assert rows.keys() == MoEConfig.model_fields.keys()
+    for name, field in MoEConfig.model_fields.items():
+        assert field.is_required() or yaml.safe_load(rows[name]) == plain(field.default), name
 
 
 def test_configuration_page_has_every_attention_kind_with_its_keys():

@@ -24,6 +24,7 @@ def refusal(*overrides: str, devices: int | None = None) -> str:
 PUBLISHED = {
     "gpt2-124m": 124e6, "gpt2-350m": 355e6, "llama3-8b": 8.03e9, "llama3-70b": 70.55e9, "qwen2.5-7b": 7.62e9,
     "qwen3-8b": 8.19e9, "mistral-7b": 7.24e9, "gemma2-2b": 2.61e9, "llama3-1b": 1.236e9 + 128256 * 2048,
+    "mixtral-8x7b": 46.7e9, "qwen3-30b-a3b": 30.5e9,
 }  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def test_presets_have_their_published_size(name):
 
 
 def test_every_preset_builds_and_is_known_here():
-    assert set(preset_names()) - {"tiny"} <= set(PUBLISHED) | {"tiny"}
+    assert set(preset_names()) == set(PUBLISHED) | {"tiny", "tiny-moe"}
     for name in preset_names():
         assert load_config(None, [f"model.preset={name}"]).model.preset == name
 
@@ -121,10 +122,36 @@ def test_schema_tells_what_keys_mean():
         (["parallel.data=3", "parallel.simulate_devices=3"], 3, ["global_batch_size (8)", "6 or 9"]),
         (["parallel.sequence=true"], 1, ["sequence", "tensor"]),
         (["parallel.sequence=true", "parallel.tensor=2", "train.sequence_length=15"], 2, ["(15)", "14 or 16"]),
-        (["parallel.pipeline=2"], 2, ["pipeline=2", "not available in this version"]),
-        (["parallel.context=2"], 2, ["context=2", "not available in this version"]),
-        (["parallel.expert=2"], 2, ["expert=2", "not available"]),
-        (["parallel.zero=1"], 1, ["zero=1", "not available"]),
+        (["parallel.pipeline=5"], 5, ["5 x 1", "4 equal groups", "nearest: parallel.pipeline=4"]),
+        (
+            ["parallel.context=8", "train.sequence_length=1000"],
+            8,
+            ["sequence_length 1000 must be divisible by 2 x context parallel degree (8)", "992 or 1008"],
+        ),
+        (
+            ["parallel.context=3", "parallel.context_method=all_to_all", "train.sequence_length=12"],
+            3,
+            ["(4)", "1, 2, 4"],
+        ),
+        (["parallel.context=8", "model.attention.name=linear"], 8, ["num_heads (4)", "linear", "1, 2, 4"]),
+        (
+            ["parallel.context=2", "parallel.context_method=ring", "model.attention.name=performer"],
+            2,
+            ["performer needs whole sequences", "all_to_all", "softmax"],
+        ),
+        (
+            ["parallel.context=2", "model.attention.name=projected", "model.attention.block_size=48"],
+            2,
+            ["block_size (48) must divide the chunk of a device (64)"],
+        ),
+        (["parallel.context_method=ring"], 1, ["context_method (ring)", "context is 1"]),
+        (
+            ["parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "train.sequence_length=18"],
+            4,
+            ["2 x context parallel degree (2)", "16 or 20"],
+        ),
+        (["parallel.expert=2"], 2, ["parallel.expert (2)", "model.moe", "use data or fsdp"]),
+        (["parallel.zero=1"], 1, ["zero: 1", "data to 2 or more", "fsdp"]),
         (["precision.fp8_rules=[{path: q_proj, fp8: false}]"], 1, ["fp8_rules", "fp8 is none"]),
         (["precision.fp8=current", "precision.fp8_rules=[{path: '(', fp8: false}]"], 1, ["'('", "regular expression"]),
         (["train.eval_batch_size=3", "parallel.data=2"], 2, ["eval_batch_size (3)", "2 or 4"]),

@@ -11,10 +11,10 @@ from flax import nnx
 from jaxstack.models.attention_kinds.base import CacheSlots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_together
+from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
 from jaxstack.models.norm import NORMS, RMSNorm
 from jaxstack.models.rope import apply_rope
-from jaxstack.parallel import shard, with_local_heads
+from jaxstack.parallel import context_axis, shard, with_local_heads
 
 Angles = tuple[jax.Array, jax.Array] | None
 
@@ -56,10 +56,11 @@ class Attention(nnx.Module):
         self.q_norm = norm(h, config.norm_eps) if config.qk_norm else None
         self.k_norm = norm(h, config.norm_eps) if config.qk_norm else None
         self.kind, self.heads = config.attention, config.heads(window)
+        self.kind_weight = self.kind.make_weight(self.heads, rngs)
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """x [B, T, D] -> ([B, T, D], the kind's cache with this call's tokens)."""
-        q, k, v = apply_together(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")
         k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
@@ -69,12 +70,18 @@ class Attention(nnx.Module):
         angles = context.local_angles if local else context.angles
         if angles is not None:
             q, k = apply_rope(q, angles), apply_rope(k, angles)
+        weight = () if self.kind_weight is None else (self.kind_weight[...],)
         if cache is None or context.slots is None:
-            out = with_local_heads(self._attend, q, k, v, context.segment_ids)
+            out = with_local_heads(self._attend, q, k, v, context.segment_ids, whole=weight)
         else:
-            out, cache = self.kind.decode(q, k, v, cache, context.slots, self.heads)
+            out, cache = self.kind.bound(*weight).decode(q, k, v, cache, context.slots, self.heads)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
-        return self.o_proj(out), cache
+        return apply_scattered(out, self.o_proj), cache
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        return self.kind.attend(q, k, v, segment_ids, self.heads)
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, *weight: jax.Array
+    ) -> jax.Array:
+        kind, axis = self.kind.bound(*weight), context_axis()
+        if axis is None:
+            return kind.attend(q, k, v, segment_ids, self.heads)
+        return kind.attend_over(axis, q, k, v, segment_ids, self.heads)

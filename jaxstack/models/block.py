@@ -8,36 +8,47 @@ from flax import nnx
 from jaxstack.models.attention import Attention, Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.mlp import MLPS
+from jaxstack.models.moe.layer import MoE
 from jaxstack.models.norm import NORMS
 from jaxstack.parallel import shard
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` each sublayer's result is normalised too."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` each sublayer's result is normalised too.
 
-    def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs):
+    `mixture`: the MLP is a mixture of experts.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs, *, mixture: bool = False):
         def norm() -> nnx.Module:
             return NORMS[config.norm](config.hidden_size, config.norm_eps)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(config, window, rngs)
-        self.mlp = MLPS[config.mlp](config, rngs)
+        self.mlp = MoE(config, rngs) if mixture else MLPS[config.mlp](config, rngs)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
         self.dropout = config.dropout
 
     def __call__(
         self, x: jax.Array, context: Context, cache: Any = None, key: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """x [B, T, D] -> ([B, T, D], cache). `key` draws the dropout masks; without it there is no dropout."""
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """x [B, T, D] -> ([B, T, D], cache, the router's losses summed over tokens, or None for a dense block).
+
+        `key` draws the dropout masks; without it there is no dropout.
+        """
         keys = jax.random.split(key) if key is not None and self.dropout else (None, None)
         with jax.named_scope("attention"):
             y, cache = self.attention(_residual(self.attention_norm(x)), context, cache)
             x = self._join(x, y, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
-            y = self.mlp(_residual(self.mlp_norm(x)))
+            y, router_loss = _residual(self.mlp_norm(x)), None
+            if isinstance(self.mlp, MoE):
+                y, router_loss = self.mlp(y, decoding=cache is not None)
+            else:
+                y = self.mlp(y)
             x = self._join(x, y, self.mlp_post_norm, keys[1])
-        return x, cache
+        return x, cache, router_loss
 
     def _join(self, x: jax.Array, y: jax.Array, norm: nnx.Module | None, key: jax.Array | None) -> jax.Array:
         y = _residual(y)

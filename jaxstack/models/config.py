@@ -1,12 +1,13 @@
 """The shape of a decoder-only Transformer. Field names follow Hugging Face's config.json where one exists."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from jaxstack.config import Component
 from jaxstack.models.attention_kinds import AnyAttention, SoftmaxAttention
 from jaxstack.models.attention_kinds.base import Heads
+from jaxstack.models.moe.config import MoEConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -79,6 +80,8 @@ class ModelConfig(Component):
     mlp: Literal["gated", "plain"] = "gated"
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
     mlp_bias: bool = False
+    moe: MoEConfig | None = None
+    """Left out: every feed-forward sublayer is dense."""
 
     tie_word_embeddings: bool = False
     scale_embeddings: bool = False
@@ -123,6 +126,8 @@ class ModelConfig(Component):
                 f"layer_types must have between 1 and num_layers ({self.num_layers}) entries; found "
                 f"{len(self.layer_types)}."
             )
+        if self.moe is not None and self.mlp_bias:
+            raise ValueError("mlp_bias must be false with moe: experts have no biases.")
         self.attention.check(self)
         return self
 
@@ -146,6 +151,16 @@ class ModelConfig(Component):
         return -(-self.hidden_size * 8 // 3 // 64) * 64
 
     @property
+    def expert_size(self) -> int:
+        """moe.moe_intermediate_size with the default filled in."""
+        size = self.moe.moe_intermediate_size if self.moe is not None else None
+        return size or self.feed_forward_size
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether the feed-forward sublayer of the layer of this index, from 0, is a mixture of experts."""
+        return self.moe is not None and self.moe.is_mixture(layer)
+
+    @property
     def attention_scale(self) -> float:
         """What attention scores are multiplied with."""
         return (self.query_pre_attn_scalar or self.width_per_head) ** -0.5
@@ -166,6 +181,25 @@ class ModelConfig(Component):
         """Per layer, the keys that a query sees (None: all before it)."""
         kinds = [self.layer_types[i % len(self.layer_types)] for i in range(self.num_layers)]
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+    def layer_kinds(self) -> list[tuple[int | None, bool]]:
+        """Per layer, its window and whether it is a mixture of experts: layers of one kind have one structure."""
+        return [(window, self.is_mixture(layer)) for layer, window in enumerate(self.windows())]
+
+    @property
+    def layer_pattern(self) -> tuple[int, int]:
+        """(layers before it, length) of the pattern that, repeated, gives the rest; that with the fewest single layers.
+
+        The last repetition may be cut short.
+        """
+        kinds = self.layer_kinds()
+
+        def period(kinds: list[Any]) -> int:
+            fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+            return next(fits, len(kinds))
+
+        found = [(lead, period(kinds[lead:])) for lead in range(len(kinds))]
+        return min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
 
 
 def _near_divisors(number: int, near: int) -> str:

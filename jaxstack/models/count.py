@@ -12,30 +12,55 @@ from jaxstack.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters. `matmul` are those that multiply activations (head included, tied or not)."""
+    """Numbers of parameters. `matmul` are those that multiply a token's activations (head included, tied or not).
+
+    Of a mixture of experts `total` counts all, `active` and `matmul` those that compute a token.
+    """
 
     total: int
     embedding: int
     matmul: int
+    active: int
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Counts the parameters of `Transformer(config)`; `vocab_size` must be set."""
     if config.vocab_size is None:
         raise ValueError("ModelConfig.vocab_size must be set to count parameters.")
-    d, h, f = config.hidden_size, config.width_per_head, config.feed_forward_size
-    n, k, layers = config.num_heads, config.kv_heads, config.num_layers
+    d, h, layers = config.hidden_size, config.width_per_head, config.num_layers
+    n, k = config.num_heads, config.kv_heads
     norm = d * (2 if config.norm == "layer_norm" else 1)
-    matrices = d * n * h + 2 * d * k * h + n * h * d + d * f * (3 if config.mlp == "gated" else 2)
+    attention = d * n * h + 2 * d * k * h + n * h * d
     vectors = norm * (4 if config.post_norms else 2)
     vectors += (n + 2 * k) * h * config.qkv_bias + d * config.output_bias + 2 * h * config.qk_norm
-    vectors += ((f * 2 if config.mlp == "gated" else f) + d) * config.mlp_bias
-    embedding = config.vocab_size * d
-    head = config.vocab_size * d
+    embedding = head = config.vocab_size * d
     rows = (config.max_position_embeddings or 0) if config.positions == "learned" else 0
-    total = layers * (matrices + vectors) + embedding + rows * d + norm
-    total += 0 if config.tie_word_embeddings else head
-    return ParameterCount(total=total, embedding=embedding + rows * d, matmul=layers * matrices + head)
+    vectors += config.attention.count_weight()
+    outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
+    mixtures = sum(map(config.is_mixture, range(layers)))
+    dense, routed = _dense_mlp(config), _mixture(config)
+    held = (layers - mixtures) * sum(dense) + mixtures * (routed[0] + routed[2])
+    used = (layers - mixtures) * sum(dense) + mixtures * (routed[1] + routed[2])
+    common = layers * (attention + vectors) + outside
+    matmul = layers * attention + (layers - mixtures) * dense[0] + mixtures * routed[1] + head
+    return ParameterCount(common + held, embedding + rows * d, matmul, common + used)
+
+
+def _dense_mlp(config: ModelConfig) -> tuple[int, int]:
+    """(matrices, biases) of a dense feed-forward sublayer."""
+    d, f, inner = config.hidden_size, config.feed_forward_size, 2 if config.mlp == "gated" else 1
+    return d * f * (inner + 1), (f * inner + d) * config.mlp_bias
+
+
+def _mixture(config: ModelConfig) -> tuple[int, int, int]:
+    """(matrices, those that compute a token, vectors) of a mixture of experts; zeros without one."""
+    moe = config.moe
+    if moe is None:
+        return 0, 0, 0
+    expert = config.hidden_size * config.expert_size * (3 if config.mlp == "gated" else 2)
+    always = config.hidden_size * moe.num_experts + moe.n_shared_experts * expert
+    held, used = (always + experts * expert for experts in (moe.num_experts, moe.num_experts_per_tok))
+    return held, used, moe.num_experts * moe.balance_bias
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

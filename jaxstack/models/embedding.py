@@ -22,7 +22,7 @@ class Embedding(nnx.Module):
         return gather_parameter(self.table, dtype)
 
     def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
-        """Rows of int32 ids [B, ...] -> [B, ..., D] in the compute dtype.
+        """Rows of int32 ids [B, T] -> [B, T, D] in the compute dtype.
 
         With the rows on the tensor axis each device looks up those that it holds, and one sum joins them (Megatron-LM,
         Shoeybi et al. 2019).

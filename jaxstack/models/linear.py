@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxstack.models.initialization import Initializer
+from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, shard
 from jaxstack.parallel.rules import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import QuantizedWeight
@@ -83,14 +84,49 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
     return [layer.add_bias(y) for layer, y in zip(layers, results, strict=True)]
 
 
+def apply_gathered(x: jax.Array, *layers: Linear) -> list[jax.Array]:
+    """`apply_together` for what reads the residual stream [B, T, D]."""
+    results = gather_project(x, _kernels(x, layers), _unsuitable(layers))
+    if results is None:
+        return apply_together(x, *layers)
+    return [layer.add_bias(y) for layer, y in zip(layers, results, strict=True)]
+
+
+def apply_scattered(y: jax.Array, layer: Linear) -> jax.Array:
+    """layer(y) for what is added to the residual stream."""
+    (kernel,) = _kernels(y, (layer,))
+    out = project_scatter(y, kernel, _unsuitable((layer,)))
+    return layer(y) if out is None else layer.add_bias(out)
+
+
+def apply_mlp(x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear) -> jax.Array:
+    """last(between(*firsts(x))) from and to the residual stream; `between` is elementwise."""
+    biases = [None if layer.bias is None else layer.bias[...].astype(x.dtype) for layer in firsts]
+    kernels = _kernels(x, (*firsts, last))
+    pairs = list(zip(kernels[:-1], biases, strict=True))
+    out = gather_project_scatter(x, pairs, between, kernels[-1], _unsuitable((*firsts, last)))
+    if out is not None:
+        return last.add_bias(out)
+    return last(between(*(shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts))))
+
+
+def _unsuitable(layers: tuple[Linear, ...]) -> str | None:
+    if all(layer.dot_general is jax.lax.dot_general for layer in layers):
+        return None
+    return f"the matmuls are those of a precision recipe ({layers[0].dot_general})"
+
+
+def _kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[Any]:
+    values = [layer.kernel.get_value() for layer in layers]
+    return [value if isinstance(value, QuantizedWeight) else value.astype(x.dtype) for value in values]
+
+
 def _apply_fp8(x: jax.Array, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
     """The layers' results, with the input quantised once; kernels may come quantised (`gather_weights`)."""
-    contracted = layers[0].contracted
-    values = [layer.kernel.get_value() for layer in layers]
-    kernels = [value if isinstance(value, QuantizedWeight) else value.astype(x.dtype) for value in values]
+    contracted, kernels = layers[0].contracted, _kernels(x, layers)
     states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
     rows = x.shape[: x.ndim - contracted]
-    outputs = [value.shape[contracted:] for value in values]
+    outputs = [kernel.shape[contracted:] for kernel in kernels]
     if not is_sharded():
         width = math.prod(x.shape[len(rows) :])
         x, kernels, contracted = x.reshape(-1, width), [k.reshape(width, -1) for k in kernels], 1

@@ -9,7 +9,7 @@ from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, use_fp8
-from jaxstack.tree_rules import match
+from jaxstack.tree_rules import check_patterns, match
 
 _PRODUCTS = 3
 """Matmuls of a layer in a step: forward, gradient of the input, gradient of the weight."""
@@ -19,14 +19,15 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     """The model with its dense layers' matmuls as `precision` says; changed in place.
 
     Raises:
-      ConfigError: a rule tells apart layers that one scan runs.
+      ConfigError: a rule tells apart layers that one scan runs, or matches no weight.
     """
     if precision.fp8 == "none":
         return model
-    matmul = Fp8Matmul(precision.fp8, precision.fp8_gradients)
+    matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
         names = _paths(model.decoder, path)
+        seen.update(dict.fromkeys(names, 0))
         chosen = {name: match(name, precision.path_rules) for name in names}
         if len(set(chosen.values())) > 1:
             fp8, plain = ([name for name in names if chosen[name] is wanted] for wanted in (True, False))
@@ -37,14 +38,19 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
         return matmul if chosen[names[0]] else None
 
     use_fp8(model, choose, history=precision.fp8_history)
+    check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
     return model
 
 
 def count_fp8_matmuls(model: nnx.Module) -> int:
     """How many FP8 matmuls a forward and backward pass needs at least."""
-    layers = [node for _, node in nnx.iter_modules(model) if isinstance(getattr(node, "dot_general", None), Fp8Matmul)]
-    stacked = [layer.kernel for layer in layers if layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)]
-    return _PRODUCTS * (len(layers) - len(stacked) + sum(kernel.shape[0] for kernel in stacked))
+    count = 0
+    for _, node in nnx.iter_modules(model):
+        layer: Any = node
+        if isinstance(getattr(layer, "dot_general", None), Fp8Matmul):
+            stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
+            count += layer.kernel.shape[0] if stacked else 1
+    return _PRODUCTS * count
 
 
 def _paths(stack: Stack, path: tuple[Any, ...]) -> list[str]:

@@ -9,8 +9,7 @@ from flax import nnx
 
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_together
-from jaxstack.parallel import shard
+from jaxstack.models.linear import Linear, apply_mlp
 from pallas_kernels import swiglu
 from pallas_kernels.target import current_target
 
@@ -45,8 +44,7 @@ class PlainMLP(nnx.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = shard(self.up_proj(x), "batch", "length", "act_mlp")
-        return self.down_proj(_recomputed(self.activation)(hidden))
+        return apply_mlp(x, (self.up_proj,), _recomputed(self.activation), self.down_proj)
 
 
 class GatedMLP(PlainMLP):
@@ -60,11 +58,11 @@ class GatedMLP(PlainMLP):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate, up = apply_together(x, self.gate_proj, self.up_proj)
-        gate, up = shard(gate, "batch", "length", "act_mlp"), shard(up, "batch", "length", "act_mlp")
-        # Its gradient keeps the two inputs only; what XLA would keep of the plain product is one array more.
-        gated = swiglu(gate, up) if self.activation is jax.nn.silu else self.activation(gate) * up
-        return self.down_proj(gated)
+        def join(gate: jax.Array, up: jax.Array) -> jax.Array:
+            # Its gradient keeps the two inputs only; what XLA would keep of the plain product is one array more.
+            return swiglu(gate, up) if self.activation is jax.nn.silu else self.activation(gate) * up
+
+        return apply_mlp(x, (self.gate_proj, self.up_proj), join, self.down_proj)
 
 
 MLPS = {"gated": GatedMLP, "plain": PlainMLP}

@@ -1,9 +1,11 @@
 """Many equal blocks as one: parameters stacked along a leading `layers` dim, run by a scan, or unrolled.
 
-Layers that alternate (windows) form groups: a period of p kinds is p stacks, scanned together; a remainder is unrolled.
+Layers that alternate (windows, experts) form groups: a period of p kinds is p stacks, scanned together; what comes
+before and a remainder are unrolled.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel import gather_parameter
+from jaxstack.parallel import gather_parameter, gathers_shards, save_all_but_gathered
 from pallas_kernels import save_attention
 
 Caches = list[Any] | None
@@ -49,82 +51,135 @@ def _label_layer(state: Any) -> Any:
     return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
-def stack_blocks(make: Callable[[nnx.Rngs], Block], count: int, rngs: nnx.Rngs) -> Block:
-    """A block each of whose parameters has a leading dim of `count`, independently initialised."""
+def make_blocks(make: Callable[[nnx.Rngs], Block], keys: jax.Array) -> Block:
+    """A block each of whose parameters has a leading dim, an entry a key, independently initialised.
+
+    They are drawn in a loop: unrolled, the initialisation takes longer to compile than the training step.
+    """
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    keys = jax.random.split(rngs.params(), count)
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(key))))(keys)
+    state = jax.lax.map(lambda key: nnx.state(make(nnx.Rngs(key))), keys)
     return nnx.merge(graphdef, _label_stacked(state))
+
+
+def unstack_block(stacked: Block, index: int) -> Block:
+    """An entry of `make_blocks` as a block of its own."""
+    graphdef, state = nnx.split(stacked)
+    return nnx.merge(graphdef, _label_layer(jax.tree.map(lambda x: x[index], state)))
 
 
 class Stack(nnx.Module):
     """The layers of a Transformer.
 
-    `layers` are blocks; the first `period` of them are stacked `repeats` times when `config.scan_layers`.
+    `layers` are blocks. With `config.scan_layers` those from `lead` to `lead + period` are stacked `repeats` times;
+    the others (dense layers before a mixture of experts, what is left of the last period) are single.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        windows = config.windows()
-        self.period = _period(windows)
-        self.repeats = config.num_layers // self.period if config.scan_layers else 1
+        kinds = config.layer_kinds()
+        self.lead, self.period = config.layer_pattern if config.scan_layers else (0, len(kinds))
+        self.repeats = (len(kinds) - self.lead) // self.period
         if self.repeats == 1:
-            self.period = config.num_layers
-        scanned = self.period * self.repeats
-        parts = []
-        for window in windows[: self.period]:
-            make = _block_maker(config, window)
-            parts.append(stack_blocks(make, self.repeats, rngs) if self.repeats > 1 else make(rngs))
-        parts += [Block(config, window, rngs) for window in windows[scanned:]]
-        self.layers = nnx.List(parts)
+            self.lead, self.period = 0, len(kinds)
+        self.scanned = range(self.lead, self.lead + self.period) if self.repeats > 1 else range(0)
+        keys, parts = jax.random.split(rngs.params(), len(kinds)), {}
+        for index in self.scanned:
+            numbers = range(index, self.lead + self.period * self.repeats, self.period)
+            parts[index] = make_blocks(_block_maker(config, *kinds[index]), keys[jnp.array(numbers)])
+        single = {i: i for i in range(self.lead)} if self.scanned else {i: i for i in range(len(kinds))}
+        if self.scanned:
+            end = self.lead + self.period * self.repeats
+            single |= {self.scanned.stop + i - end: i for i in range(end, len(kinds))}
+        for kind in dict.fromkeys(kinds[number] for number in single.values()):
+            alike = [(index, number) for index, number in single.items() if kinds[number] == kind]
+            stacked = make_blocks(_block_maker(config, *kind), keys[jnp.array([number for _, number in alike])])
+            parts |= {index: unstack_block(stacked, row) for row, (index, _) in enumerate(alike)}
+        self.layers = nnx.List([parts[index] for index in sorted(parts)])
+        for p in jax.tree.leaves(nnx.state(self.layers, nnx.Param), is_leaf=lambda p: isinstance(p, nnx.Variable)):
+            p.set_metadata(sum_where_used=True)  # all of them pass `gather_weights`, once
         self.remat = config.remat
 
     def numbers(self, index: int) -> range:
         """Which layers of the model `layers[index]` stands for, counted from 0."""
-        scanned = self.period * self.repeats
-        if self.repeats > 1 and index < self.period:
-            return range(index, scanned, self.period)
-        number = index if self.repeats == 1 else scanned + index - self.period
+        if index in self.scanned:
+            return range(index, self.lead + self.period * self.repeats, self.period)
+        number = index if index < self.lead + self.period else index + self.period * (self.repeats - 1)
         return range(number, number + 1)
 
     def __call__(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
-    ) -> tuple[jax.Array, Caches]:
-        """x [B, T, D] through all layers, weights cast to `dtype` and gathered a layer at a time."""
-        index, new = 0, []
-        if self.repeats > 1:
-            x, new = self._scan(x, context, caches, key, dtype)
-            index = self.period * self.repeats
-        for i in range(len(new) or 0, len(self.layers)):
-            graphdef, state = nnx.split(self.layers[i])
-            run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
-            cache = caches[i] if caches else None
-            x, cache = run(x, state, cache, _fold(key, index))
-            index += 1
+    ) -> tuple[jax.Array, Caches, jax.Array | None]:
+        """x [B, T, D] through all layers, weights cast to `dtype` and gathered a layer at a time.
+
+        Returns x, the caches, and the sum of the blocks' router losses (None where all are dense).
+        """
+        x, new, losses = self._singly(range(self.scanned.start), x, context, caches, key, dtype)
+        if self.scanned:
+            x, found, of_scan = self._scan(x, context, caches, key, dtype)
+            new, losses = new + found, losses + of_scan
+        return self.remainder(x, context, caches, key, dtype, (new, losses))
+
+    def remainder(
+        self, x: jax.Array, context: Context, caches: Caches, *rest: Any
+    ) -> tuple[jax.Array, Caches, jax.Array | None]:
+        """x through the layers after the stacked ones; rest = (key, dtype, (caches, losses) of those before)."""
+        key, dtype, (new, losses) = rest
+        after = range(self.scanned.stop, len(self.layers))
+        x, found, own = self._singly(after, x, context, caches, key, dtype)
+        return x, [*new, *found] if caches else None, add_losses([*losses, *own])
+
+    def repetition(
+        self, x: jax.Array, states: Sequence[Any], context: Context, caches: Caches, *rest: Any
+    ) -> tuple[jax.Array, tuple[list[Any], list[Any]]]:
+        """x through one repetition of the stacked layers: `states` of one layer each, rest = (key, step, dtype).
+
+        Returns x and the layers' caches and router losses.
+        """
+        key, step, dtype = rest
+        new, losses = [], []
+        for i, state in enumerate(states):
+            run = _runner(nnx.graphdef(self.layers[self.lead + i]), context, dtype)
+            number = self.lead + step * self.period + i
+            x, cache, loss = run(x, _label_layer(state), caches[i] if caches else None, _fold(key, number))
             new.append(cache)
-        return x, new if caches else None
+            losses.append(loss)
+        return x, (new, losses)
+
+    def _singly(
+        self, parts: range, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
+    ) -> tuple[jax.Array, list[Any], list[Any]]:
+        new, losses = [], []
+        for part in parts:
+            graphdef, state = nnx.split(self.layers[part])
+            run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
+            cache = caches[part] if caches else None
+            x, cache, loss = run(x, state, cache, _fold(key, self.numbers(part)[0]))
+            new.append(cache)
+            losses.append(loss)
+        return x, new, losses
 
     def _scan(
         self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
-    ) -> tuple[jax.Array, list[Any]]:
-        split = [nnx.split(self.layers[i]) for i in range(self.period)]
-        states = [state for _, state in split]
+    ) -> tuple[jax.Array, list[Any], list[Any]]:
+        states = [nnx.state(self.layers[i]) for i in self.scanned]
 
         def body(x: jax.Array, layer: Any) -> Any:
             states, caches, step = layer
-            new = []
-            for i, (graphdef, _) in enumerate(split):
-                run = _runner(graphdef, context, dtype)
-                x, cache = run(x, _label_layer(states[i]), caches[i] if caches else None, _fold(key, step * self.period + i))
-                new.append(cache)
-            return x, new
+            return self.repetition(x, states, context, caches, key, step, dtype)
 
         body = rematerialise(body, self.remat, scanned=True)
-        caches = caches[: self.period] if caches else None
-        return jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
+        caches = [caches[i] for i in self.scanned] if caches else None
+        x, (new, losses) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
+        return x, new, jax.tree.map(jnp.sum, losses)
 
 
-def _block_maker(config: ModelConfig, window: int | None) -> Callable[[nnx.Rngs], Block]:
-    return lambda rngs: Block(config, window, rngs)
+def add_losses(losses: Sequence[jax.Array | None]) -> jax.Array | None:
+    """The sum of the router losses of layers; None where all are dense."""
+    found = [loss for loss in losses if loss is not None]
+    return functools.reduce(jnp.add, found) if found else None
+
+
+def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Callable[[nnx.Rngs], Block]:
+    return lambda rngs: Block(config, window, rngs, mixture=mixture)
 
 
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
@@ -140,20 +195,14 @@ def _fold(key: jax.Array | None, index: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
 
 
-def _period(windows: tuple[int | None, ...]) -> int:
-    """The shortest pattern that, repeated, gives the whole sequence (the last repetition may be cut short)."""
-    for period in range(1, len(windows) + 1):
-        if all(w == windows[i % period] for i, w in enumerate(windows)):
-            return period
-    return len(windows)
-
-
 def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:
     """`body` under `jax.checkpoint` with one of `ModelConfig.remat`'s named policies."""
     policies = jax.checkpoint_policies
     if policy == "none":
-        return body
-    if policy == "full":
+        if not gathers_shards():
+            return body
+        rule = save_all_but_gathered
+    elif policy == "full":
         rule = policies.nothing_saveable
     elif policy == "save_attention":
         rule = save_attention

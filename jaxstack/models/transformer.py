@@ -15,7 +15,7 @@ from jaxstack.models.initialization import embedding_initializer, make_initializ
 from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, Stack
-from jaxstack.parallel import gather_parameter, shard
+from jaxstack.parallel import gather_parameter, shard, splits_length
 
 HEAD_AXES = ("embed", "vocab")
 
@@ -86,13 +86,31 @@ class Transformer(nnx.Module):
           segment_ids: int32 [B, T]; a token attends only to its own segment. Default: one segment.
           dropout_key: draws dropout masks; without it there is no dropout.
         """
+        return self.hidden_and_router_loss(
+            tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
+        )[0]
+
+    def hidden_and_router_loss(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """`hidden`, and the losses of all routers summed over the tokens, [] float32; None without experts."""
         counted = positions is None
+        if positions is None and splits_length():
+            raise ValueError(
+                "a mesh with several devices on context holds sequences in another order, so `positions` must be given "
+                "(jaxstack.feed.arrange orders a batch and adds them)."
+            )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         angles, local = self._angles(positions)
         context = Context(positions, angles, segment_ids, None, counted, local)
-        x, _ = self._run(tokens, context, None, dropout_key)
-        return x
+        x, _, router_loss = self._run(tokens, context, None, dropout_key)
+        return x, router_loss
 
     def decode(
         self, tokens: jax.Array, positions: jax.Array, cache: Cache, *, last_only: bool = False
@@ -107,7 +125,7 @@ class Transformer(nnx.Module):
         angles, local = self._angles(positions)
         slots = CacheSlots(positions, stored, cache.length)
         context = Context(positions, angles, None, slots, local_angles=local)
-        x, layers = self._run(tokens, context, list(cache.layers), None)
+        x, layers, _ = self._run(tokens, context, list(cache.layers), None)
         x = x[:, -1:] if last_only else x
         return self.logits(x), Cache(layers or [], stored, cache.length + tokens.shape[1])
 
@@ -118,7 +136,7 @@ class Transformer(nnx.Module):
         def empty(index: int) -> Any:
             layer = stack.layers[index].attention
             cache = layer.kind.make_cache(layer.heads, batch, length, self.dtype)
-            if stack.repeats == 1 or index >= stack.period:
+            if index not in stack.scanned:
                 return cache
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (stack.repeats, *x.shape)), cache)
 
@@ -163,7 +181,7 @@ class Transformer(nnx.Module):
 
     def _run(
         self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
-    ) -> tuple[jax.Array, Caches]:
+    ) -> tuple[jax.Array, Caches, jax.Array | None]:
         config = self.config
         with jax.named_scope("embedding"):
             x = self.embedding(tokens, self.dtype)
@@ -174,7 +192,7 @@ class Transformer(nnx.Module):
             keys = jax.random.split(key) if key is not None else (None, None)
             x = shard(drop(x, config.dropout, keys[0]), "batch", "residual_length", "act_embed")
         with jax.named_scope("layers"):
-            x, caches = self.decoder(x, context, caches, keys[1], self.dtype)
+            x, caches, router_loss = self.decoder(x, context, caches, keys[1], self.dtype)
         with jax.named_scope("final_norm"):
             x = shard(self.final_norm(x), "batch", "residual_length", "act_embed")
-        return shard(x, "batch", "length", "act_embed"), caches
+        return shard(x, "batch", "length", "act_embed"), caches, router_loss

@@ -81,7 +81,10 @@ class Meter:
         self._devices = devices
         self._device_kind = device_kind
         self._clock = clock
-        self._step_seconds: float | None = None
+        self.step_seconds: float | None = None
+        """Of a step at the recent pace."""
+        self.total_seconds = 0.0
+        """Time of all steps that were read."""
         self.restart()
 
     def restart(self) -> None:
@@ -113,19 +116,18 @@ class Meter:
         seconds = max(self._ended - self._began - self._excluded, 1e-9)
         values = throughput(self._tokens, seconds, self._devices, self._flops_per_token, self._device_kind, self._steps)
         values["data_wait_fraction"] = min(1.0, self._waited / seconds)
+        self.total_seconds += seconds
         step_seconds = seconds / self._steps
         # The estimate follows a change of pace within a few windows, and one slow window does not throw it.
-        self._step_seconds = (
-            step_seconds if self._step_seconds is None else 0.7 * self._step_seconds + 0.3 * step_seconds
-        )
+        self.step_seconds = step_seconds if self.step_seconds is None else 0.7 * self.step_seconds + 0.3 * step_seconds
         self._began = self._ended
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
         return values
 
     def forget_pace(self) -> None:
         """Leaves the windows read so far out of the estimate, e.g. a first step that loaded kernels."""
-        self._step_seconds = None
+        self.step_seconds = None
 
     def eta_seconds(self, steps_left: int) -> float | None:
         """Seconds that `steps_left` more steps will take at the recent pace; None before the first read."""
-        return None if self._step_seconds is None else max(0, steps_left) * self._step_seconds
+        return None if self.step_seconds is None else max(0, steps_left) * self.step_seconds

@@ -42,6 +42,8 @@ class Optimizer(Component):
     """Decoupled (Loshchilov & Hutter 2019); on matrices only, unless a group says otherwise."""
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Gradients with a larger global norm are scaled down to it; null: never."""
+    balance_rate: float = Field(default=1e-3, ge=0)
+    """How far a step moves the bias of each expert that is above or below an even load (`model.moe.balance_bias`)."""
     groups: tuple[GroupRule, ...] = ()
 
     @abstractmethod

@@ -9,11 +9,15 @@ import optax
 from jaxstack.optim.base import GroupRule, Optimizer
 from jaxstack.tree_rules import check_patterns, map_by_path, match
 
+BALANCE = r"(^|/)balance_bias$"
+
 
 def build_optimizer(
     optimizer: Optimizer, learning_rate: Callable[[jax.typing.ArrayLike], jax.Array], params: Any
 ) -> optax.GradientTransformation:
     """Clip by global norm, the optimizer's core, decoupled weight decay, learning rate; frozen parameters left out.
+
+    What `BALANCE` matches is no weight: it moves by `balance_rate` against the sign of its load, whatever the group.
 
     Args:
       learning_rate: step -> learning rate.
@@ -43,10 +47,39 @@ def build_optimizer(
         optax.scale_by_learning_rate(learning_rate),
         _per_parameter(lambda update, param, scale: update * scale if scale != 1 else update, scales),
     )
-    if any(group.frozen for group in optimizer.groups):
-        labels = jax.tree.map(lambda group: "frozen" if group.frozen else "trained", groups, is_leaf=is_group)
-        chain = optax.partition({"trained": chain, "frozen": optax.set_to_zero()}, labels)
+    transforms = {"trained": chain, "frozen": optax.set_to_zero(), "balance": _against_sign(optimizer.balance_rate)}
+
+    def label(path: str, group: GroupRule) -> str:
+        frozen = "frozen" if group.frozen else "trained"
+        return "balance" if is_load_signal(path) and not group.frozen else frozen
+
+    labels = map_by_path(lambda path, leaf: label(path, match(path, rules)), params)
+    used = set(jax.tree.leaves(labels))
+    if used - {"trained"}:
+        chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
     return chain
+
+
+def is_load_signal(path: str) -> bool:
+    """Whether the "gradient" of the parameter is the load of experts (`jaxstack.models.moe.router.load_signal`)."""
+    return match(path, ((BALANCE, True), (".*", False)))
+
+
+def gradient_norm(gradients: Any) -> jax.Array:
+    """The global norm of the gradients, loads of experts left out."""
+    return optax.global_norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
+
+
+def largest_overload(gradients: Any) -> jax.Array | None:
+    """How much more than an even share the fullest expert of all layers got: 0 is even, 1 twice as much. None where no
+    gradient tells the load."""
+    loads = map_by_path(lambda path, g: jax.numpy.max(g) if is_load_signal(path) else None, gradients)
+    found = jax.tree.leaves(loads)
+    return jax.numpy.max(jax.numpy.stack(found)) if found else None
+
+
+def _against_sign(rate: float) -> optax.GradientTransformation:
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda u: -rate * jax.numpy.sign(u), updates))
 
 
 def is_matrix(path: str, leaf: Any) -> bool:

@@ -1,19 +1,19 @@
+from .attention_island import context_axis as context_axis
 from .attention_island import with_local_heads as with_local_heads
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
+from .expert_island import TokenSplit as TokenSplit
+from .expert_island import with_local_tokens as with_local_tokens
 from .island import with_local_batch as with_local_batch
 from .mesh import make_mesh as make_mesh
+from .overlap import gather_project as gather_project
+from .overlap import gather_project_scatter as gather_project_scatter
+from .overlap import project_scatter as project_scatter
 from .rules import (
     AxisRules as AxisRules,
 )
 from .rules import (
     current_rules as current_rules,
-)
-from .rules import (
-    gather_parameter as gather_parameter,
-)
-from .rules import (
-    gather_weight as gather_weight,
 )
 from .rules import (
     logical_axis_rules as logical_axis_rules,
@@ -23,4 +23,19 @@ from .rules import (
 )
 from .rules import (
     shard as shard,
+)
+from .rules import (
+    splits_length as splits_length,
+)
+from .weights import (
+    gather_parameter as gather_parameter,
+)
+from .weights import (
+    gather_weight as gather_weight,
+)
+from .weights import (
+    gathers_shards as gathers_shards,
+)
+from .weights import (
+    save_all_but_gathered as save_all_but_gathered,
 )

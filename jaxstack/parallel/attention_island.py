@@ -1,7 +1,8 @@
-"""A `shard_map` island for attention: each device attends with its own rows of the batch and its own heads.
+"""A `shard_map` island for attention: each device attends with its own rows of the batch, heads and tokens.
 
 A Mosaic or Triton kernel is one custom call that XLA cannot partition: left to itself it would gather the operands of
-all devices to each of them. Attention needs nothing of another sequence or head, so nothing moves.
+all devices to each of them. Attention needs nothing of another sequence or head, so nothing moves but, where the
+length is split over `context`, what the attention itself sends: `context_axis` tells it so.
 
 Dims: B batch, T query length, S key length, N query heads, K kv heads, H head_dim.
 """
@@ -17,44 +18,73 @@ from jaxstack.parallel.rules import AxisRules, current_rules, is_sharded, logica
 
 
 def with_local_heads(
-    function: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, *batched: jax.Array | None
+    function: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *batched: jax.Array | None,
+    whole: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """`function(q, k, v, *batched)`, computed on each device's rows of the batch and heads.
+    """`function(q, k, v, *batched, *whole)`, computed on each device's rows of the batch, heads and part of the length.
 
-    Rows and heads are split as the logical axes `batch`, `act_heads` and `act_kv_heads` say; sequences are whole. Where
-    the kv heads cannot be split with the query heads, a device gets those kv heads that its query heads read. A dim
-    that its mesh axes do not divide stays whole, and all devices of these axes compute the same.
+    These are split as the logical axes `batch`, `length`, `act_heads` and `act_kv_heads` say. Where the kv heads cannot
+    be split with the query heads, a device gets those kv heads that its query heads read. Rows or heads that their mesh
+    axes do not divide stay whole, and all devices of these axes compute the same.
 
     Args:
       function: returns [B, T, N, ...] for the B and N of the arrays that it gets.
       q: [B, T, N, H].
       k, v: [B, S, K, H]; query head n reads kv head n // (N // K).
-      batched: further arrays whose first dim is B, or None.
+      batched: further arrays [B, T, ...], or None.
+      whole: arrays that every device gets whole, such as a weight.
+
+    Raises:
+      ValueError: the devices of `context` do not divide the length.
     """
     rules = current_rules()
     if rules is None or not is_sharded():
-        return function(q, k, v, *batched)
+        return function(q, k, v, *batched, *whole)
     free = set(rules.free)
-    rows, heads = rules.spec(("batch", "act_heads"), (q.shape[0], q.shape[2]))
+    rows, length, heads = rules.spec(("batch", "length", "act_heads"), (q.shape[0], 0, q.shape[2]))
+    parts = rules.mesh.shape["context"] if length else 1
+    if q.shape[1] % parts:
+        raise ValueError(f"the length ({q.shape[1]}) must be divisible by the {parts} devices of the axis context.")
     split_alike = heads == rules.spec(("act_kv_heads",), (k.shape[2],))[0]
     inner = rules.within(tuple(free))
 
-    def local(q_part: jax.Array, k: jax.Array, v: jax.Array, *batched: jax.Array | None) -> jax.Array:
+    def local(q_part: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array | None) -> jax.Array:
         if not split_alike:
             k, v = (_heads_read(x, q.shape[2], heads, rules) for x in (k, v))
         with logical_axis_rules(inner):
-            return function(q_part, k, v, *batched)
+            return function(q_part, k, v, *others)
 
-    by_head = PartitionSpec(rows, None, heads)
-    by_kv_head = by_head if split_alike else PartitionSpec(rows)
+    by_head = PartitionSpec(rows, length, heads)
+    by_kv_head = by_head if split_alike else PartitionSpec(rows, length)
     return jax.shard_map(
         local,
         mesh=None if rules.manual else rules.mesh,
-        in_specs=(by_head, by_kv_head, by_kv_head, *(PartitionSpec(rows) for _ in batched)),
+        in_specs=(
+            by_head,
+            by_kv_head,
+            by_kv_head,
+            *(PartitionSpec(rows, length) for _ in batched),
+            *(PartitionSpec() for _ in whole),
+        ),
         out_specs=by_head,
         axis_names=free,  # all of them: a kernel is refused, or the compiler crashes, under axes that stay automatic
         check_vma=False,
-    )(q, k, v, *batched)
+    )(q, k, v, *batched, *whole)
+
+
+def context_axis() -> str | None:
+    """The mesh axis over which the arrays at hand are parts of sequences, each device holding another; or None.
+
+    Within `with_local_heads`, or a `shard_map` that is manual over `context`, this is `context`, if it has several
+    devices. Parts are in the order of `pallas_kernels.sequence_order`.
+    """
+    rules = current_rules()
+    split = rules is not None and "context" in rules.manual and rules.mesh.shape["context"] > 1
+    return "context" if split else None
 
 
 def _heads_read(x: jax.Array, num_heads: int, axes: str | tuple[str, ...] | None, rules: AxisRules) -> jax.Array:

@@ -12,8 +12,6 @@ from jaxstack.errors import ConfigError
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
 
-_LATER = ("pipeline", "expert", "context")
-
 
 class ParallelConfig(Component):
     """Degrees of parallelism. They multiply to the number of devices; one of them may be -1 ("the rest")."""
@@ -25,13 +23,27 @@ class ParallelConfig(Component):
     tensor: int = 1
     """Megatron's tensor parallelism: heads, feed-forward and vocabulary split."""
     context: int = 1
+    """Devices that one sequence is split over, in every layer; attention passes keys and values between them."""
+    context_method: Literal["auto", "ring", "all_gather", "all_to_all"] = "auto"
+    """How attention sees the keys of other devices; auto: by the shape of each layer."""
     pipeline: int = 1
+    """Stages, each with its own layers; the batch goes through in microbatches."""
     expert: int = 1
+    """The batch, and the experts of each layer (`model.moe`); tokens travel to their experts by all-to-all."""
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
+    overlap: Literal["auto", "always", "never"] = "auto"
+    """With `sequence`, whether matmuls send and receive while they multiply: where that was measured faster, always
+    (where they do not fit, with XLA's collective operations in their place), or never."""
     zero: Literal[0, 1, 2] = 0
-    microbatches: int | None = None
-    pipeline_schedule: str | None = None
+    """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
+    microbatches: int | None = Field(default=None, ge=1)
+    """Pieces that a pipeline cuts each replica's batch into; left out: train.gradient_accumulation, or up to twice the
+    stages."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] | None = None
+    """Order of work of the stages; left out: 1f1b, or interleaved with several virtual stages."""
+    pipeline_virtual_stages: int | None = Field(default=None, ge=1)
+    """Pieces of the model on each device (interleaved); left out: 2 with the interleaved schedule, otherwise 1."""
     simulate_devices: int | None = Field(default=None, ge=1, le=1024)
     """Run on this many simulated CPU devices."""
 
@@ -44,23 +56,48 @@ class ParallelConfig(Component):
         free = [a for a, d in degrees.items() if d == -1]
         if len(free) > 1:
             raise ValueError(f"only one degree may be -1; found {' and '.join(free)}.")
-        wanted = {a: degrees[a] for a in _LATER if degrees[a] != 1}
-        if self.zero:
-            wanted["zero"] = self.zero
-        for name in ("microbatches", "pipeline_schedule"):
-            if getattr(self, name) is not None:
-                wanted[name] = getattr(self, name)
-        if wanted:
+        if self.zero and self.data == 1:
             raise ValueError(
-                f"{_show(wanted)} is not available in this version: pipeline, context and expert parallelism and "
-                "ZeRO 1/2 come in a later one. Use data, fsdp (ZeRO-3), tensor and sequence."
+                f"zero: {self.zero} shards over the data axis, but data is 1; set data to 2 or more (or -1), use fsdp, "
+                "which is ZeRO-3 over its own axis, or set zero to 0."
+            )
+        if self.context == 1 and self.context_method != "auto":
+            raise ValueError(
+                f"context_method ({self.context_method}) needs a sequence that is split, but context is 1; set context "
+                "to 2 or more, or leave context_method out."
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(
                 "sequence: true splits activations over the tensor axis, but tensor is 1; "
                 "set tensor to 2 or more, or sequence to false."
             )
+        self._check_pipeline()
         return self
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline == 1:
+            names = ("microbatches", "pipeline_schedule", "pipeline_virtual_stages")
+            given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+            if given:
+                raise ValueError(f"{_show(given)} needs pipeline of 2 or more; set it, or leave this out.")
+        chunks = self.pipeline_virtual_stages
+        if self.pipeline_schedule == "interleaved" and chunks == 1:
+            raise ValueError("pipeline_schedule=interleaved needs pipeline_virtual_stages of 2 or more; or use 1f1b.")
+        if self.pipeline_schedule not in (None, "interleaved") and (chunks or 1) > 1:
+            raise ValueError(
+                f"pipeline_virtual_stages={chunks} needs pipeline_schedule=interleaved; found {self.pipeline_schedule}."
+            )
+
+    @property
+    def schedule(self) -> str:
+        """`pipeline_schedule` with its default filled in."""
+        several = (self.pipeline_virtual_stages or 1) > 1
+        return self.pipeline_schedule or ("interleaved" if several else "1f1b")
+
+    @property
+    def virtual_stages(self) -> int:
+        """`pipeline_virtual_stages` with its default filled in."""
+        return self.pipeline_virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
     @property
     def degrees(self) -> dict[str, int]:

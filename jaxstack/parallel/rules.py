@@ -6,16 +6,18 @@ names them in `shard(x, "batch", "length", "act_mlp")`. Both mean nothing until 
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Names = Sequence[str | None]
+
+SEQUENCES = ("tokens", "labels", "segment_ids", "positions")
+"""Arrays [B, T] of a batch that are split along their length where the mesh splits it."""
 
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
@@ -26,12 +28,14 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "position": (),
     "norm": (),
-    "layers": (),
+    "expert": ("expert",),
+    "router": (),
+    "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
-    "length": (),
-    "residual_length": (),
+    "length": ("context",),
+    "residual_length": ("context",),
     "act_embed": (),
     "act_heads": ("tensor",),
     "act_kv_heads": ("tensor",),
@@ -50,6 +54,16 @@ class AxisRules:
     manual: frozenset[str] = frozenset()
     reduce: str = "float32"
     """Dtype in which gradients are summed over devices."""
+    gathered: frozenset[str] = frozenset()
+    """Axes along which the parameters at hand are whole already, however they are stored."""
+    zero: int = 0
+    """1 or 2: parameters and optimizer state are stored in parts over `data` too, see `stored_spec`."""
+    summed: tuple[str, ...] = ()
+    """Inside the `shard_map` of a train step: axes over which gradients are summed where their weight is used."""
+    context_method: str | None = None
+    """How attention sees the keys of other devices of `context`; None: by its shape."""
+    overlap: str = "auto"
+    """As `ParallelConfig.overlap`."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -89,7 +103,7 @@ class AxisRules:
         spec = list(self.spec(names or (None,) * len(shape), shape))
         fsdp = self.mesh.shape["fsdp"]
         taken = any("fsdp" in axes_of(part) for part in spec)
-        matrix = len(shape) - ("layers" in (names or ())) > 1
+        matrix = is_matrix(names, shape)
         if fsdp > 1 and matrix and not taken:
             free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
             dims = [d for d in free if shape[d] % fsdp == 0]
@@ -97,11 +111,53 @@ class AxisRules:
                 spec[max(dims, key=lambda d: shape[d])] = "fsdp"
         elif not matrix:
             spec = [None if part == "fsdp" else part for part in spec]
+        if self.mesh.shape["pipeline"] > 1 and matrix:
+            self._store_over_stages(spec, names, shape)
+        return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
+
+    def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
+        """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
+        if any("pipeline" in axes_of(part) for part in spec):
+            return
+        stages = self.mesh.shape["pipeline"]
+        sizes = {d: shape[d] // self.degree(axes_of(part)) for d, part in enumerate(spec)}
+        # A dim of `tensor` would have to be rearranged inside the `shard_map` that leaves this axis to XLA.
+        free = [d for d, part in enumerate(spec) if "tensor" not in axes_of(part) and not _is_stack(names, d)]
+        dims = [d for d in free if shape[d] % (self.degree(axes_of(spec[d])) * stages) == 0]
+        if dims:
+            best = max(dims, key=lambda d: sizes[d])
+            spec[best] = (*axes_of(spec[best]), "pipeline") if spec[best] else "pipeline"
+
+    def stored_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
+        """`parameter_spec` as a parameter and its optimizer state are stored between steps: with ZeRO 1 and 2 matrices
+        are split over `data` too, along a dim of their own if there is one that it divides, else along that of `fsdp`.
+        """
+        if self.manual:
+            return dataclasses.replace(self, manual=frozenset()).stored_spec(names, shape)
+        spec, data = list(self.parameter_spec(names, shape)), self.mesh.shape["data"]
+        if not self.zero or data == 1 or not is_matrix(names, shape):
+            return PartitionSpec(*spec)
+        fits = [d for d, part in enumerate(spec) if shape[d] % (self.degree(axes_of(part)) * data) == 0]
+        fits = [d for d in fits if axes_of(spec[d]) in ((), ("fsdp",)) and not _is_stack(names, d)]
+        if fits:
+            dim = min(fits, key=lambda d: spec[d] is not None)
+            spec[dim] = (*axes_of(spec[dim]), "data") if spec[dim] else "data"
         return PartitionSpec(*spec)
 
-    def batch_spec(self, shape: Sequence[int]) -> PartitionSpec:
-        """The layout of an array of the global batch: rows split over the batch axes, everything else whole."""
-        return self.spec(("batch",), shape[:1])
+    def lacking(self, spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of `axes` that split no dim of `spec`."""
+        used = {axis for part in spec for axis in axes_of(part)}
+        return tuple(axis for axis in axes if axis not in used)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of more than one device over which each device has its own items of the batch."""
+        return tuple(a for a in ("data", "fsdp", "expert", "context") if self.mesh.shape[a] > 1)
+
+    def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
+        """The layout of a batch's array: rows split over the batch axes, `SEQUENCES` along their length too."""
+        rows = self.spec(("batch",), shape[:1])
+        return PartitionSpec(*rows, *(self.spec(("length",)) if name in SEQUENCES else ()))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
@@ -131,6 +187,11 @@ def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
 
 
+def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
+    """Whether a parameter is used in the compute dtype and sharded: it has two dims beside that of the layers."""
+    return len(shape) - ("layers" in (names or ())) > 1
+
+
 def _is_stack(names: Names | None, dim: int) -> bool:
     return names is not None and names[dim] == "layers"
 
@@ -140,6 +201,9 @@ def make_rules(
     *,
     sequence: bool = False,
     reduce: str = "float32",
+    zero: int = 0,
+    context_method: str | None = None,
+    overlap: str = "auto",
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -147,13 +211,17 @@ def make_rules(
     Args:
       sequence: Megatron's sequence parallelism on the tensor axis.
       reduce: dtype in which gradients are summed over devices.
+      zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
+      context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
+      overlap: as `ParallelConfig.overlap`.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
-        table["residual_length"] = ("tensor",)
+        table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
-    return AxisRules(mesh, table, reduce=reduce)
+    method = None if context_method == "auto" else context_method
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
@@ -181,6 +249,12 @@ def is_sharded() -> bool:
     return rules is not None and rules.degree(rules.free) > 1
 
 
+def splits_length() -> bool:
+    """Whether the current rules spread sequences over several devices."""
+    rules = _current.get()
+    return rules is not None and rules.degree(rules.table["length"]) > 1
+
+
 def shard(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrains an activation to the layout of its logical axes; does nothing outside of `logical_axis_rules`.
 
@@ -192,115 +266,10 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
         raise ValueError(f"shard() got {len(names)} axis names {names} for an array of rank {x.ndim}.")
     if rules is None or not is_sharded():
         return x
-    return jax.lax.with_sharding_constraint(x, _placed(rules, rules.spec(names, x.shape)))
+    return jax.lax.with_sharding_constraint(x, placed(rules, rules.spec(names, x.shape)))
 
 
-def _placed(rules: AxisRules, spec: PartitionSpec) -> "Placement":
+def placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
+    """What `with_sharding_constraint` takes for a spec of the rules' free axes."""
     # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
     return spec if rules.manual else NamedSharding(rules.mesh, spec)
-
-
-def gather_weight(
-    x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None, shape: Sequence[int] | None = None
-) -> jax.Array:
-    """A stored parameter as the computation wants it: cast, and whole over `fsdp`; its gradient lies as it is stored.
-
-    Inside a `shard_map` over `fsdp` it is this device's shard that is cast and gathered, and its gradient is summed
-    over the axis in the rules' `reduce` dtype.
-
-    Args:
-      shape: of the whole parameter, where `x` is a shard of it.
-    """
-    wanted = x.dtype if dtype is None or x.ndim < 2 else jax.numpy.dtype(dtype)
-    dim = fsdp_dim(names, shape or x.shape)
-    rules = _current.get()
-    if rules is None or dim is None:
-        return x.astype(wanted)
-    if "fsdp" in rules.manual:
-        return gather_shards(x, "fsdp", dim, wanted, rules.reduce)
-    stored = rules.parameter_spec(names, shape or x.shape)
-    whole = restrict(stored, set(rules.free) - {"fsdp"})
-    # The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
-    # moves activations instead of weights when the use is inside a layer scan.
-    return _gather(x.astype(wanted), _placed(rules, restrict(stored, rules.free)), _placed(rules, whole))
-
-
-def fsdp_dim(names: Names | None, shape: Sequence[int]) -> int | None:
-    """The dim along which a parameter of this (whole) shape lies on the `fsdp` axis; None where it is whole."""
-    rules = _current.get()
-    if rules is None or rules.mesh.shape["fsdp"] == 1:
-        return None
-    stored = rules.parameter_spec(names, shape)
-    return next((d for d, part in enumerate(stored) if "fsdp" in axes_of(part)), None)
-
-
-def gather_values(x: jax.Array, names: Names | None, shape: Sequence[int]) -> jax.Array:
-    """Values of a parameter's shape that lie as it is stored, whole over `fsdp`, moved in their own dtype.
-
-    Without a gradient: for what is derived from a parameter, such as its FP8 form.
-    """
-    rules, dim = _current.get(), fsdp_dim(names, shape)
-    x = jax.lax.stop_gradient(x)
-    if rules is None or dim is None:
-        return x
-    if "fsdp" in rules.manual:
-        return jax.lax.all_gather(x, "fsdp", axis=dim, tiled=True)
-    stored = rules.parameter_spec(names, shape)
-    whole = restrict(stored, set(rules.free) - {"fsdp"})
-    return _gather(x, _placed(rules, restrict(stored, rules.free)), _placed(rules, whole))
-
-
-def maximum_over_shards(x: jax.Array) -> jax.Array:
-    """The maximum over the `fsdp` axis of what each device has computed of its shard, in a `shard_map` over it."""
-    rules = _current.get()
-    return jax.lax.pmax(x, "fsdp") if rules is not None and "fsdp" in rules.manual else x
-
-
-def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """`gather_weight` of a Flax variable, which knows the axes and, in a `shard_map`, the shape of its whole."""
-    known = parameter.get_metadata()
-    return gather_weight(parameter[...], known.get("logical_axes"), dtype, known.get("whole_shape"))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def gather_shards(x: jax.Array, axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str) -> jax.Array:
-    """Inside a `shard_map` over `axis`: the whole of which `x` is this device's shard along `dim`, moved as `dtype`.
-
-    The gradient is this device's shard of the sum over the axis, summed in the dtype `reduce`.
-    """
-    return jax.lax.all_gather(x.astype(dtype), axis, axis=dim, tiled=True)
-
-
-def _gather_shards_forward(
-    x: jax.Array, axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str
-) -> tuple[jax.Array, jax.Array]:
-    return gather_shards(x, axis, dim, dtype, reduce), jax.numpy.zeros((), x.dtype)
-
-
-def _gather_shards_backward(
-    axis: str, dim: int, dtype: jax.typing.DTypeLike, reduce: str, like: jax.Array, gradient: jax.Array
-) -> tuple[jax.Array]:
-    part = jax.lax.psum_scatter(gradient.astype(reduce), axis, scatter_dimension=dim, tiled=True)
-    return (part.astype(like.dtype),)
-
-
-gather_shards.defvjp(_gather_shards_forward, _gather_shards_backward)
-
-Placement = NamedSharding | PartitionSpec
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, stored: Placement, whole: Placement) -> jax.Array:
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
-
-
-def _gather_forward(x: jax.Array, stored: Placement, whole: Placement) -> tuple[jax.Array, None]:
-    return _gather(x, stored, whole), None
-
-
-def _gather_backward(stored: Placement, whole: Placement, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    # The transposed constraint would ask for the whole gradient first: an all-reduce where a reduce-scatter does.
-    return (jax.lax.with_sharding_constraint(gradient, stored),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)

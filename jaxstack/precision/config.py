@@ -1,7 +1,6 @@
 """Which dtypes the computation runs in.
 
-Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case; XLA reduces the
-gradients of matrices over devices in the compute dtype.
+Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case.
 """
 
 import re
@@ -36,6 +35,8 @@ class PrecisionConfig(Component):
 
     compute: Literal["bfloat16", "float32"] | None = Field(default=None)
     """Dtype of activations and of the weights' working copies; left out: bfloat16 on a GPU, float32 on a CPU."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which gradients are summed over devices: bfloat16 moves half the bytes, and rounds at every addition."""
     fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
     """How the layers' matmuls are scaled for FP8, if at all: by each tensor's largest value in this step (current) or
     in the last ones (delayed), or by blocks of 128 values (blockwise)."""

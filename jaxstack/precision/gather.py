@@ -1,4 +1,7 @@
-"""Weights gathered over `fsdp` as FP8 bytes: each device quantises its shard before it is moved."""
+"""Weights gathered over `fsdp` as FP8 bytes: each device quantises its shard before it is moved.
+
+The gradient of such a weight goes the way of `gather_parameter`: summed to where the weight is stored.
+"""
 
 import math
 from typing import Any
@@ -6,45 +9,66 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxstack.parallel.rules import current_rules, fsdp_dim, gather_parameter, gather_values, maximum_over_shards
+from jaxstack.parallel.exchange import Held
+from jaxstack.parallel.rules import AxisRules, Names, current_rules, placed, restrict
+from jaxstack.parallel.weights import beside_tensor, dims_of, gather_parameter
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.fp8.blockwise import BLOCK, quantize_weight
 from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quantize
+
+_AXIS = "fsdp"
 
 
 def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) -> jax.Array | QuantizedWeight:
     """A stored weight as an FP8 product wants it; what is whole on each device comes in `dtype`, not quantised.
 
-    Its gradient goes the way of `gather_parameter`: summed over the axis to where the weight is stored. With one scale
-    a tensor the largest value is exchanged first (a scalar), blocks' scales are gathered beside the bytes.
+    With one scale a tensor the largest value is exchanged first (a scalar); blocks' scales are gathered beside the
+    bytes. Shards that are not of whole blocks are gathered in `dtype`.
 
     Args:
       parameter: a weight whose metadata has its logical axes and `contracted`, the number of its summed dims.
     """
     carrier = gather_parameter(parameter, dtype)
-    known, own = parameter.get_metadata(), jax.lax.stop_gradient(parameter[...])
-    names, shape = known.get("logical_axes"), known.get("whole_shape", own.shape)
-    dim = fsdp_dim(names, shape)
-    if dim is None:
+    rules, known, own = current_rules(), parameter.get_metadata(), parameter.get_raw_value()
+    own = own.copy if isinstance(own, Held) else own
+    names, shape = known.get("logical_axes"), tuple(known.get("whole_shape", own.shape))
+    if rules is None or rules.mesh.shape[_AXIS] == 1 or not dims_of(rules.parameter_spec(names, shape), _AXIS):
         return carrier
-    own = own.astype(dtype)
-    if not blockwise:
-        values, inverse_scale = quantize(own, E4M3, maximum_over_shards(absolute_maximum(own)))
-        return QuantizedWeight(carrier, Quantized(gather_values(values, names, shape), inverse_scale))
-    blocks = _gather_blocks(own, dim, known.get("contracted", 1))
-    return carrier if blocks is None else QuantizedWeight(carrier, Quantized(blocks[0].reshape(shape), blocks[1]))
+    own = jax.lax.stop_gradient(own).astype(dtype)
+    if blockwise:
+        found = _gather_blocks(own, rules, names, shape, known.get("contracted", 1))
+    else:
+        found = _gather_whole(own, rules, names, shape)
+    return carrier if found is None else QuantizedWeight(carrier, found)
 
 
-def _gather_blocks(own: jax.Array, dim: int, contracted: int) -> tuple[jax.Array, jax.Array] | None:
-    """Values [D, outputs] and scales of the whole; None where a device's shard is not one of whole blocks."""
-    rules = current_rules()
-    if rules is None or "fsdp" not in rules.manual or dim not in (0, contracted):
+def _gather_whole(own: jax.Array, rules: AxisRules, names: Names | None, shape: tuple[int, ...]) -> Quantized:
+    """With one scale: that of the whole weight, on every device."""
+    spec = rules.parameter_spec(names, shape)
+    if _AXIS in rules.manual:
+        amax = jax.lax.pmax(absolute_maximum(own), _AXIS)
+        values, inverse_scale = quantize(own, E4M3, amax)
+        ((axis, dim),) = dims_of(spec, _AXIS)
+        gather = beside_tensor(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), spec, rules)
+        return Quantized(gather(values), inverse_scale)
+    stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - {_AXIS})
+    # Pinned twice, as a plain gather: XLA would move the values before they are rounded.
+    values, inverse_scale = quantize(jax.lax.with_sharding_constraint(own, placed(rules, stored)), E4M3)
+    for layout in (stored, whole):
+        values = jax.lax.with_sharding_constraint(values, placed(rules, layout))
+    return Quantized(values, inverse_scale)
+
+
+def _gather_blocks(
+    own: jax.Array, rules: AxisRules, names: Names | None, shape: tuple[int, ...], contracted: int
+) -> Quantized | None:
+    """With scales of blocks of the matrix [D, outputs]; None where a shard is not one of whole blocks."""
+    ((_, dim),) = dims_of(rules.parameter_spec(names, shape), _AXIS)
+    if _AXIS not in rules.manual or rules.splits("tensor") or dim not in (0, contracted):
         return None
     matrix = own.reshape(math.prod(own.shape[:contracted]), -1)
     axis = 0 if dim < contracted else 1
     if matrix.shape[axis] % BLOCK:
         return None
-    values, inverse_scale = (
-        jax.lax.all_gather(x, "fsdp", axis=axis, tiled=True) for x in quantize_weight(matrix)
-    )
-    return values, inverse_scale
+    values, inverse_scale = (jax.lax.all_gather(x, _AXIS, axis=axis, tiled=True) for x in quantize_weight(matrix))
+    return Quantized(values.reshape(shape), inverse_scale)

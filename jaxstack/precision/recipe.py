@@ -11,10 +11,6 @@ from flax import nnx
 from jaxstack.precision.gather import gather_quantized
 from pallas_kernels import QuantizedWeight, empty_fp8_state, fp8_dot_general, fp8_multiply, updated_fp8_state
 
-FP8_COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-"""What keeps XLA from rewriting the pattern of an FP8 matmul before it recognises it: into a Triton kernel, or, where
-one input has several small weights, into one matmul of their bfloat16 values."""
-
 
 class ScalingState(nnx.Variable):
     """Largest magnitudes of the last steps, float32 [..., 3, history]; what stands for its gradient are new ones.
@@ -33,9 +29,7 @@ class Fp8Matmul:
 
     def __call__(self, lhs: jax.Array, rhs: Any, dimension_numbers: Any, **options: Any) -> jax.Array:
         """As `jax.lax.dot_general`; see `pallas_kernels.fp8_dot_general`."""
-        return fp8_dot_general(
-            lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options
-        )
+        return fp8_dot_general(lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options)
 
     def together(
         self, x: jax.Array, kernels: Sequence[Any], contracted: int, states: Sequence[jax.Array | None]
@@ -60,7 +54,7 @@ def use_fp8(
       choose: path of a dense layer (attribute names and indices) -> its matmul, or None to leave it as it is.
       history: steps that delayed scaling looks back; only `jaxstack.models.linear.Linear` can keep its state.
     """
-    dense = [(path, node) for path, node in nnx.iter_modules(module) if hasattr(node, "dot_general")]
+    dense: list[Any] = [(path, node) for path, node in nnx.iter_modules(module) if hasattr(node, "dot_general")]
     for path, layer in dense:
         matmul = choose(path)
         if matmul is None:

@@ -1,9 +1,20 @@
-"""SIGTERM and Ctrl-C as a request to save and stop, instead of an end in the middle of a step."""
+"""SIGTERM and Ctrl-C as a request to save and stop, on one step that all processes of the run agree on."""
 
+import faulthandler
+import itertools
+import os
 import signal
+import threading
 from types import FrameType
 
+from jaxstack import processes
 from jaxstack.errors import JaxstackError
+from jaxstack.resilience.progress_file import STACKS
+
+_POLL_SECONDS = 0.25
+_AGREE_SECONDS = 120
+_NEVER = 2**62
+_numbers = itertools.count()
 
 
 class Interrupted(JaxstackError):
@@ -15,22 +26,122 @@ class Interrupted(JaxstackError):
 
 
 class StopRequest:
-    """Within it, the first SIGTERM or SIGINT only sets `signum`; a second SIGINT interrupts at once."""
+    """Within it, the first SIGTERM or SIGINT is a request to stop; a second SIGINT interrupts at once.
+
+    One process stops at its next tick. Of several, each tells the others the next tick at which it could stop and
+    goes no further until all have spoken; all stop at the latest of these. The talk happens in a thread, so that it
+    does not depend on how far the devices are.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self._before: dict[int, object] = {}
+        self._index, self._count = processes.position()
+        self._name = f"stop-{next(_numbers)}"
+        self._lock = threading.Lock()
+        self._ticks = 0
+        self._announced: int | None = None
+        self._agreed: int | None = None
+        self._known, self._over = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "StopRequest":
         for signum in (signal.SIGTERM, signal.SIGINT):
             self._before[signum] = signal.signal(signum, self._receive)
+        if self._count > 1:
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)  # type: ignore[arg-type]
+        self._over.set()
+        if self._thread is not None and kind is None:
+            self._thread.join()
+            if self._announced is None:
+                # Another process may have been asked at its last tick, and waits for what this one says.
+                processes.publish(f"{self._name}/at/{self._index}", _NEVER)
+
+    def reached(self) -> bool:
+        """A tick: whether to stop here. All processes call it after the same pieces of work.
+
+        Raises JaxstackError where another process says nothing for two minutes.
+        """
+        if self._thread is None:
+            return self.signum is not None
+        with self._lock:
+            self._ticks += 1
+            here = self._ticks
+            if self._announced is None or here < self._announced:
+                return False
+        if not self._known.wait(_AGREE_SECONDS):
+            raise JaxstackError("the processes did not agree on a step to stop at; look at the logs of the others")
+        return here == self._agreed
 
     def _receive(self, signum: int, _: FrameType | None) -> None:
         if self.signum is not None and signum == signal.SIGINT:
             raise KeyboardInterrupt
         self.signum = signum
+
+    def _watch(self) -> None:
+        try:
+            while not self._over.wait(_POLL_SECONDS):
+                asked = processes.peek(self._name)
+                if asked is None and self.signum is not None:
+                    processes.publish(self._name, asked := self.signum)
+                if asked is not None:
+                    self._agree(asked)
+                    return
+        except (RuntimeError, TimeoutError):
+            return  # a process has gone; what ends the others then ends this one
+
+    def _agree(self, signum: int) -> None:
+        with self._lock:
+            self._announced = self._ticks + 1
+        processes.publish(f"{self._name}/at/{self._index}", self._announced)
+        wanted = (f"{self._name}/at/{other}" for other in range(self._count))
+        latest = max(processes.await_value(key, _AGREE_SECONDS) for key in wanted)
+        # The exit code tells of the signal that came first, on processes that received none, too.
+        self.signum, self._agreed = signum, latest
+        self._known.set()
+
+
+class EndAtOnce:
+    """Within it, and outside of a `StopRequest`, SIGTERM ends the process with one line and code 143.
+
+    Python runs handlers between two of its own instructions, and a compilation is one that can take minutes; a thread
+    hears of the signal meanwhile. SIGUSR1 writes the stacks of all threads to standard error, or where the supervisor
+    asked for them, whoever holds the interpreter.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> "EndAtOnce":
+        stacks = os.environ.get(STACKS)
+        self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._handler = lambda signum, frame: None
+        self._before = signal.signal(signal.SIGTERM, self._handler)
+        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        signal.signal(signal.SIGTERM, self._before)
+        os.close(self._write)
+        faulthandler.unregister(signal.SIGUSR1)
+        if self._stacks != 2:
+            os.close(self._stacks)
+
+    def _watch(self) -> None:
+        while received := os.read(self._read, 1):
+            if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is self._handler:
+                text = f"stopped by signal {received[0]} outside of the training steps; nothing new to save"
+                os.write(2, f"{self._name}: {text}\n".encode())
+                os._exit(128 + received[0])
+        os.close(self._read)

@@ -23,6 +23,7 @@ BACKENDS = (
         mosaic.attend,
         mosaic.yields,
         opaque=True,
+        gradients=mosaic.gradients,
     ),
     Backend(
         "cudnn",
@@ -37,6 +38,7 @@ BACKENDS = (
         triton.attend,
         triton.yields,
         opaque=True,
+        gradients=triton.gradients,
     ),
     Backend(
         "xla_dense",
@@ -44,8 +46,15 @@ BACKENDS = (
         xla_dense.refuses,
         xla_dense.attend,
         xla_dense.yields,
+        gradients=xla_dense.gradients,
     ),
-    Backend("xla", "everything on every device, memory linear in the length", xla.refuses, xla.attend),
+    Backend(
+        "xla",
+        "everything on every device, memory linear in the length",
+        xla.refuses,
+        xla.attend,
+        gradients=xla.gradients,
+    ),
     Backend(
         "mosaic_deterministic",
         "as mosaic, with gradients that are bit-equal in every run, which costs time: only when asked for by name",
@@ -53,6 +62,7 @@ BACKENDS = (
         mosaic.attend_deterministic,
         lambda request: "runs only when asked for by name",
         opaque=True,
+        gradients=mosaic.gradients_deterministic,
     ),
     Backend(
         "reference",

@@ -68,6 +68,20 @@ def attend(request: Request, tiling: Tiling | None = None) -> tuple[jax.Array, j
     return mosaic_call.attend(plan, request.q, request.k, request.v, request.segments)
 
 
+def gradients(request: Request, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
+    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+    from pallas_kernels.attention import mosaic_call
+
+    tiling = tiling or _tiling(request)
+    plan = mosaic_call.Plan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
+    return mosaic_call.gradients(plan, request.q, request.k, request.v, request.segments, rows)
+
+
+def gradients_deterministic(request: Request, *rows: jax.Array) -> tuple:
+    """`gradients` that are bit-equal in every run."""
+    return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
+
+
 def _tiling(request: Request) -> Tiling:
     kind = mask_kind(request.options.mask, request.segments is not None)
     return choose_tiling(request.head_dim, kind, request.key_length)

@@ -17,6 +17,7 @@ from pallas_kernels.attention.mosaic_forward import forward
 from pallas_kernels.attention.mosaic_pieces import LOG2E, Config
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
+from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
 from pallas_kernels.target import multiprocessors
@@ -95,7 +96,14 @@ def _forward_rule(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments
 def _backward_rule(plan: Plan, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = saved
     d_out, d_lse = cotangents
-    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32)) - d_lse
+    return *gradients(plan, q, k, v, segments, (d_out, lse, row_delta(out, d_out, d_lse))), None
+
+
+def gradients(
+    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, rows: tuple
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dQ, dK and dV from `rows`: d_out, and lse and delta [B, N, T], which may be those of more keys than these."""
+    d_out, lse, delta = rows
     lse = jnp.where(lse == -jnp.inf, NO_KEY, lse * LOG2E)
 
     def padded(config: Config) -> Residuals:
@@ -130,7 +138,7 @@ def _backward_rule(plan: Plan, saved: tuple, cotangents: tuple) -> tuple:
         config, arrays = of_keys(tiling.key_queries, tiling.key_stages)
         launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))
         d_k, d_v = (gradient for wanted in launches for gradient in key_value_gradient(config, *arrays, wanted=wanted))
-    return d_q[:, : plan.length], d_k[:, : plan.key_length], d_v[:, : plan.key_length], None
+    return d_q[:, : plan.length], d_k[:, : plan.key_length], d_v[:, : plan.key_length]
 
 
 attend = jax.custom_vjp(_attend, nondiff_argnums=(0,))

@@ -48,6 +48,12 @@ def score_gradient(
     return gradient
 
 
+def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
+    """[B, N, T]: the row sums of out * d_out [B, T, N, H] less the gradient of the log-sum-exp [B, N, T]."""
+    dtype = accumulator_dtype(out.dtype)
+    return jnp.einsum("btnh,btnh->bnt", out.astype(dtype), d_out.astype(dtype), precision="highest") - d_lse
+
+
 def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Weights [B, K, G, T, S] times v [B, S, K, H] -> [B, T, K, G, H] in the accumulator dtype."""
     return jnp.einsum(
@@ -60,11 +66,6 @@ def gather_to_keys(gradient: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.einsum(
         "bkgts,btkgh->bskh", gradient.astype(x.dtype), x, preferred_element_type=accumulator_dtype(x.dtype)
     )
-
-
-def rows_last(statistic: jax.Array) -> jax.Array:
-    """[B, T, K, G] -> [B, K, G, T]."""
-    return jnp.moveaxis(statistic, 1, -1)
 
 
 def rows_second(statistic: jax.Array) -> jax.Array:

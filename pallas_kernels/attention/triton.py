@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
 
 _LOG2E = math.log2(math.e)
@@ -114,9 +115,17 @@ def yields(request: Request) -> str | None:
 
 def attend(request: Request) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T]."""
+    return _differentiable(_static(request), request.q, request.k, request.v, request.segments)
+
+
+def gradients(request: Request, *rows: jax.Array) -> tuple:
+    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+    return _backward(_static(request), (request.q, request.k, request.v, *rows), request.segments)
+
+
+def _static(request: Request) -> "_Static":
     capability = request.target.compute_capability or _LEAST_CAPABILITY
-    static = _Static(request.options, tiling_for(request.head_dim, capability), capability)
-    return _differentiable(static, request.q, request.k, request.v, request.segments)
+    return _Static(request.options, tiling_for(request.head_dim, capability), capability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,12 +283,11 @@ def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments
 
 
 def _backward(static: _Static, arrays: tuple, segments: Segments | None) -> tuple:
-    """dQ, dK and dV from (q, k, v, out, lse, d_out, d_lse)."""
+    """dQ, dK and dV from (q, k, v, d_out, lse, delta)."""
     from pallas_kernels.attention.triton_backward import key_kernel, query_kernel
 
-    q, k, v, out, lse, d_out, d_lse = arrays
+    q, k, v, d_out, lse, delta = arrays
     mask, packed = static.options.mask, segments is not None
-    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32)) - d_lse
     rows = jnp.stack([lse * _LOG2E, delta])
     inputs = q, k, v, d_out.astype(q.dtype), rows
 
@@ -313,9 +321,9 @@ def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, seg
 
 def _backward_rule(static: _Static, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = saved
-    arrays = q, k, v, out, lse, *cotangents
-    gradients = _over_batches(functools.partial(_backward, static))(arrays, segments)
-    return *gradients, None
+    d_out, d_lse = cotangents
+    arrays = q, k, v, d_out, lse, row_delta(out, d_out, d_lse)
+    return *_over_batches(functools.partial(_backward, static))(arrays, segments), None
 
 
 _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))

@@ -37,13 +37,28 @@ def refuses(request: Request) -> str | None:
 def attend(request: Request) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T]."""
     tiling = _tiling(request)
+    out, lse = _differentiable(request.options, tiling, *_padded(request, tiling))
+    return out[:, : tiling.length], lse[..., : tiling.length]
+
+
+def gradients(request: Request, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
+    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+    tiling = _tiling(request)
+    missing = -tiling.length % tiling.query_block
+    lse, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (lse, delta))
+    rows = _pad(d_out, tiling.query_block), lse, delta
+    d_q, d_k, d_v = _gradients(request.options, tiling, *_padded(request, tiling), rows)
+    return d_q[:, : tiling.length], d_k[:, : tiling.key_length], d_v[:, : tiling.key_length]
+
+
+def _padded(request: Request, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
+    """q, k, v and segments, filled up to whole blocks."""
     q = _pad(request.q, tiling.query_block)
     k, v = _pad(request.k, tiling.key_block), _pad(request.v, tiling.key_block)
     segments = request.segments
     if segments is not None:
         segments = Segments(*(_pad(ids, block, "edge") for ids, block in zip(segments, tiling[2:], strict=True)))
-    out, lse = _differentiable(request.options, tiling, q, k, v, segments)
-    return out[:, : tiling.length], lse[..., : tiling.length]
+    return q, k, v, segments
 
 
 def _tiling(request: Request) -> Blocks:
@@ -101,12 +116,25 @@ def _forward_rule(
 def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = residuals
     d_out, d_lse = cotangents
+    rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
+    return *_gradients(options, tiling, q, k, v, segments, rows), None
+
+
+def _gradients(
+    options: Options,
+    tiling: Blocks,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    of_rows: tuple,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dQ, dK and dV from d_out, lse and delta."""
+    d_out, lse, delta = of_rows
     dtype = pieces.accumulator_dtype(q.dtype)
     grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
     rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
-    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1)
-    delta = pieces.rows_last(pieces.group_heads(delta, k.shape[2])) - d_lse.reshape(rows)
-    lse = pieces.finite_or_zero(lse).reshape(rows)
+    delta, lse = delta.reshape(rows), pieces.finite_or_zero(lse).reshape(rows)
     labels = _label(options.mask, segments)
 
     def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
@@ -126,7 +154,7 @@ def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangent
 
     start = (jnp.zeros(grouped.shape, dtype), jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
     d_q, d_k, d_v = _visit_tiles(options, tiling, segments, visit, start)
-    return d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))

@@ -51,6 +51,12 @@ def attend(request: Request) -> tuple[jax.Array, jax.Array]:
     return _differentiable(request.options, keep_weights, request.q, request.k, request.v, request.segments)
 
 
+def gradients(request: Request, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
+    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+    rows = d_out, lse, delta
+    return _gradients(request.options, request.q, request.k, request.v, request.segments, rows, None)
+
+
 def _attend(
     options: Options, keep_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -127,10 +133,24 @@ def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotan
     del keep_weights
     q, k, v, segments, out, lse, kept = residuals
     d_out, d_lse = cotangents
+    rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
+    return *_gradients(options, q, k, v, segments, rows, kept), None
+
+
+def _gradients(
+    options: Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments | None,
+    of_rows: tuple,
+    kept: list[jax.Array] | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """dQ, dK and dV from d_out, lse and delta; `kept` are the softmax weights of each block, if there are."""
+    d_out, lse, delta = of_rows
     dtype = pieces.accumulator_dtype(q.dtype)
     num_kv_heads = k.shape[2]
-    delta = (d_out.astype(dtype) * out.astype(dtype)).sum(axis=-1)
-    delta = pieces.rows_last(pieces.group_heads(delta, num_kv_heads)) - d_lse.reshape(_grouped_rows(q, k))
+    delta = delta.reshape(_grouped_rows(q, k))
     lse = pieces.finite_or_zero(lse).reshape(_grouped_rows(q, k))
     grouped, d_grouped = pieces.group_heads(q, num_kv_heads), pieces.group_heads(d_out, num_kv_heads)
     d_q, d_k, d_v = [], jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
@@ -147,7 +167,7 @@ def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotan
         beside = ((0, 0), (block.first_key, k.shape[1] - block.last_key), (0, 0), (0, 0))
         d_k += jnp.pad(pieces.gather_to_keys(gradient, grouped[:, rows]), beside)
         d_v += jnp.pad(pieces.gather_to_keys(weights, d_grouped[:, rows]), beside)
-    return jnp.concatenate(d_q, axis=1).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return jnp.concatenate(d_q, axis=1).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 def _grouped_rows(q: jax.Array, k: jax.Array) -> tuple[int, int, int, int]:

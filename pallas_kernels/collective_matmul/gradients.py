@@ -9,36 +9,39 @@ from pallas_kernels.collective_matmul.request import Multiplier
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def gather_multiply(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """all_gather(x) @ w: [T/n, D] and [D, F/n] to [T, F/n]."""
-    return multiplier.gather_multiply(x, w, axis_name, False)[0]
+def gather_multiply(
+    multiplier: Multiplier, axis_name: str, x: jax.Array, weights: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """all_gather(x) @ each w: [T/n, D] and [D, F/n] to [T, F/n]."""
+    return multiplier.gather_multiply(x, weights, axis_name, False)[0]
 
 
-def _gather_forward(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> tuple:
-    out, gathered = multiplier.gather_multiply(x, w, axis_name, False)
-    return out, (gathered, w)
+def _gather_forward(multiplier: Multiplier, axis_name: str, x: jax.Array, weights: tuple[jax.Array, ...]) -> tuple:
+    outs, gathered = multiplier.gather_multiply(x, weights, axis_name, False)
+    return outs, (gathered, weights)
 
 
-def _gather_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_out: jax.Array) -> tuple:
-    gathered, w = saved
-    d_x = multiplier.multiply_scatter(d_out, w, axis_name, True)
-    return d_x, _weight_gradient(gathered, d_out).astype(w.dtype)
+def _gather_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_outs: tuple[jax.Array, ...]) -> tuple:
+    gathered, weights = saved
+    d_x = multiplier.multiply_scatter(d_outs, weights, axis_name, True)
+    d_weights = (_weight_gradient(gathered, d).astype(w.dtype) for w, d in zip(weights, d_outs, strict=True))
+    return d_x, tuple(d_weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_scatter(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """psum_scatter(x @ w): [T, F/n] and [F/n, D] to [T/n, D]."""
-    return multiplier.multiply_scatter(x, w, axis_name, False)
+    return multiplier.multiply_scatter((x,), (w,), axis_name, False)
 
 
 def _scatter_forward(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> tuple:
-    return multiplier.multiply_scatter(x, w, axis_name, False), (x, w)
+    return multiplier.multiply_scatter((x,), (w,), axis_name, False), (x, w)
 
 
 def _scatter_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_out: jax.Array) -> tuple:
     x, w = saved
     # The product that the input's gradient needs gathers what the weight's gradient needs too.
-    d_x, gathered = multiplier.gather_multiply(d_out, w, axis_name, True)
+    (d_x,), gathered = multiplier.gather_multiply(d_out, (w,), axis_name, True)
     return d_x, _weight_gradient(x, gathered).astype(w.dtype)
 
 

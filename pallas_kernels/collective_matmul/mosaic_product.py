@@ -1,10 +1,10 @@
 """The matrix product inside the Hopper kernels: tiles of 128 x 256 by two warpgroups, operands loaded by a third.
 
 One program stays on each multiprocessor and computes one tile after the other; the loading warpgroup runs ahead of the
-computing ones, across tiles. With `pair` two neighbouring multiprocessors compute tiles below each other and load
-the columns' operand once for both.
+computing ones, across tiles.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ class Tiling:
         columns: of a tile.
         stages: steps of the product in flight from global memory.
         group: rows of tiles that are computed together (`tiles.place`).
-        pair: whether two multiprocessors share the columns' operand.
         store_columns: that go to global memory at a time.
         sum_in_kernel: whether the scattering kernel adds what arrived, or XLA after it.
     """
@@ -38,7 +37,6 @@ class Tiling:
     columns: int = 256
     stages: int = 4
     group: int = 8
-    pair: bool = False
     store_columns: int = 32
     sum_in_kernel: bool = True
 
@@ -47,48 +45,47 @@ class Tiling:
 class Product:
     """Static description of one kernel: [devices * rows, depth] times [depth, columns].
 
+    One left operand with several right ones (their columns beside each other), or several pairs whose products are
+    added (their depths one after the other).
+
     Attributes:
-        rows, depth, columns: `rows` of one device's chunk.
+        rows: of one device's chunk.
+        depths, columns: of the operands; one of the two has a single member.
         devices: of the axis.
         axis_name: of the axis; unused where there is one device.
-        transposed: whether the right operand is given as [columns, depth].
+        transposed: whether the right operands are given as [columns, depth].
         tiling: see there.
-        multiprocessors: that the kernel fills.
+        programs: one for each multiprocessor.
         interpret: whether it is interpreted on a CPU.
     """
 
     rows: int
-    depth: int
-    columns: int
+    depths: tuple[int, ...]
+    columns: tuple[int, ...]
     devices: int
     axis_name: Any
     transposed: bool
     tiling: Tiling
-    multiprocessors: int = 132
+    programs: int = 132
     interpret: bool = False
 
     @property
-    def width(self) -> int:
-        """Multiprocessors that work on neighbouring tiles."""
-        return 2 if self.tiling.pair else 1
-
-    @property
-    def programs(self) -> int:
-        """Pairs of multiprocessors, or single ones."""
-        return self.multiprocessors // self.width
-
-    @property
     def steps(self) -> int:
-        return self.depth // DEPTH
+        return sum(self.depths) // DEPTH
 
     @property
     def row_tiles(self) -> int:
-        """Of one chunk; a pair's two tiles count as one."""
-        return self.rows // (ROWS * self.width)
+        """Of one chunk."""
+        return self.rows // ROWS
 
     @property
     def column_tiles(self) -> int:
-        return self.columns // self.tiling.columns
+        return sum(self.columns) // self.tiling.columns
+
+    @property
+    def total_tiles(self) -> int:
+        """Of all chunks."""
+        return self.devices * self.row_tiles * self.column_tiles
 
     def device(self) -> Any:
         """This device's place on the axis."""
@@ -98,29 +95,19 @@ class Product:
         """How Pallas is told another device of the axis."""
         return {self.axis_name: place}
 
-    def for_each_tile(self, visit: Callable[[Any, tiles.Tile], None]) -> Any:
-        """Calls visit(number, tile) for this program's tiles, with the row of the pair's own half; returns how many."""
-        program = lax.axis_index("program")
-        count = tiles.count_for(program, self.programs, self.devices * self.row_tiles * self.column_tiles)
-        lax.fori_loop(0, count, lambda number, _: visit(number, self.tile(number)), None)
-        return count
+    def by_column(self, column: Any, visit: Callable[[int, Any], None]) -> None:
+        """visit(i, column of tiles within it) for the member of `columns` in which this column of tiles lies."""
+        _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
 
-    def tile(self, number: Any) -> tiles.Tile:
-        """This program's `number`-th tile."""
-        index = number * self.programs + lax.axis_index("program")
-        tile = tiles.place(index, self.row_tiles, self.column_tiles, self.tiling.group)
-        return tile._replace(row=tile.row * self.width + self._half())
+    def by_step(self, step: Any, visit: Callable[[int, Any], None]) -> None:
+        """visit(i, step within it) for the member of `depths` in which this step lies."""
+        _visit_part([size // DEPTH for size in self.depths], step, visit)
 
-    def worker(self) -> Any:
-        """This multiprocessor's number."""
-        return lax.axis_index("program") * self.width + self._half()
-
-    def _half(self) -> Any:
-        return lax.axis_index("pair") if self.tiling.pair else jnp.int32(0)
+    def tile(self, index: Any) -> tiles.Tile:
+        return tiles.place(index, self.row_tiles, self.column_tiles, self.tiling.group)
 
     def kernel(self, name: str, body: Callable, **parameters: Any) -> Callable:
         """`plgpu.kernel` with what both kernels share; a profile shows the name."""
-        cluster = {"cluster": (2,), "cluster_names": ("pair",)} if self.tiling.pair else {}
         return plgpu.kernel(
             body,
             kernel_name=name,
@@ -129,9 +116,17 @@ class Product:
             num_threads=COMPUTING + 1,
             thread_name="warpgroup",
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
-            **cluster,
             **parameters,
         )
+
+
+def _visit_part(sizes: list[int], place: Any, visit: Callable[[int, Any], None]) -> None:
+    first = 0
+    for number, size in enumerate(sizes):
+        inside = (place >= first) & (place < first + size)
+        body = functools.partial(visit, number, place - first)
+        pl.when(inside)(body) if len(sizes) > 1 else body()
+        first += size
 
 
 class Operands(NamedTuple):
@@ -156,43 +151,47 @@ def operands(product: Product, dtype: Any) -> Operands:
     """The shared memory of a product."""
     tiling = product.tiling
     right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
-    if tiling.pair:
-        empty = plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=COMPUTING, num_barriers=tiling.stages)
-    else:
-        empty = plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiling.stages)
     return Operands(
         left=tiled((tiling.stages, ROWS, DEPTH), dtype),
         right=tiled((tiling.stages, *right), dtype),
         result=tiled((COMPUTING, 2, HALF, tiling.store_columns), dtype),
         full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
-        empty=empty,
+        empty=plgpu.Barrier(num_arrivals=COMPUTING, num_barriers=tiling.stages),
     )
 
 
-def load_tile(product: Product, buffers: Operands, number: Any, tile: tiles.Tile, left: Any, right: Any) -> None:
-    """Streams the operands of this program's `number`-th tile; `left` holds its rows [128, depth]."""
-    stages, shared = product.tiling.stages, "pair" if product.tiling.pair else None
-    columns = pl.ds(tile.column * product.tiling.columns, product.tiling.columns)
+def load_tile(
+    product: Product, buffers: Operands, number: Any, tile: tiles.Tile, lefts: tuple[Any, ...], rights: tuple[Any, ...]
+) -> None:
+    """Streams the operands of this program's `number`-th tile; `lefts` hold its rows [128, depth]."""
+    stages, width = product.tiling.stages, product.tiling.columns
 
     def step(index: Any, _: None) -> None:
         count = number * product.steps + index
         slot = lax.rem(count, stages)
-        part = pl.ds(index * DEPTH, DEPTH)
 
         @pl.when(count >= stages)
         def _():
             plgpu.barrier_wait(buffers.empty.at[slot])
 
         full = buffers.full.at[slot]
-        plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
-        block = right.at[columns, part] if product.transposed else right.at[part, columns]
-        plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full, collective_axes=shared)
+
+        def copy(left: Any, right: Any, depth: Any, column: Any) -> None:
+            part, columns = pl.ds(depth * DEPTH, DEPTH), pl.ds(column * width, width)
+            plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
+            block = right.at[columns, part] if product.transposed else right.at[part, columns]
+            plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full)
+
+        if len(lefts) == 1:
+            product.by_column(tile.column, lambda i, column: copy(lefts[0], rights[i], index, column))
+        else:
+            product.by_step(index, lambda i, depth: copy(lefts[i], rights[i], depth, tile.column))
 
     lax.fori_loop(0, product.steps, step, None)
 
 
 def drain(product: Product, buffers: Operands, count: Any) -> None:
-    """The loader leaves when all that it loaded is consumed, by both multiprocessors of a pair."""
+    """The loader leaves when all that it loaded is consumed."""
     total = count * product.steps
 
     def wait(index: Any, _: None) -> None:

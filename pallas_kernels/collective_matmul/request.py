@@ -16,16 +16,18 @@ class Multiplier(Protocol):
     """A backend's two products; the backward of each is built of the other. Hashable: a static argument."""
 
     def gather_multiply(
-        self, x: jax.Array, w: jax.Array, axis_name: str, transposed: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """(gathered x @ w [T, columns], gathered x [T, depth]) of x [T/n, depth] and w [depth, columns].
+        self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """(gathered x @ w [T, columns] for each w, gathered x [T, depth]) of x [T/n, depth] and w [depth, columns].
 
-        `transposed`: w is given as [columns, depth].
+        `transposed`: each w is given as [columns, depth].
         """
         ...
 
-    def multiply_scatter(self, x: jax.Array, w: jax.Array, axis_name: str, transposed: bool) -> jax.Array:
-        """This device's rows [T/n, columns] of the axis' sum of x [T, depth] @ w, given like that of the other."""
+    def multiply_scatter(
+        self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
+    ) -> jax.Array:
+        """This device's rows [T/n, columns] of the axis' and the pairs' sum of x [T, depth] @ w, given like above."""
         ...
 
 
@@ -36,44 +38,47 @@ class Request:
     Attributes:
         rows: T/n, of one device.
         width: D.
-        inner: F/n, of one device.
+        inner: F/n, of one device, for each weight.
         devices: n.
         axis_name: the axis of the surrounding `jax.shard_map`.
         dtype: of both operands.
-        other_axes: the mesh's further axes of more than one device, name -> size.
         target: what is lowered for.
     """
 
     rows: int
     width: int
-    inner: int
+    inner: tuple[int, ...]
     devices: int
     axis_name: str
     dtype: Any
-    other_axes: tuple[tuple[str, int], ...]
     target: Target
 
     def __str__(self) -> str:
         return (
-            f"{self.rows} rows a device, D {self.width}, F/n {self.inner}, {self.dtype}, "
+            f"{self.rows} rows a device, D {self.width}, F/n {', '.join(map(str, self.inner))}, {self.dtype}, "
             f"{self.devices} devices along {self.axis_name!r} on {self.target}"
         )
 
 
-def make_request(operation: str, x: jax.Array, w: jax.Array, axis_name: str) -> Request:
+def make_request(operation: str, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str) -> Request:
     """Checks the arguments of one of the two operations.
 
     Raises:
         ValueError: a rule is broken; the message names it, the values and the way out.
     """
     gathers = operation == "all_gather_matmul"
-    given = f"got x {list(x.shape)} {x.dtype} and w {list(w.shape)} {w.dtype}"
-    if x.ndim != 2 or w.ndim != 2:
-        raise ValueError(f"{operation} takes x [rows, depth] and w [depth, columns]; {given}: reshape x to its rows")
-    if x.shape[1] != w.shape[0]:
-        raise ValueError(f"{operation}: x's columns must be as many as w's rows; {given}")
-    if x.dtype != w.dtype:
-        raise ValueError(f"{operation}: x and w must have one dtype; {given}: cast the weight first")
+    for w in weights:
+        given = f"got x {list(x.shape)} {x.dtype} and w {list(w.shape)} {w.dtype}"
+        if x.ndim != 2 or w.ndim != 2:
+            raise ValueError(
+                f"{operation} takes x [rows, depth] and w [depth, columns]; {given}: reshape x to its rows"
+            )
+        if x.shape[1] != w.shape[0]:
+            raise ValueError(f"{operation}: x's columns must be as many as w's rows; {given}")
+        if x.dtype != w.dtype:
+            raise ValueError(f"{operation}: x and w must have one dtype; {given}: cast the weight first")
+    if not weights:
+        raise ValueError(f"{operation} got no weight: give w, or a sequence of at least one")
     try:
         devices = jax.lax.axis_size(axis_name)
     except NameError:
@@ -83,7 +88,6 @@ def make_request(operation: str, x: jax.Array, w: jax.Array, axis_name: str) -> 
     if not gathers and x.shape[0] % devices:
         raise ValueError(f"{operation}: the {x.shape[0]} rows of x must be divisible by the axis' {devices} devices")
     rows = x.shape[0] if gathers else x.shape[0] // devices
-    width, inner = w.shape if gathers else w.shape[::-1]
-    mesh = jax.sharding.get_abstract_mesh()
-    others = tuple((name, size) for name, size in mesh.shape.items() if size > 1 and name != axis_name)
-    return Request(rows, width, inner, devices, axis_name, x.dtype, others, current_target())
+    width = weights[0].shape[0 if gathers else 1]
+    inner = tuple(w.shape[1 if gathers else 0] for w in weights)
+    return Request(rows, width, inner, devices, axis_name, x.dtype, current_target())

@@ -1,5 +1,6 @@
 """Collective products one after the other: XLA's own matmul, before or after a collective operation."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -14,13 +15,17 @@ class Serialised:
     """A `Multiplier`."""
 
     def gather_multiply(
-        self, x: jax.Array, w: jax.Array, axis_name: str, transposed: bool
-    ) -> tuple[jax.Array, jax.Array]:
+        self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         gathered = lax.all_gather(x, axis_name, axis=0, tiled=True)
-        return multiply(gathered, w, transposed), gathered
+        return tuple(multiply(gathered, w, transposed) for w in weights), gathered
 
-    def multiply_scatter(self, x: jax.Array, w: jax.Array, axis_name: str, transposed: bool) -> jax.Array:
-        return lax.psum_scatter(multiply(x, w, transposed), axis_name, scatter_dimension=0, tiled=True)
+    def multiply_scatter(
+        self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
+    ) -> jax.Array:
+        products = (multiply(x, w, transposed) for x, w in zip(xs, weights, strict=True))
+        total = functools.reduce(jnp.add, products)
+        return lax.psum_scatter(total, axis_name, scatter_dimension=0, tiled=True)
 
 
 def multiply(x: jax.Array, w: jax.Array, transposed: bool) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import NotSupported, select
+from pallas_kernels.dispatch import select
 from pallas_kernels.fp8.backends import BACKENDS, Request
 from pallas_kernels.fp8.formats import GRADIENT_FORMATS, Quantized
 from pallas_kernels.fp8.per_tensor import Plan
@@ -123,6 +123,7 @@ def fp8_multiply(
     inner = x.shape[x.ndim - contracted :]
     if any(w.shape[:contracted] != inner for w in carriers):
         raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in carriers]}")
+    gradients = "e4m3" if recipe == "blockwise" else gradients
     plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients)
     request = Request(plan, x, carriers, quantized, states)
     return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)

@@ -50,7 +50,7 @@ def _cublas_refuses(request: Request) -> str | None:
     uneven = [size for size in request.sizes if any(n % _ALIGNMENT for n in size)]
     if uneven:
         shown = " x ".join(map(str, uneven[0]))
-        return f"rows, summed and output dims must be multiples of {_ALIGNMENT}, as FP8 tensor cores take them; got {shown}"
+        return f"rows, summed and output dims must be multiples of {_ALIGNMENT} for FP8 tensor cores; got {shown}"
     return None
 
 

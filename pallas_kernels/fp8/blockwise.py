@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fp8.formats import E4M3, Quantized, power_of_two_scale, saturating_cast
+from pallas_kernels.fp8.formats import E4M3, Quantized, keep, power_of_two_scale, saturating_cast
 from pallas_kernels.fp8.per_tensor import Plan
 
 BLOCK = 128
@@ -87,7 +87,7 @@ def multiply(
         quantize_weight(lax.stop_gradient(w)) if q is None else Quantized(q.values.reshape(w.shape), q.inverse_scale)
         for w, q in zip(matrices, quantized, strict=True)
     )
-    results = _multiply(operations, plan, x.reshape(-1, inner), matrices, given)
+    results: Any = _multiply(operations, plan, x.reshape(-1, inner), matrices, given)
     return tuple(y.reshape(*rows, *w.shape[plan.contracted :]) for y, w in zip(results, weights, strict=True))
 
 
@@ -117,7 +117,7 @@ def _forward(
     by_rows, turned = operations.quantize_both(x)
     turned_weights = [Quantized(w.values.T, w.inverse_scale) for w in quantized]
     outs = tuple(operations.product(by_rows, w, plan.output) for w in turned_weights)
-    return outs, (turned, quantized)
+    return outs, (keep(turned), quantized)
 
 
 def _backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:

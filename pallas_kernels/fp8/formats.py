@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
@@ -51,6 +52,11 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None =
     """x in the format with one scale for all of it, from `amax` (default: of x itself)."""
     scale = power_of_two_scale(absolute_maximum(x) if amax is None else amax, dtype)
     return Quantized(saturating_cast(x, scale, dtype), 1.0 / scale)
+
+
+def keep(x: Quantized) -> Quantized:
+    """x, named for `jax.checkpoint`'s policies: saved as it is, and not what it was rounded from."""
+    return Quantized(*(checkpoint_name(array, "fp8_input") for array in x))
 
 
 def dequantize(x: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:

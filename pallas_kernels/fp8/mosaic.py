@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fp8 import blockwise
+from pallas_kernels.fp8 import triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.target import Target, multiprocessors
@@ -56,4 +56,4 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
     return mosaic_product.product(config, a, b)
 
 
-MOSAIC = Operations(blockwise.quantize_both, product)
+MOSAIC = Operations(triton.quantize_both, product)

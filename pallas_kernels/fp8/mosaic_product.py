@@ -189,7 +189,7 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
                 partial = partial * pieces.along_columns(columns, partial)
             # The barrier keeps the additions before the next half's product: both halves' sums have no room.
             added.append(lax.optimization_barrier(total + partial * pieces.along_rows(scale, partial)))
-        pieces.release(config, buffers.empty.at[slot])
+        _release(config, buffers.empty.at[slot])
         return tuple(added), following
 
     zeros = tuple(pieces.zeros(ROWS, BLOCK) for _ in range(config.halves))
@@ -199,6 +199,13 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
     for half, part in enumerate(rounded):
         first = ((row * WARPGROUPS + warpgroup) * config.halves + half) * ROWS
         _store(out, buffers.out.at[warpgroup], part, first, column)
+
+
+def _release(config: Config, barrier: Any) -> None:
+    """Tells the loading warpgroup that this one has read a buffer."""
+    if config.interpret:
+        plgpu.commit_smem()  # which interpret mode asks for before a buffer is written again
+    plgpu.barrier_arrive(barrier)
 
 
 def _store(out: Any, buffer: Any, part: jax.Array, first: Any, column: Any) -> None:

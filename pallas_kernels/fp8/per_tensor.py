@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fp8.formats import E4M3, GRADIENT_FORMATS, Quantized, absolute_maximum, dequantize, quantize
-from pallas_kernels.fp8.state import expected_amax, state_gradient
+from pallas_kernels.fp8.formats import E4M3, GRADIENT_FORMATS, Quantized, dequantize, keep, quantize
+from pallas_kernels.fp8.state import expected_amax, observed_amax, state_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +71,18 @@ def _forward(
     q_x = quantize(x, E4M3, None if shared is None else expected_amax(shared, 0))
     rows, outs, q_weights, seen = x.ndim - plan.contracted, [], [], []
     for weight, given, state in zip(weights, quantized, states, strict=True):
-        if state is not None:
-            # A weight that comes quantised has got its scale elsewhere.
-            seen.append((absolute_maximum(x), absolute_maximum(weight) if given is None else jnp.float32(0)))
+        # A weight that comes quantised has got its scale elsewhere.
+        weight_seen = jnp.float32(0)
         if given is None:
             given = quantize(weight, E4M3, None if state is None else expected_amax(state, 1))
+            weight_seen = weight_seen if state is None else observed_amax(given)
+        if state is not None:
+            seen.append((observed_amax(q_x), weight_seen))
         dims = tuple(range(rows, x.ndim)), tuple(range(plan.contracted))
         outs.append(_dot(plan, q_x, given, dims, plan.output))
         q_weights.append(given)
     order = (*range(rows, x.ndim), *range(rows))
-    turned = Quantized(jnp.transpose(q_x.values, order), q_x.inverse_scale)
+    turned = keep(Quantized(jnp.transpose(q_x.values, order), q_x.inverse_scale))
     return tuple(outs), (turned, tuple(q_weights), states, tuple(seen))
 
 
@@ -98,7 +100,7 @@ def _backward(plan: Plan, saved: Saved, gradients: tuple[jax.Array, ...]) -> tup
         dims = tuple(range(plan.contracted, x.values.ndim)), tuple(range(rows))
         d_weights.append(_dot(plan, x, q_gradient, dims))
         if state is not None:
-            d_states.append(state_gradient(state, (*seen[index], absolute_maximum(gradient))))
+            d_states.append(state_gradient(state, (*seen[index], observed_amax(q_gradient))))
     total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
     nothing = tuple(None for _ in q_weights)
     return total.astype(plan.dtype), tuple(d_weights), nothing, tuple(d_states) or nothing
@@ -110,7 +112,7 @@ multiply.defvjp(_forward, _backward)
 def _dot(
     plan: Plan, a: Quantized, b: Quantized, dims: tuple[Sequence[int], Sequence[int]], output: str | None = None
 ) -> jax.Array:
-    """The product for `output`, or for a gradient, whose partial sums all stay in float32 (at some percent of the rate)."""
+    """The product for `output`, or for a gradient, with every partial sum in float32 (at some percent of the rate)."""
     precision = lax.Precision.HIGHEST if output is None else lax.Precision.DEFAULT
     left, right = dequantize(a, plan.dtype), dequantize(b, plan.dtype)
     return lax.dot_general(

@@ -21,6 +21,7 @@ from jaxstack.models.attention_kinds.block_sparse import (
 from jaxstack.models.attention_kinds.linear import LinearAttention
 from jaxstack.models.attention_kinds.longformer import LongformerAttention
 from jaxstack.models.attention_kinds.performer import PerformerAttention
+from jaxstack.models.attention_kinds.projected import ProjectedAttention
 from jaxstack.models.attention_kinds.softmax import SoftmaxAttention
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import load_config
@@ -35,6 +36,7 @@ KINDS = {
     ),
     "linear": LinearAttention(),
     "performer": PerformerAttention(features=24),
+    "projected": ProjectedAttention(block_size=8, summaries=3),
 }
 AS_IF_ALONE = ("softmax", "longformer", "linear", "performer")
 B, T = 2, 40

@@ -8,7 +8,22 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token
+from jaxstack.models import ModelConfig, Transformer, count_parameters, model_flops_per_token, preset_config
+from jaxstack.models.moe.config import MoEConfig
+
+
+@st.composite
+def mixtures(draw) -> MoEConfig:
+    experts = draw(st.integers(1, 4))
+    return MoEConfig(
+        num_experts=experts,
+        num_experts_per_tok=draw(st.integers(1, experts)),
+        moe_intermediate_size=draw(st.none() | st.integers(1, 20)),
+        n_shared_experts=draw(st.integers(0, 2)),
+        balance_bias=draw(st.booleans()),
+        first_k_dense_replace=draw(st.integers(0, 2)),
+        decoder_sparse_step=draw(st.integers(1, 2)),
+    )
 
 
 @st.composite
@@ -17,6 +32,7 @@ def configs(draw) -> ModelConfig:
     positions = draw(st.sampled_from(["rope", "learned", "none"]))
     layers = draw(st.integers(1, 4))
     kinds = draw(st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=1, max_size=layers))
+    moe = draw(st.none() | mixtures())
     flags = ["post_norms", "qk_norm", "qkv_bias", "output_bias", "mlp_bias", "tie_word_embeddings", "scan_layers"]
     return ModelConfig(
         vocab_size=draw(st.integers(2, 40)),
@@ -32,7 +48,8 @@ def configs(draw) -> ModelConfig:
         max_position_embeddings=7 if positions == "learned" else None,
         layer_types=tuple(kinds),
         sliding_window=3,
-        **{flag: draw(st.booleans()) for flag in flags},
+        moe=moe,
+        **{flag: draw(st.booleans()) and not (flag == "mlp_bias" and moe) for flag in flags},
     )
 
 
@@ -71,3 +88,16 @@ def test_the_input_embedding_is_no_matmul():
     untied = ModelConfig(vocab_size=64)
     assert count_parameters(tied).matmul == count_parameters(untied).matmul
     assert count_parameters(untied).total - count_parameters(tied).total == 64 * 256
+
+
+def test_active_parameters_of_mixtures():
+    """12.9 of 46.7 billion (Jiang et al. 2024), 3.3 of 30.5 billion (Qwen Team 2025); one expert is a dense model."""
+    mixtral, qwen = (count_parameters(preset_config(name)) for name in ("mixtral-8x7b", "qwen3-30b-a3b"))
+    assert mixtral.active == pytest.approx(12.9e9, rel=0.005) and qwen.active == pytest.approx(3.35e9, rel=0.005)
+    expert = 3 * 4096 * 14336
+    assert mixtral.total - mixtral.active == 32 * (8 - 2) * expert
+    assert mixtral.matmul == mixtral.active - 32000 * 4096 - (2 * 32 + 1) * 4096
+    dense = ModelConfig(vocab_size=64)
+    one = count_parameters(dense.model_copy(update={"moe": MoEConfig(num_experts=1, num_experts_per_tok=1)}))
+    assert one.total == one.active == count_parameters(dense).total + 4 * 256
+    assert count_parameters(dense).active == count_parameters(dense).total

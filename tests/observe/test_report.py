@@ -257,3 +257,15 @@ def test_scale_follows_the_data():
     assert not value_axis(wide, from_zero=True).log and value_axis(narrow, "log").log
     assert not value_axis(np.array([0.0, 50.0])).log
     assert value_axis(narrow, from_zero=True).low == 0
+
+
+def test_the_schedule_of_a_pipeline_is_drawn(tmp_path):
+    spans = [[0, 0.0, 1.0, "F", 0, 0], [1, 1.0, 2.0, "F", 0, 0], [1, 2.0, 4.0, "B", 0, 0], [0, 4.0, 6.0, "B", 0, 1]]
+    pipeline = {"schedule": "1f1b", "stages": 2, "bubble_of_work": 0.5, "spans": spans}
+    _write(tmp_path / "run", [{"step": 1, "loss": 1.0}], environment={"ran": {"pipeline": pipeline}})
+    page = _Page(write_report(tmp_path / "run"))
+    assert page.tags.count("title") == 1 + len(spans)
+    assert "backward, microbatch 0, chunk 1: 4.0 to 6.0" in page.text
+    assert "stage 1" in page.text and "weight gradients" not in page.text
+    assert page.attributes.count(("class", "idle")) == 2
+    assert "spans" not in page.text, "drawn, not listed"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxstack.state import TrainState
-from tests.small_runs import make_trainer, run_steps, small_config
+from tests.small_runs import LENGTH, make_trainer, run_steps, small_config
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -27,9 +27,10 @@ def train(*overrides: str, shape: tuple[str, ...] = ()) -> tuple[list[float], di
     shape = (f"train.global_batch_size={ROWS}", "optimizer.eps=1e-4", *shape)
     trainer = make_trainer(small_config(*shape, *overrides))
     start = initial_state(*shape)
-    trainer.state = jax.device_put(start._replace(key=jax.random.clone(start.key)), trainer.shardings)
+    shardings = jax.tree.map(lambda x: x.sharding, trainer.abstract_stored_state)
+    trainer.stored_state = jax.device_put(start._replace(key=jax.random.clone(start.key)), shardings)
     losses = run_steps(trainer, STEPS)
-    return losses, jax.device_get(trainer.state.params)
+    return losses, jax.device_get(trainer.stored_state.params)
 
 
 @functools.cache
@@ -74,8 +75,23 @@ def test_eight_devices_give_the_loss_curve_of_one(overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
+        (*layout(8, 1, 1), "parallel.zero=1", "train.gradient_accumulation=2"),
+        (*layout(4, 1, 2, True), "parallel.zero=1"),
+        (*layout(2, 2, 2), "parallel.zero=2", "train.gradient_accumulation=2"),
+        (*layout(4, 2, 1), "parallel.zero=2"),
+    ],
+    ids=" ".join,
+)
+def test_zero_over_data(overrides):
+    assert_trains_as_one_device(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
         (*layout(2, 2, 2, True), "train.gradient_accumulation=2"),
         (*layout(4, 2, 1), "train.gradient_accumulation=2"),
+        (*layout(2, 4, 1), "parallel.zero=2", "train.gradient_accumulation=2"),
         layout(1, 2, 4),
     ],
     ids=" ".join,
@@ -112,6 +128,8 @@ ODD_SHAPE = (
         layout(1, 2, 2, True),
         (*layout(3, 1, 2, True), "train.gradient_accumulation=2"),
         layout(1, 3, 2),
+        (*layout(3, 2, 1), "parallel.zero=2"),
+        (*layout(2, 3, 1), "parallel.zero=1", "train.gradient_accumulation=2"),
     ],
     ids=" ".join,
 )
@@ -122,3 +140,73 @@ def test_degrees_that_divide_neither_vocabulary_nor_heads(overrides):
 
 def test_accumulation_on_one_device():
     assert_trains_as_one_device("train.gradient_accumulation=4")
+
+
+# --- sequences that are split -----------------------------------------------------------------------------------------
+
+
+def every_context_of_eight() -> list[tuple[str, ...]]:
+    """Every context degree with all others, in every method in turn, also with sequence parallelism."""
+    found = []
+    for context in (2, 4, 8):
+        for data, fsdp, tensor in triples(8 // context):
+            method = ("ring", "all_gather", "all_to_all", "auto")[len(found) % 4]
+            method = "ring" if 8 // tensor % context and method == "all_to_all" else method
+            sequence = tensor > 1 and context * tensor <= LENGTH
+            found.append((
+                *layout(data, fsdp, tensor, sequence),
+                f"parallel.context={context}", f"parallel.context_method={method}",
+                f"train.gradient_accumulation={2 if data * fsdp < 8 else 1}",
+            ))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*layout(1, 1, 1), "parallel.context=4", "parallel.context_method=ring"),
+        (*layout(2, 1, 2, True), "parallel.context=2", "train.gradient_accumulation=2"),
+    ],
+    ids=" ".join,
+)
+def test_split_sequences_train_as_whole_ones(overrides):
+    """The batches are packed documents that begin and end anywhere."""
+    assert_trains_as_one_device(*overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", every_context_of_eight(), ids=" ".join)
+def test_every_layout_with_split_sequences(overrides):
+    assert_trains_as_one_device(*overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*layout(1, 1, 1), "parallel.context=3"),
+        (*layout(1, 1, 1), "parallel.context=6", "parallel.context_method=ring"),
+        (*layout(1, 3, 1), "parallel.context=2", "parallel.context_method=all_gather"),
+        (*layout(1, 1, 3, True), "parallel.context=2", "parallel.context_method=all_to_all"),
+        (*layout(2, 1, 1), "parallel.context=3", "train.gradient_accumulation=2"),
+    ],
+    ids=" ".join,
+)
+def test_context_degrees_of_three_and_six(overrides):
+    """With windows, learned positions, one key head, tied embeddings."""
+    longer = ("train.sequence_length=24", "model.max_position_embeddings=24")
+    assert_trains_as_one_device(*overrides, shape=(*ODD_SHAPE, *longer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("model.attention={name: projected, block_size: 2, summaries: 3}",),
+        ("model.attention={name: linear}",),
+        ("model.attention={name: longformer, window: 4, global_tokens: 2}",),
+    ],
+    ids=" ".join,
+)
+def test_other_kinds_of_attention_with_split_sequences(kind):
+    assert_trains_as_one_device(*layout(1, 2, 1), "parallel.context=4", shape=kind)

@@ -8,10 +8,23 @@ from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention
 from jaxstack.models.attention_kinds.linear import LinearAttention
 from jaxstack.models.attention_kinds.longformer import LongformerAttention
 from jaxstack.models.attention_kinds.performer import PerformerAttention
+from jaxstack.models.attention_kinds.projected import ProjectedAttention
 from jaxstack.models.attention_kinds.softmax import SoftmaxAttention
 
-ATTENTION_KINDS = (SoftmaxAttention, LongformerAttention, BlockSparseAttention, LinearAttention, PerformerAttention)
+ATTENTION_KINDS = (
+    SoftmaxAttention,
+    LongformerAttention,
+    BlockSparseAttention,
+    LinearAttention,
+    PerformerAttention,
+    ProjectedAttention,
+)
 AnyAttention = Annotated[
-    SoftmaxAttention | LongformerAttention | BlockSparseAttention | LinearAttention | PerformerAttention,
+    SoftmaxAttention
+    | LongformerAttention
+    | BlockSparseAttention
+    | LinearAttention
+    | PerformerAttention
+    | ProjectedAttention,
     Field(discriminator="name"),
 ]

@@ -5,11 +5,14 @@ Dims: B batch, T query length, S cache length, N heads, K kv heads, H head_dim.
 
 import dataclasses
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
+from flax import nnx
 
 from jaxstack.config import Component
+from jaxstack.parallel import current_rules
+from pallas_kernels import with_whole_sequences
 
 if TYPE_CHECKING:
     from jaxstack.models.config import ModelConfig
@@ -47,6 +50,12 @@ class CacheSlots(NamedTuple):
     """[] int32: the slot that this call's first token is written to."""
 
 
+def context_method() -> str | None:
+    """How attention is to see the keys of other devices, of the rules in use; None: by its shape."""
+    rules = current_rules()
+    return rules.context_method if rules else None
+
+
 class AttentionKind(Component):
     """An attention kind: subclass it in a file of its own, with a `name`, and add it to `ATTENTION_KINDS`.
 
@@ -61,6 +70,61 @@ class AttentionKind(Component):
 
         The arrays are one device's rows and heads.
         """
+
+    def attend_over(
+        self,
+        axis_name: str,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        heads: Heads,
+    ) -> jax.Array:
+        """`attend` inside `shard_map`, where the arrays are this device's part of the sequence along a mesh axis.
+
+        Without a better way a device gets whole sequences of a part of its heads, by an all-to-all.
+
+        Raises:
+          ValueError: the devices of the axis do not divide the heads, or another method was asked for.
+        """
+        problem = self.context_problem(context_method())
+        if problem:
+            raise ValueError(problem)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+            return self.attend(q, k, v, segment_ids, heads)
+
+        return with_whole_sequences(attend, q, k, v, segment_ids, axis_name=axis_name)
+
+    def context_problem(self, method: str | None) -> str | None:
+        """Why this method of seeing the keys of other devices (None: any) does not work for this kind, or None."""
+        if method in (None, "all_to_all"):
+            return None
+        name = getattr(self, "name", type(self).__name__)
+        return (
+            f"attention.name {name} needs whole sequences, which parallel.context_method all_to_all (or auto) gives; "
+            f"found {method}, which works with softmax."
+        )
+
+    def exchanges_heads(self, method: str | None) -> bool:
+        """Whether each of the devices that a sequence is split over must get an equal part of the query heads."""
+        return True
+
+    def make_weight(self, heads: Heads, rngs: nnx.Rngs) -> nnx.Param | None:
+        """What a layer of this kind learns besides its projections; none by default."""
+        return None
+
+    def bound(self, *weight: jax.Array) -> Self:
+        """This kind with a layer's weight, where it has one."""
+        return self
+
+    def count_weight(self) -> int:
+        """Numbers in the weight."""
+        return 0
+
+    def length_problem(self, chunk: int) -> str | None:
+        """Why sequences cannot be cut into chunks of so many tokens, or None."""
+        return None
 
     @abstractmethod
     def make_cache(self, heads: Heads, batch: int, length: int, dtype: Any) -> Any:

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from jaxstack.models.attention_kinds.base import Heads
+from jaxstack.models.attention_kinds.base import Heads, context_method
 from jaxstack.models.attention_kinds.masked import MaskedSoftmax
-from pallas_kernels import flash_attention
+from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
 
 if TYPE_CHECKING:
@@ -33,6 +33,35 @@ class SoftmaxAttention(MaskedSoftmax):
             implementation=heads.implementation,
         )
         return out
+
+    def attend_over(
+        self,
+        axis_name: str,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None,
+        heads: Heads,
+    ) -> jax.Array:
+        return context_attention(
+            q,
+            k,
+            v,
+            axis_name=axis_name,
+            method=context_method(),
+            causal=True,
+            window=heads.window,
+            segment_ids=segment_ids,
+            scale=heads.scale,
+            soft_cap=heads.soft_cap,
+            implementation=heads.implementation,
+        )
+
+    def context_problem(self, method: str | None) -> str | None:
+        return None
+
+    def exchanges_heads(self, method: str | None) -> bool:
+        return method == "all_to_all"
 
     def mask(self, heads: Heads, length: int) -> Mask:
         return Mask(window=heads.window)

@@ -11,6 +11,7 @@ from jaxstack.models.huggingface.files import CONFIG, read_json
 from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import LLAMA, MISTRAL
+from jaxstack.models.huggingface.mixture import MIXTRAL, QWEN3_MOE
 from jaxstack.models.huggingface.qwen import QWEN2, QWEN3
 
 FAMILIES = {
@@ -19,8 +20,10 @@ FAMILIES = {
         GPT2,
         LLAMA,
         MISTRAL,  # Llama with windows
+        MIXTRAL,
         QWEN2,  # Llama with biases on queries, keys and values only
         QWEN3,  # normalised heads
+        QWEN3_MOE,
         GEMMA2,
         GEMMA3,
     )

@@ -28,6 +28,10 @@ _NOT_COMPARED = frozenset(
     ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "scan_layers", "remat"]
     + ["num_kv_heads", "head_dim", "intermediate_size", "query_pre_attn_scalar", "layer_types", "sliding_window"]
 )
+_NOT_COMPARED_OF_EXPERTS = frozenset(
+    ["moe_intermediate_size", "capacity_factor", "router_aux_loss_coef", "router_z_loss_coef", "exchange_factor"]
+    + ["implementation"]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +104,18 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         values.update(rope_theta=None, rope_scaling=None)
     local = values.pop("rope_local_base_freq")
     used = local if any(model.windows()) else None
+    moe = values["moe"]
+    if moe is not None:
+        moe = {key: value for key, value in moe.items() if key not in _NOT_COMPARED_OF_EXPERTS}
+        moe["moe_intermediate_size"] = model.expert_size
+    dense = not all(model.is_mixture(layer) for layer in range(model.num_layers))
     return {
         **values,
+        "moe": moe,
         "rope_local_base_freq": used or values["rope_theta"],
         "num_kv_heads": model.kv_heads,
         "head_dim": model.width_per_head,
-        "intermediate_size": model.feed_forward_size,
+        "intermediate_size": model.feed_forward_size if dense else None,
         "query_pre_attn_scalar": model.query_pre_attn_scalar or float(model.width_per_head),
         "windows a layer": list(model.windows()),
     }

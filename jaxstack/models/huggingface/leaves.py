@@ -52,17 +52,19 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
       ConfigError: the table has no row for a parameter.
     """
     model = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0)))
-    table = {row.path: (at, row) for at, row in enumerate(rows)}
+    # A layer's MLP and its experts have the same paths.
+    table = {(row.path, row.leading): (at, row) for at, row in enumerate(rows)}
     found: list[tuple[Any, Leaf]] = []
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = tuple(map(str, keys))
         inner = path[:2] == ("decoder", "layers")
-        known = "layers/" + "/".join(path[3:]) if inner else "/".join(path)
+        axes = variable.get_metadata().get("logical_axes") or ()
+        known = "layers/" + "/".join(path[3:]) if inner else "/".join(path), int("expert" in axes)
         if known not in table:
             raise ConfigError(f"this family has no place for the parameter {'/'.join(path)}.")
         at, row = table[known]
         numbers = list(model.decoder.numbers(int(path[2]))) if inner else [0]
-        stacked = "layers" in (variable.get_metadata().get("logical_axes") or ())
+        stacked = "layers" in axes
         lead = int(stacked) + row.leading
         experts = range(variable.shape[int(stacked)]) if row.leading else range(1)
         names = tuple(row.name.format(layer=n, expert=e) for n in numbers for e in experts)

@@ -44,7 +44,9 @@ def max_positions(default: int) -> Row:
     return same(key, key, default, lambda model: model.max_position_embeddings or default)
 
 
-def shape(kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False) -> tuple[Row, ...]:
+def shape(
+    kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, norm_eps: float = 1e-6
+) -> tuple[Row, ...]:
     """The rows that all families of Llama's kind share; the arguments are what transformers takes for missing keys."""
     return (
         same("vocab_size", "vocab_size"),
@@ -54,7 +56,7 @@ def shape(kv_heads: int | None = None, head_dim: int | None = None, tied: bool =
         same("num_key_value_heads", "num_kv_heads", kv_heads, lambda model: model.kv_heads),
         same("head_dim", "head_dim", head_dim, lambda model: model.width_per_head),
         same("intermediate_size", "intermediate_size", value=lambda model: model.feed_forward_size),
-        same("rms_norm_eps", "norm_eps", 1e-6),
+        same("rms_norm_eps", "norm_eps", norm_eps),
         same("initializer_range", "initializer_range", 0.02),
         same("tie_word_embeddings", "tie_word_embeddings", tied),
         fixed("is_encoder_decoder", False),

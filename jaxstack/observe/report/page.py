@@ -14,6 +14,7 @@ from jaxstack.observe.report.chart import Chart, Curve, render_chart
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 from jaxstack.observe.report.style import CSS, SCRIPT
 from jaxstack.observe.report.tables import render_value
+from jaxstack.observe.report.timeline import render_timeline
 from jaxstack.observe.units import byte_size, duration, short_number
 
 _MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays small
@@ -35,6 +36,8 @@ _NOT_PLAIN = {
     "mfu",
     "peak_memory_bytes",
     "data_wait_fraction",
+    "train_seconds",
+    "goodput",
 }
 _SECTION_TITLES = {
     "attention": "Attention backends",
@@ -42,6 +45,7 @@ _SECTION_TITLES = {
     "collectives": "Collectives of the compiled step (bytes per device and step)",
     "memory": "Memory",
     "mesh": "Mesh",
+    "pipeline": "Schedule of the pipeline",
     "kernels": "Kernels chosen, and why others were passed over",
 }
 
@@ -181,6 +185,8 @@ def _speed_tiles(metrics: Mapping[str, Series]) -> list[Tile]:
         steps = np.diff(seconds.steps, prepend=0.0)
         note = f"{short_number(float(np.median(seconds.finite)))} s a step"
         tiles.append(("Time in steps", duration(float(np.sum(known * steps))), note))
+    if (share := _last(metrics, "goodput")) is not None:
+        tiles.append(("Goodput", f"{100 * share:.1f} %", "of the wall time since the first start"))
     return tiles
 
 
@@ -247,7 +253,9 @@ def _sections(title: str, sections: Any) -> str:
     cards = []
     for key, value in sections.items():
         heading = _SECTION_TITLES.get(str(key), str(key).replace("_", " ").capitalize())
-        content = f"<h3>{html.escape(heading)}</h3>{render_value(value, str(key))}"
+        drawn = str(key) == "pipeline" and isinstance(value, Mapping)
+        body = render_timeline(value) if drawn else render_value(value, str(key))
+        content = f"<h3>{html.escape(heading)}</h3>{body}"
         cards.append(f'<div class="card">{content}</div>')
     return f"<h2>{html.escape(title)}</h2>{''.join(cards)}"
 

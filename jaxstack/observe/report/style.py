@@ -88,6 +88,14 @@ pre { margin: 0; padding: 12px 14px; background: var(--code); border-radius: 8px
   .rows > tbody > tr > td { display: flex; gap: 12px; padding: 2px 0; border: 0; text-align: left;
   overflow-wrap: anywhere; } .rows > tbody > tr > td::before { content: attr(data-label); color: var(--soft);
   flex: 0 0 104px; } }
+.pipeline { margin: 0 0 12px; } .pipeline svg { display: block; width: 100%; height: auto; margin-top: 8px; }
+.pipeline text { font-size: 11px; fill: var(--ink); text-anchor: middle; }
+.pipeline .stage { fill: var(--soft); text-anchor: start; } .pipeline .idle { fill: var(--grid); }
+.task-f rect { fill: #8db4f5; } .task-b rect { fill: #f4ad7e; } .task-w rect { fill: #9bd0a5; }
+.pipeline g text { fill: #171a1f; } .pipeline .second rect { filter: brightness(.82); }
+.legend .task-f::before, .legend .task-b::before, .legend .task-w::before { content: ""; display: inline-block;
+  width: 10px; height: 10px; margin-right: 6px; border-radius: 2px; background: #8db4f5; }
+.legend .task-b::before { background: #f4ad7e; } .legend .task-w::before { background: #9bd0a5; }
 @media print { .chart, .card { break-inside: avoid; } }
 """
 

@@ -16,9 +16,9 @@ KERNEL = 'custom_call_target="mosaic_gpu_v2"'
 
 
 def mlp(implementation):
-    def local(x, up, down):
-        hidden = all_gather_matmul(x, up, axis_name="tensor", implementation=implementation)
-        return matmul_reduce_scatter(hidden, down, axis_name="tensor", implementation=implementation)
+    def local(x, gate, up, down):
+        gate, up = all_gather_matmul(x, (gate, up), axis_name="tensor", implementation=implementation)
+        return matmul_reduce_scatter(gate * up, down, axis_name="tensor", implementation=implementation)
 
     return local
 
@@ -26,19 +26,20 @@ def mlp(implementation):
 @pytest.fixture(scope="module")
 def arrays():
     mesh = hopper_mesh({"tensor": 4})
-    shapes = ((16384, 4096), DOWN), ((4096, 14336), UP), ((14336, 4096), DOWN)
+    shapes = ((16384, 4096), DOWN), ((4096, 14336), UP), ((4096, 14336), UP), ((14336, 4096), DOWN)
     return mesh, [hopper_array(shape, jnp.bfloat16, mesh, spec) for shape, spec in shapes]
 
 
 def compiled(arrays, implementation):
     mesh, arguments = arrays
-    mapped = jax.shard_map(mlp(implementation), mesh=mesh, in_specs=(DOWN, UP, DOWN), out_specs=DOWN, check_vma=False)
+    specs = DOWN, UP, UP, DOWN
+    mapped = jax.shard_map(mlp(implementation), mesh=mesh, in_specs=specs, out_specs=DOWN, check_vma=False)
 
     def loss(*arguments):
         return (mapped(*arguments).astype(jnp.float32) ** 2).mean()
 
     with lowering_platform("cuda"):
-        return compile_for_hopper(jax.grad(loss, argnums=(0, 1, 2)), *arguments, mesh=mesh).as_text()
+        return compile_for_hopper(jax.grad(loss, argnums=(0, 1, 2, 3)), *arguments, mesh=mesh).as_text()
 
 
 def test_two_kernels_forward_two_backward_no_spills_no_other_collective(arrays, monkeypatch, capfd):

@@ -28,9 +28,12 @@ STEPS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 def operands(rows=(4, 40), inner=(144,), outputs=((3, 16), (32,)), dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(0), 1 + 2 * len(outputs))
     x = jax.random.normal(keys[0], (*rows, *inner), dtype)
-    weights = tuple(0.02 * jax.random.normal(k, (*inner, *out), dtype) for k, out in zip(keys[1:], outputs, strict=False))
+    weights = tuple(
+        0.02 * jax.random.normal(k, (*inner, *out), dtype) for k, out in zip(keys[1:], outputs, strict=False)
+    )
     gradients = tuple(
-        1e-3 * jax.random.normal(k, (*rows, *out), dtype) for k, out in zip(keys[1 + len(outputs) :], outputs, strict=True)
+        1e-3 * jax.random.normal(k, (*rows, *out), dtype)
+        for k, out in zip(keys[1 + len(outputs) :], outputs, strict=True)
     )
     return x, weights, gradients
 
@@ -163,13 +166,25 @@ def test_an_outlier_spoils_its_own_block_only():
 
 def test_the_gradient_of_a_state_is_the_maxima_of_the_call():
     x, (_, w), (_, incoming) = operands()
-    state = empty_fp8_state(3)
+    state = empty_fp8_state(3)  # with room for all of these values
     _, pull = jax.vjp(lambda s: fp8_multiply(x, (w,), recipe="delayed", states=(s,))[0], state)
     (gradient,) = pull(incoming)
     maxima = [float(jnp.abs(a).max()) for a in (x, w, incoming)]
-    np.testing.assert_allclose(gradient, [[m, 0, 0] for m in maxima])
+    np.testing.assert_allclose(gradient, [[m, 0, 0] for m in maxima], rtol=STEPS["e5m2"])
     second = updated_fp8_state(updated_fp8_state(state, gradient), 2 * gradient)
-    np.testing.assert_allclose(second, [[2 * m, m, 0] for m in maxima], rtol=1e-6)
+    np.testing.assert_allclose(second, [[2 * m, m, 0] for m in maxima], rtol=STEPS["e5m2"])
+
+
+def test_a_tensor_that_was_clipped_asks_for_a_larger_scale_until_it_fits():
+    x, (_, w), _ = operands()
+    state = empty_fp8_state(1)
+
+    def loss(state):
+        return fp8_multiply(1e3 * x, (w,), recipe="delayed", states=(state,))[0].sum()
+
+    for _ in range(12):
+        state = updated_fp8_state(state, jax.grad(loss)(state))
+    np.testing.assert_allclose(state[0, 0], 1e3 * jnp.abs(x).max(), rtol=STEPS["e4m3"])
 
 
 def test_delayed_scales_come_from_the_history():
@@ -229,7 +244,7 @@ def test_the_choice_on_hopper_and_why_not(shape, recipe, backend, reason):
     x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, inner), (inner, outputs)))
     with lowering_platform("cuda"), record_choices() as choices:
         jax.eval_shape(lambda x, w: fp8_multiply(x, (w,), recipe=recipe), x, w)
-    if jax.__version_info__ < (0, 11) and backend == "mosaic":
+    if jax.__version_info__ < (0, 11) and recipe == "blockwise":
         backend, reason = "xla", "jax 0.11"
     assert choices[0].backend == backend
     assert reason is None or reason in choices[0].refused[0][1]

@@ -1,0 +1,200 @@
+"""Which process of which run this is, read from flags, environment variables or Slurm. Imports no jax."""
+
+import dataclasses
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from jaxstack.errors import ConfigError
+
+COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+LOCAL_DEVICES, BIND, INSECURE = "JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_BIND_ADDRESS", "JAXSTACK_INSECURE"
+TLS_FILES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
+TLS_PEER_PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One process of a run of several: where they meet, how many they are, and which one this is."""
+
+    coordinator: str
+    """HOST:PORT at which process 0 listens."""
+    count: int
+    index: int
+    bind: str | None = None
+    """What process 0 listens on; None: the address of `coordinator`, never every interface."""
+    local_devices: tuple[int, ...] | None = None
+    """GPUs of this host that the process takes; None: all that it sees."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """The hosts of a run as one of them sees it."""
+
+    count: int = 1
+    rank: int = 0
+    coordinator: str | None = None
+
+
+def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
+    """This process among several; None where it is alone.
+
+    Looks at JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (which the launcher sets), then at the
+    variables that `srun` sets.
+
+    Raises:
+      ConfigError: the variables contradict one another, or one of them is missing.
+    """
+    environ = os.environ if environ is None else environ
+    if COUNT in environ or INDEX in environ:
+        missing = [name for name in (COORDINATOR, COUNT, INDEX) if not environ.get(name)]
+        if missing:
+            raise ConfigError(f"several processes need {COORDINATOR}, {COUNT} and {INDEX}; missing: {missing}.")
+        count, index = _number(environ, COUNT), _number(environ, INDEX)
+        place = Place(environ[COORDINATOR], count, index, environ.get(BIND), _device_list(environ.get(LOCAL_DEVICES)))
+    elif (tasks := _number(environ, "SLURM_STEP_NUM_TASKS", 1)) > 1:
+        place = Place(
+            environ.get(COORDINATOR) or slurm_coordinator(environ),
+            tasks,
+            _number(environ, "SLURM_PROCID"),
+            environ.get(BIND),
+            _slurm_devices(environ),
+        )
+    else:
+        return None
+    if not 0 <= place.index < place.count:
+        raise ConfigError(f"the process index ({place.index}) must lie in 0..{place.count - 1}.")
+    split_address(place.coordinator)
+    return place if place.count > 1 else None
+
+
+def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
+    """The hosts that a launcher was started on: Slurm (one launcher a node), an indexed Kubernetes job, or one host.
+
+    Raises:
+      ConfigError: there are several hosts and it is not known where they meet.
+    """
+    environ = os.environ if environ is None else environ
+    slurm = _number(environ, "SLURM_STEP_NUM_NODES", 1)
+    if slurm > 1:
+        if environ.get("SLURM_LOCALID", "0") != "0":
+            raise ConfigError("start one launcher a node: srun --ntasks-per-node=1 python -m jaxstack.launch ...")
+        coordinator = environ.get(COORDINATOR) or slurm_coordinator(environ)
+        return Nodes(slurm, _number(environ, "SLURM_NODEID"), coordinator)
+    kubernetes = _number(environ, "JAXSTACK_NODES", 1)
+    if kubernetes > 1:
+        if COORDINATOR not in environ:
+            raise ConfigError(f"JAXSTACK_NODES is {kubernetes}, but {COORDINATOR} (HOST:PORT) is not set.")
+        rank = "JAXSTACK_NODE_RANK" if "JAXSTACK_NODE_RANK" in environ else "JOB_COMPLETION_INDEX"
+        return Nodes(kubernetes, _number(environ, rank), environ[COORDINATOR])
+    return Nodes()
+
+
+def slurm_coordinator(environ: Mapping[str, str]) -> str:
+    """The first host of the step, with a port that differs from job to job."""
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", hosts)
+    if not match:
+        raise ConfigError(f"the first host cannot be read from Slurm's node list {hosts!r}; set {COORDINATOR}.")
+    return f"{match[1]}{match[2] or ''}:{61440 + _number(environ, 'SLURM_JOB_ID', 0) % 4096}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT` or `[IPV6]:PORT`; raises ConfigError for anything else."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"the coordinator's address must be HOST:PORT, e.g. 10.0.0.1:8476, not {address!r}.")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the host of `HOST:PORT` is this machine's loopback interface under all of its addresses."""
+    host, port = split_address(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        pass
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(one).split("%")[0]).is_loopback for one in found)
+
+
+def check_trust(coordinator: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
+    """The certificate, key and CA files with which the processes prove themselves to one another; None without.
+
+    Raises:
+      ConfigError: the coordinator is not on the loopback interface and there are neither files nor permission to go
+        without; or a file is missing.
+    """
+    environ = os.environ if environ is None else environ
+    files = tuple(environ.get(name, "") for name in TLS_FILES)
+    if any(files):
+        absent = [name for name, file in zip(TLS_FILES, files, strict=True) if not os.path.isfile(file)]
+        if absent:
+            raise ConfigError(f"mutual TLS needs three files; not a file: {', '.join(absent)}.")
+        return files
+    if is_loopback(coordinator) or environ.get(INSECURE) == "1":
+        return None
+    raise ConfigError(
+        f"the coordinator {coordinator} can be reached by other machines, and whoever reaches it can take part in the "
+        f"run. Give certificates for mutual TLS (--tls CERT KEY CA; scripts/make_tls.sh makes them), or --insecure on "
+        "a network that nobody else is on."
+    )
+
+
+def add_trust_arguments(parser: Any) -> None:
+    """The options that say how processes prove themselves to one another."""
+    parser.add_argument(
+        "--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="files for mutual TLS; needed off the loopback interface"
+    )
+    parser.add_argument(
+        "--tls-peer-prefix", metavar="URI", help="accept peers whose certificate names a URI that starts so"
+    )
+    parser.add_argument("--insecure", action="store_true", help="do without TLS on a network that nobody else is on")
+
+
+def trust_variables(args: Any) -> dict[str, str]:
+    """These options as environment variables."""
+    found = dict(zip(TLS_FILES, args.tls or (), strict=False))
+    found |= {TLS_PEER_PREFIX: args.tls_peer_prefix} if args.tls_peer_prefix else {}
+    return found | ({INSECURE: "1"} if args.insecure else {})
+
+
+def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:
+    """The devices of process `part` of `parts` on a host with `devices`, in one run of neighbours.
+
+    Raises:
+      ConfigError: the devices cannot be split evenly.
+    """
+    if devices % parts:
+        raise ConfigError(f"{devices} GPUs cannot be split evenly between {parts} processes a node.")
+    each = devices // parts
+    return tuple(range(part * each, (part + 1) * each))
+
+
+def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """This task's share of the GPUs, where several tasks of a node see all of them."""
+    if chosen := _device_list(environ.get(LOCAL_DEVICES)):
+        return chosen
+    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    visible = [one for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
+    parts = int(tasks[0]) if tasks else 1
+    if parts == 1 or len(visible) < parts:
+        return None
+    return split_devices(len(visible), parts, _number(environ, "SLURM_LOCALID", 0))
+
+
+def _device_list(text: str | None) -> tuple[int, ...] | None:
+    return tuple(int(one) for one in text.split(",")) if text else None
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.isdigit():
+        raise ConfigError(f"{name} must be a number, not {text!r}.")
+    return int(text)

@@ -1,0 +1,158 @@
+"""One process of the run as its supervisor holds it: in a session of its own, so that nothing of it outlives it."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from jaxstack.resilience.progress_file import PROGRESS, STACKS, Record, read_record
+
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+_LIBC = ctypes.CDLL(None)
+_STACK_LINES = 80
+
+
+class Child:
+    """A started process.
+
+    Args:
+      rank: of the whole run.
+      command: program and arguments.
+      environment: all of its environment.
+      folder: for its progress and its stacks.
+      prefix: stands before each line that it prints; None: it prints on the launcher's own terminal.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], folder: Path, prefix: str | None
+    ):
+        self.rank = rank
+        self._progress, self._stacks = folder / f"progress-{rank}", folder / f"stacks-{rank}"
+        for path in (self._progress, self._stacks):
+            path.unlink(missing_ok=True)
+        variables = {**environment, PROGRESS: str(self._progress), STACKS: str(self._stacks)}
+        output = None if prefix is None else subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, env=variables, stdin=subprocess.DEVNULL, stdout=output,
+            stderr=None if prefix is None else subprocess.STDOUT, start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        self.pid = self._process.pid
+        self.started = time.monotonic()
+        self._last = Record("start", at=self.started)
+        self._pump = None
+        if prefix is not None and self._process.stdout is not None:
+            self._pump = threading.Thread(target=_copy_lines, args=(self._process.stdout, prefix), daemon=True)
+            self._pump.start()
+
+    def poll(self) -> int | None:
+        """Its exit code (negative: the signal that ended it); None while it runs."""
+        return self._process.poll()
+
+    def record(self) -> Record:
+        """Its newest sign of life."""
+        self._last = read_record(self._progress) or self._last
+        return self._last
+
+    def send(self, signum: int) -> None:
+        """Sends a signal to it, and to whatever it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signum)
+
+    def is_stopped(self) -> bool:
+        """Whether it was suspended (SIGSTOP, a debugger)."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return any(line.startswith("State:") and line.split()[1] in ("T", "t") for line in status.splitlines())
+
+    def stacks(self, seconds: float = 5.0) -> str:
+        """Where its threads stand: by py-spy where it is installed, else by itself on SIGUSR1, whoever holds the
+        interpreter. A suspended process is woken for it.
+        """
+        suspended = self.is_stopped()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+            os.kill(self.pid, signal.SIGCONT)
+        deadline = time.monotonic() + seconds
+        text = ""
+        while time.monotonic() < deadline and not text.endswith("\n"):
+            time.sleep(0.1)
+            with contextlib.suppress(OSError):
+                text = self._stacks.read_text(encoding="utf-8", errors="replace")
+        if spy := shutil.which("py-spy"):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                text = subprocess.run(
+                    [spy, "dump", "--pid", str(self.pid)], capture_output=True, text=True, timeout=30, check=True
+                ).stdout
+        lines = text.splitlines() or ["(no stacks within the time: the process does not answer)"]
+        head = ["(it was suspended)"] if suspended else []
+        return "\n".join([*head, *lines[:_STACK_LINES]])
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it ended within the time; its output is then complete."""
+        try:
+            self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return False
+        if self._pump is not None:
+            self._pump.join(1.0)
+        return True
+
+
+def _die_with_parent() -> None:
+    # The supervisor's own death, by SIGKILL say, must not leave a run without one behind.
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _copy_lines(source: IO[bytes], prefix: str) -> None:
+    for line in source:
+        sys.stdout.buffer.write(prefix.encode() + line)
+        sys.stdout.flush()
+
+
+def adopt_orphans() -> None:
+    """Makes processes that lose their parent children of this one, so that they can be found and ended."""
+    _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def end_all(children: Sequence[Child], grace_seconds: float) -> None:
+    """Ends the children and all that they started: SIGTERM, and SIGKILL for what is there after the grace."""
+    deadline = time.monotonic() + grace_seconds
+    for signum in (signal.SIGTERM, signal.SIGCONT):
+        for child in children:
+            child.send(signum)
+    ended = [child.wait(deadline - time.monotonic()) for child in children]
+    for child in children:
+        child.send(signal.SIGKILL)
+    if not all(ended):
+        for child in children:
+            child.wait(30)
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    found, edge = [], {pid}
+    while edge:
+        edge = {child for child, parent in parents.items() if parent in edge}
+        found += edge
+    return found

@@ -1,0 +1,238 @@
+"""The supervisor of a node: starts its processes, watches their progress, ends all of them together, starts anew."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from jaxstack.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
+from jaxstack.errors import ConfigError
+from jaxstack.launch import shared_memory
+from jaxstack.launch.budget import Budget
+from jaxstack.launch.child import Child, adopt_orphans, end_all
+from jaxstack.launch.watch import Limits, find_straggler, find_stuck
+from jaxstack.resilience.progress_file import Record
+
+_LOOK_SECONDS = 0.1
+_STRAGGLER_SECONDS = 60.0
+_END_SECONDS = 3.0
+_STOPPED = (143, 130)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run, and within what bounds."""
+
+    command: tuple[str, ...]
+    processes: int = 1
+    """On this node."""
+    nodes: Nodes = Nodes()
+    limits: Limits = Limits()
+    restarts: int = 3
+    grace_seconds: float = 120.0
+    """For a save after SIGTERM."""
+    peers_seconds: float = 15.0
+    """After which the other nodes know that one has failed, and have ended too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How one start ended: its code (0: all done), why in words, and the newest checkpoint that it knew."""
+
+    code: int
+    reason: str
+    saved: int
+
+
+class Supervisor:
+    """Runs a job to its end."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self._signum: int | None = None
+        self._told: dict[int, float] = {}
+
+    def run(self) -> int:
+        """The exit code: 0, or 143 or 130 after a signal, 2 for a wrong configuration, 1 after too many failures."""
+        adopt_orphans()
+        budget = Budget(self.job.restarts)
+        folder = Path(tempfile.mkdtemp(prefix="jaxstack-launch-"))
+        attempt = 0
+        try:
+            with self._signals():
+                while True:
+                    attempt += 1
+                    began = time.monotonic()
+                    outcome = self._attempt(folder, attempt)
+                    if outcome.code in (0, 2, *_STOPPED):
+                        return outcome.code
+                    allowed = budget.spend(outcome.saved)
+                    saved = f"checkpoint {outcome.saved}" if outcome.saved >= 0 else "no checkpoint"
+                    say(f"start {attempt} failed after {time.monotonic() - began:.0f} s: {outcome.reason}; {saved}")
+                    if not allowed:
+                        say(f"giving up: {self.job.restarts} restarts brought no new checkpoint (--max-restarts)")
+                        return 1
+                    delay = budget.delay_seconds + (self.job.peers_seconds if self.job.nodes.count > 1 else 0)
+                    say(f"starting again in {delay:.0f} s; without a new checkpoint {budget.left} more times")
+                    self._sleep(delay)
+                    if self._signum is not None:
+                        return 128 + self._signum
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _attempt(self, folder: Path, attempt: int) -> Outcome:
+        before = shared_memory.list_files()
+        children = self._start(folder, attempt)
+        try:
+            code, reason = self._watch(children)
+        finally:
+            end_all(children, _END_SECONDS)
+            if left := shared_memory.remove_left_behind(before):
+                say(f"removed {len(left)} files that it had left in {shared_memory.FOLDER}")
+        return Outcome(code, reason, max(child.record().saved for child in children))
+
+    def _start(self, folder: Path, attempt: int) -> list[Child]:
+        job = self.job
+        total, first = job.processes * job.nodes.count, job.processes * job.nodes.rank
+        shared = {**os.environ, "JAXSTACK_ATTEMPT": str(attempt), "PYTHONUNBUFFERED": "1"}
+        if total > 1:
+            shared |= {COORDINATOR: job.nodes.coordinator or f"127.0.0.1:{free_port()}", COUNT: str(total)}
+        gpus = count_gpus() if job.processes > 1 else 0
+        children = []
+        for local in range(job.processes):
+            own = {INDEX: str(first + local)} if total > 1 else {}
+            if gpus:
+                own[LOCAL_DEVICES] = ",".join(map(str, split_devices(gpus, job.processes, local)))
+            prefix = f"[{first + local}] " if first + local else None
+            try:
+                children.append(Child(first + local, job.command, shared | own, folder, prefix))
+            except OSError as error:
+                end_all(children, 0.0)
+                raise ConfigError(f"{job.command[0]} cannot be started: {error.strerror}") from None
+        return children
+
+    def _watch(self, children: Sequence[Child]) -> tuple[int, str]:
+        """Waits for the end of a start; returns its code and why. Some of the children may be running still."""
+        forwarded: float | None = None
+        looked, past = time.monotonic(), {child.rank: child.record() for child in children}
+        while True:
+            self._sleep(_LOOK_SECONDS)
+            now = time.monotonic()
+            if self._signum is not None and forwarded is None:
+                forwarded = now
+                for child in children:
+                    child.send(self._signum)
+            codes = {child.rank: child.poll() for child in children}
+            running = [child for child in children if codes[child.rank] is None]
+            failed = {rank: code for rank, code in codes.items() if code not in (None, 0, *_STOPPED)}
+            if forwarded is not None:
+                if not running or now - forwarded > self.job.grace_seconds:
+                    return self._stopped(running)
+            elif failed:
+                return self._failed(failed, running)
+            elif not running:
+                stopped = [code for code in codes.values() if code]
+                return (stopped[0], "stopped by a signal") if stopped else (0, "done")
+            else:
+                records = {child.rank: child.record() for child in running}
+                stuck = find_stuck(records, self.job.limits, now)
+                if stuck is not None:
+                    return 1, self._stuck(stuck, records, running)
+                if now - looked > _STRAGGLER_SECONDS:
+                    self._name_straggler(past, records)
+                    looked, past = now, records
+
+    def _stopped(self, running: Sequence[Child]) -> tuple[int, str]:
+        signum = self._signum or signal.SIGTERM
+        if running:
+            say(f"{_ranks(running)} did not end within {self.job.grace_seconds:.0f} s of the signal")
+        return 128 + signum, "stopped by a signal"
+
+    def _failed(self, failed: dict[int, int], running: Sequence[Child]) -> tuple[int, str]:
+        reason = ", ".join(f"rank {rank} {_describe_code(code)}" for rank, code in failed.items())
+        # jax ends the others when one falls silent: the one that is silent is the interesting one.
+        for child in running:
+            if child.is_stopped():
+                reason += f"; rank {child.rank} was suspended"
+                say(f"stacks of rank {child.rank} (process {child.pid}):\n{child.stacks()}")
+        return (2 if set(failed.values()) == {2} else 1), reason
+
+    def _stuck(self, rank: int, records: dict[int, Record], running: Sequence[Child]) -> str:
+        record = records[rank]
+        reason = (
+            f"rank {rank} gave no sign of life for {time.monotonic() - record.at:.0f} s in phase {record.phase!r} "
+            f"at step {record.step} (limit {self.job.limits.of(record):.0f} s)"
+        )
+        say(f"{reason}; stacks of all processes of this node follow")
+        for child in sorted(running, key=lambda child: child.rank != rank):
+            say(f"stacks of rank {child.rank} (process {child.pid}):\n{child.stacks()}")
+        return reason
+
+    def _name_straggler(self, past: dict[int, Record], records: dict[int, Record]) -> None:
+        found = find_straggler(past, records)
+        if found is None or time.monotonic() - self._told.get(found.rank, -1e9) < 600:
+            return
+        self._told[found.rank] = time.monotonic()
+        say(
+            f"rank {found.rank} holds the others up: it spends {1e3 * found.own:.0f} ms of a step "
+            f"({1e3 * found.step:.0f} ms) on its host, the others {1e3 * found.others:.0f} ms"
+        )
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def receive(signum: int, _: FrameType | None) -> None:
+            if self._signum is not None and signum == signal.SIGINT:
+                self.job = dataclasses.replace(self.job, grace_seconds=0.0)  # a second Ctrl-C: no more patience
+            self._signum = self._signum or signum
+
+        before = {signum: signal.signal(signum, receive) for signum in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _sleep(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and (self._signum is None or seconds <= _LOOK_SECONDS):
+            time.sleep(min(left, _LOOK_SECONDS))
+
+
+def say(text: str) -> None:
+    """A message of the launcher, on standard error."""
+    print(f"jaxstack launch: {text}", file=sys.stderr, flush=True)
+
+
+def free_port() -> int:
+    """A port on the loopback interface that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that the processes of this node will see; 0 where there is no driver."""
+    if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return len(chosen.split(","))
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() and os.environ.get("JAX_PLATFORMS") != "cpu" else 0
+
+
+def _describe_code(code: int) -> str:
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _ranks(children: Sequence[Child]) -> str:
+    return "rank " + ", ".join(str(child.rank) for child in children)

@@ -1,0 +1,116 @@
+"""The mixture-of-experts sublayer: router, routed experts, shared experts.
+
+Dims: B batch, T sequence, D model, E experts, F width of an expert, k experts a token.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.initialization import make_initializer
+from jaxstack.models.mlp import ACTIVATIONS, MLPS
+from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.exchange import compute_apart, compute_here
+from jaxstack.models.moe.router import capacity, route
+from jaxstack.parallel import TokenSplit, with_local_tokens
+from pallas_kernels import grouped_matmul
+
+ROUTER_AXES = ("embed", "router")
+
+
+class Router(nnx.Module):
+    """The matrix [D, E] that scores experts, in float32, and the bias that balances them."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
+        shape = config.hidden_size, moe.num_experts
+        kernel = make_initializer(config)(rngs.params(), shape, config.hidden_size)
+        self.kernel = nnx.Param(kernel, logical_axes=ROUTER_AXES)
+        bias = jnp.zeros(moe.num_experts, jnp.float32)
+        self.balance_bias = nnx.Param(bias, logical_axes=("router",)) if moe.balance_bias else None
+
+
+class Experts(nnx.Module):
+    """One matrix of all experts."""
+
+    def __init__(self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Any, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(initialize(rngs.params(), shape, shape[1]), logical_axes=axes)
+
+
+class MoE(nnx.Module):
+    """Each token's k best experts, weighted, and the shared ones (Shazeer et al. 2017, arXiv:1701.06538)."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        moe = config.moe
+        assert moe is not None
+        e, d, f = moe.num_experts, config.hidden_size, config.expert_size
+        inner, outer = make_initializer(config), make_initializer(config, residual=True)
+        self.router = Router(config, moe, rngs)
+        self.up_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs)
+        self.gate_proj = Experts((e, d, f), ("expert", "embed", "mlp"), inner, rngs) if config.mlp == "gated" else None
+        self.down_proj = Experts((e, f, d), ("expert", "mlp", "embed"), outer, rngs)
+        shared = config.model_copy(update={"intermediate_size": moe.n_shared_experts * f})
+        self.shared_experts = MLPS[config.mlp](shared, rngs) if moe.n_shared_experts else None
+        self.moe, self.activation = moe, ACTIVATIONS[config.hidden_act]
+
+    def __call__(self, x: jax.Array, *, decoding: bool = False) -> tuple[jax.Array, jax.Array]:
+        """x [B, T, D] -> ([B, T, D], the router's losses summed over tokens, [] float32). Decoding drops no token."""
+        modules = {"router": self.router, "up": self.up_proj, "gate": self.gate_proj, "down": self.down_proj}
+        parameters = {name: _stored(module.kernel) for name, module in modules.items() if module is not None}
+        if self.router.balance_bias is not None:
+            parameters["bias"] = _stored(self.router.balance_bias)
+
+        def local(x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit) -> tuple[jax.Array, jax.Array]:
+            return self._local(x, parameters, split, decoding)
+
+        with jax.named_scope("experts"):
+            y, loss = with_local_tokens(local, x, parameters, x.dtype)
+        if self.shared_experts is not None:
+            with jax.named_scope("shared_experts"):
+                y = y + self.shared_experts(x)
+        return y, loss
+
+    def _local(
+        self, x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit, decoding: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        moe, shape = self.moe, x.shape
+        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
+        bias = parameters.get("bias")
+        routing = route(moe, logits, bias, sequence_axes=split.sequence_axes, dropless=decoding)
+        kernels = {name: parameters[name] for name in ("up", "gate", "down") if name in parameters}
+        tokens = math.prod(shape[:2])
+        arrays = (
+            x.reshape(tokens, shape[2]),
+            routing.experts.reshape(tokens, -1),
+            routing.weights.reshape(tokens, -1),
+            kernels,
+        )
+        devices = moe.num_experts // kernels["up"].shape[0]
+        if devices == 1:
+            y = compute_here(self._compute, *arrays)
+        else:
+            bounded = moe.capacity_factor is not None and not decoding
+            most = shape[0] * capacity(moe, shape[1]) * kernels["up"].shape[0] if bounded else None
+            y = compute_apart(self._compute, *arrays, devices=devices, factor=moe.exchange_factor, most=most)
+        return y.reshape(shape), routing.loss
+
+    def _compute(
+        self, rows: jax.Array, weights: jax.Array, kernels: Any, sizes: jax.Array, alignment: int
+    ) -> jax.Array:
+        def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return grouped_matmul(x, kernel, sizes, alignment=alignment, implementation=self.moe.implementation)
+
+        hidden = multiply(rows, kernels["up"])
+        if "gate" in kernels:
+            hidden = self.activation(multiply(rows, kernels["gate"])) * hidden
+        else:
+            hidden = self.activation(hidden)
+        hidden = (hidden * weights[:, None]).astype(rows.dtype)
+        return multiply(hidden, kernels["down"])
+
+
+def _stored(parameter: nnx.Param) -> tuple[jax.Array, Any]:
+    return parameter[...], parameter.get_metadata()["logical_axes"]

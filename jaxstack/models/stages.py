@@ -1,0 +1,111 @@
+"""A Transformer cut for a pipeline: what comes before its stacked layers, one repetition of them, and what comes after.
+
+The ends run the user's own loss function on the model with a stand-in where the stacked layers are: it hands out what
+reached it, or takes up a given residual stream.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxstack.models.attention import Context
+from jaxstack.models.stack import Caches, Stack, add_losses, rematerialise
+from jaxstack.models.transformer import Transformer
+
+RunLoss = Callable[[Transformer], Any]
+"""Runs the loss of a microbatch on a model."""
+
+
+class LayerInputs(NamedTuple):
+    """What all layers of a microbatch share."""
+
+    context: Context
+    key: jax.Array | None
+
+
+def is_stacked(path: Any, variable: Any) -> bool:
+    """An NNX filter: the parameters of the stacked layers."""
+    axes = variable.get_metadata().get("logical_axes") if isinstance(variable, nnx.Variable) else None
+    return bool(axes) and axes[0] == "layers"
+
+
+class _Reached(Exception):
+    def __init__(self, x: jax.Array, inputs: LayerInputs):
+        super().__init__()
+        self.x, self.inputs = x, inputs
+
+
+class _Outlet(nnx.Module):
+    """In the layers' place: stops, with what reached them."""
+
+    def __call__(self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any) -> Any:
+        raise _Reached(x, LayerInputs(context, key))
+
+
+class _Inlet(nnx.Module):
+    """In the layers' place: goes on with what came out of the stacked ones."""
+
+    def __init__(self, stack: Stack, x: jax.Array):
+        self.stack, self.x = stack, nnx.data(x)
+
+    def __call__(self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any) -> Any:
+        return self.stack.remainder(self.x, context, caches, key, dtype, ([], []))
+
+
+class _NoLookup(nnx.Module):
+    """In the embedding's place where nobody reads what it finds; the head may still be tied to its table."""
+
+    def __init__(self, table: nnx.Param, size: int):
+        self.table, self.size = table, size
+
+    def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
+        return jnp.zeros((*ids.shape, self.size), dtype)
+
+
+def _no_lookup(model: Transformer) -> _NoLookup:
+    return _NoLookup(model.embedding.table, model.config.hidden_size)
+
+
+def _replace(model: Transformer, **parts: Any) -> None:
+    for name, part in parts.items():
+        setattr(model, name, part)
+
+
+def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[jax.Array, LayerInputs]:
+    """(the residual stream that enters the layers, what they share) when `run` is run on the model."""
+    _replace(model, decoder=_Outlet())
+    try:
+        run(model)
+    except _Reached as reached:
+        return reached.x, reached.inputs
+    raise TypeError("the loss function never ran the layers of the model.")
+
+
+def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
+    """What the layers share when `run` is run on the model; nothing is embedded."""
+    _replace(model, embedding=_no_lookup(model), position_embedding=None)
+    return inputs_of_layers(model, run)[1]
+
+
+def loss_of_outputs(model: Transformer, run: RunLoss, x: jax.Array) -> Any:
+    """The result of `run` for a residual stream x [B, T, D] that leaves the stacked layers."""
+    _replace(model, decoder=_Inlet(model.decoder, x), embedding=_no_lookup(model), position_embedding=None)
+    return run(model)
+
+
+def repetition(model: Transformer) -> Callable[[Any, jax.Array, LayerInputs, jax.Array], tuple[jax.Array, Any]]:
+    """One repetition of the stacked layers: (their parameters, x, shared inputs, its index) -> (x, loss of its own).
+
+    The parameters are an NNX state of those that `is_stacked` selects, without the dim of the layers.
+    """
+    stack, dtype = model.decoder, model.dtype
+
+    def run(weights: Any, x: jax.Array, inputs: LayerInputs, index: jax.Array) -> tuple[jax.Array, Any]:
+        states = [weights["decoder"]["layers"][i] for i in stack.scanned]
+        x, (_, losses) = stack.repetition(x, states, inputs.context, None, inputs.key, index, dtype)
+        return x, add_losses(losses)
+
+    return rematerialise(run, stack.remat, scanned=True)

@@ -1,0 +1,11 @@
+from .execute import StageFunctions as StageFunctions
+from .execute import execute as execute
+from .plan import PipelinePlan as PipelinePlan
+from .plan import plan_pipeline as plan_pipeline
+from .schedule import SCHEDULES as SCHEDULES
+from .schedule import Schedule as Schedule
+from .schedule import forward_only as forward_only
+from .schedule import validate as validate
+from .simulate import describe_schedule as describe_schedule
+from .simulate import simulate as simulate
+from .stages import StageLayout as StageLayout

@@ -1,0 +1,324 @@
+"""Runs a schedule inside `shard_map`: loss and gradients of all microbatches, without differentiating through the loop.
+
+A `lax.scan` goes over the ticks and reads a table made on the host, so that 8 and 64 microbatches compile alike. A
+slot is a `lax.switch`, under `shard_map` a real conditional: a stage without a task does nothing. On a GPU each costs a
+wait of the host, so there are as few as the schedule has slots, one for both ends of the model, and none within
+another. Permutes stand outside of them (XLA's CPU backend cannot run one in a branch that only some devices take), and
+are tied to what is computed meanwhile, so that they overlap.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxstack.parallel.pipeline.buffers import Program, make_program
+from jaxstack.parallel.pipeline.layer import Layer, SplitLayer, split_layer
+from jaxstack.parallel.pipeline.schedule import Schedule
+from jaxstack.parallel.pipeline.split import SplitBackward, split_backward
+from jaxstack.parallel.pipeline.stages import StageLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class StageFunctions:
+    """A model cut into pure functions of weights; `microbatch` is an int32 scalar, x the residual stream."""
+
+    first: Callable[[Any, jax.Array], jax.Array]
+    """(weights of the ends, microbatch) -> x."""
+    context: Callable[[jax.Array], Any]
+    """microbatch -> what all its layers share (positions, masks, random keys)."""
+    layer: Layer
+    """(weights of one row, x, context, index of the layer group) -> (x, loss of its own or None)."""
+    last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    """(weights of the ends, x, microbatch) -> (loss sum, its weight), float32 scalars."""
+
+
+class Totals(NamedTuple):
+    """What one device adds to the sums of a step; gradients are float32 trees as the weights, None in evaluation."""
+
+    layers: Any
+    ends: Any
+    loss: jax.Array
+    weight: jax.Array
+
+
+class _State(NamedTuple):
+    """What a tick hands to the next one."""
+
+    activations: jax.Array
+    gradients: jax.Array
+    residuals: list[jax.Array]
+    pending: list[jax.Array]
+    dx: jax.Array
+    totals: Totals
+
+
+def execute(
+    schedule: Schedule,
+    layout: StageLayout,
+    functions: StageFunctions,
+    layers: Any,
+    ends: Any,
+    axis: str = "pipeline",
+    *,
+    unroll: bool = False,
+) -> Totals:
+    """Runs `schedule` on this device's stage; call it inside a `shard_map` that is manual over `axis`.
+
+    Args:
+      layers: weights of this stage's rows, leading dim `layout.chunks * layout.rows`, in the order of `layout.order`.
+      ends: weights of embedding and head, equal on all stages.
+      unroll: the layers of a stage one after the other instead of in a loop, where each stage has equally many and one
+        chunk of them: compiles longer, and copies no weights.
+
+    Returns:
+      The sums of this device alone: what the stages did must be added up over `axis`.
+    """
+    return _Executor(schedule, layout, functions, layers, ends, axis, unroll).run()
+
+
+class _Executor:
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: StageLayout,
+        functions: StageFunctions,
+        layers: Any,
+        ends: Any,
+        axis: str,
+        unroll: bool,
+    ):
+        self.schedule, self.layout, self.functions = schedule, layout, functions
+        self.layers, self.ends, self.axis = layers, ends, axis
+        self.unroll = unroll and layout.is_even and layout.chunks == 1
+        if self.unroll:  # a buffer for each layer, made once a step
+            self.layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(layout.rows)]
+        self.stage = lax.axis_index(axis)
+        self.program: Program = make_program(schedule)
+        self.trains = any(task.kind == "B" for _, _, _, task in schedule.tasks())
+        self.order = jnp.asarray(layout.order)[self.stage]
+        self.counts = jnp.asarray(layout.counts)[self.stage]
+        size = schedule.stages
+        ring = schedule.chunks > 1
+        self.up = [(s, (s + 1) % size) for s in range(size if ring else size - 1)]
+        self.down = [(after, before) for before, after in self.up]
+        zero = jnp.zeros((), jnp.int32)
+        self.x = jax.eval_shape(functions.first, ends, zero)
+        self.split: SplitLayer | None = None
+        self.late: SplitBackward | None = None
+        if self.trains:
+            row, context = jax.eval_shape(lambda: (self._row(0), functions.context(zero)))
+            self.split = split_layer(functions.layer, row, self.x, context, zero)
+            if schedule.splits_backward:
+                self.late = split_backward(self.split, row, self.x, context, zero)
+
+    def run(self) -> Totals:
+        """See `execute`."""
+        table = {name: jnp.asarray(column)[:, self.stage] for name, column in self.program.columns.items()}
+        state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), self._start(), table)
+        totals = state.totals
+        if self.unroll and self.trains:
+            totals = totals._replace(layers=jax.tree.map(lambda *rows: jnp.stack(rows), *totals.layers))
+        return totals
+
+    def _start(self) -> _State:
+        program, rows = self.program, self.layout.rows
+        like = self.x
+
+        def buffer(entries: int, *shape: int, dtype: Any = like.dtype) -> jax.Array:
+            return jnp.zeros((entries, *shape), dtype)
+
+        saved = (
+            [buffer(program.residuals, rows, *s.shape, dtype=s.dtype) for s in self.split.saved] if self.split else []
+        )
+        late = self.late.kept if self.late else ()
+        pending = [buffer(program.weight_gradients, rows, *s.shape, dtype=s.dtype) for s in late]
+        zero = jnp.zeros((), jnp.float32)
+        sums = lambda tree: jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)  # noqa: E731
+        totals = Totals(*((sums(self.layers), sums(self.ends)) if self.trains else (None, None)), zero, zero)
+        return _State(
+            buffer(program.activations + 1, *like.shape),
+            buffer(program.gradients + 1, *like.shape),
+            saved,
+            pending,
+            jnp.zeros(like.shape, like.dtype),
+            totals,
+        )
+
+    def _tick(self, state: _State, row: dict[str, jax.Array]) -> _State:
+        # Slot 0, while the gradients of the tick before travel down.
+        arriving = lax.ppermute(state.dx, self.axis, self.down) if self.trains else None
+        y, state = self._forward_slot(state, row)
+        if arriving is not None:
+            arriving, y = lax.optimization_barrier((arriving, y))
+            state = state._replace(gradients=_put(state.gradients, arriving, row["arriving_gradient"]))
+        # Slot 1 and those after it, while this tick's activations travel up.
+        arriving = lax.ppermute(y, self.axis, self.up)
+        state = self._ends_slot(state, y, row)
+        if self.trains:
+            state = self._backward_slot(state, row)
+            if self.late is not None:
+                state = self._weights_slot(state, row, 2)
+            arriving, dx = lax.optimization_barrier((arriving, state.dx))
+            state = state._replace(dx=dx)
+        return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
+
+    def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
+        nothing = jnp.zeros(self.x.shape, self.x.dtype)
+
+        def idle(state: _State) -> tuple[jax.Array, _State]:
+            return nothing, state
+
+        def forward(state: _State) -> tuple[jax.Array, _State]:
+            # Every stage looks the tokens up: that is cheaper than another conditional.
+            received = _take(state.activations, row["activation"])
+            x = jnp.where(row["first"] == 1, self.functions.first(self.ends, row["microbatch0"]), received)
+            return self._forward(state, x, row["microbatch0"], row["chunk0"], row["residual0"])
+
+        branches = [idle, forward]
+        if self.late is not None:
+            branches.append(lambda state: (nothing, self._weights(state, row["chunk0"], row["pending0"])))
+        return lax.switch(row["slot0"], branches, state)
+
+    def _forward(
+        self, state: _State, x: jax.Array, microbatch: jax.Array, chunk: jax.Array, entry: jax.Array
+    ) -> tuple[jax.Array, _State]:
+        context = self.functions.context(microbatch)
+
+        def step(i: Any, carry: Any) -> Any:
+            x, residuals, loss = carry
+            place = self._place(chunk, i)
+            weights, index = self._row(place), self.order[place]
+            if self.split is None:
+                x, own = self.functions.layer(weights, x, context, index)
+            else:
+                x, own, saved = self.split.forward(weights, x, context, index)
+                residuals = [_put_row(b, s, entry, i) for b, s in zip(residuals, saved, strict=True)]
+            return x, residuals, loss if own is None else loss + own
+
+        totals = state.totals
+        x, residuals, loss = self._for_rows(chunk, step, (x, state.residuals, totals.loss))
+        return x, state._replace(residuals=residuals, totals=totals._replace(loss=loss))
+
+    def _ends_slot(self, state: _State, y: jax.Array, row: dict[str, jax.Array]) -> _State:
+        """The loss and its gradient on the last virtual stage, the embedding's gradient on the first one."""
+        functions, microbatch = self.functions, row["ends_microbatch"]
+
+        def add(totals: Totals, loss: Any, weight: Any, gradients: Any) -> Totals:
+            ends = jax.tree.map(lambda total, g: total + g.astype(total.dtype), totals.ends, gradients)
+            return totals._replace(ends=ends, loss=totals.loss + loss, weight=totals.weight + weight)
+
+        def head(state: _State) -> _State:
+            if not self.trains:
+                loss, weight = functions.last(self.ends, y, microbatch)
+                return state._replace(totals=add(state.totals, loss, weight, None))
+            objective = jax.value_and_grad(lambda ends, y: functions.last(ends, y, microbatch), (0, 1), has_aux=True)
+            (loss, weight), (gradients, dy) = objective(self.ends, y)
+            arrived = _put(state.gradients, dy.astype(y.dtype), row["ends_gradient"])
+            return state._replace(gradients=arrived, totals=add(state.totals, loss, weight, gradients))
+
+        def embedding(state: _State) -> _State:
+            _, pullback = jax.vjp(lambda ends: functions.first(ends, microbatch), self.ends)
+            return state._replace(totals=add(state.totals, 0.0, 0.0, pullback(state.dx)[0]))
+
+        branches = [lambda state: state, head, *([embedding] if self.trains else [])]
+        return lax.switch(row["ends"], branches, state)
+
+    def _backward_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
+        def backward(state: _State) -> _State:
+            chunk, entry, late = row["chunk1"], row["residual1"], row["pending1"]
+            context = self.functions.context(row["microbatch1"])
+            count = self._count(chunk)
+
+            def step(done: Any, carry: Any) -> Any:
+                dx, total, pending = carry
+                i = count - 1 - done
+                place = self._place(chunk, i)
+                saved = [_take_row(b, entry, i) for b in state.residuals]
+                inputs = (saved, dx, self._row(place), context, self.order[place])
+                if self.late is None:
+                    assert self.split is not None
+                    dx, found = self.split.backward(*inputs)
+                    return dx, self._add_row(total, found, place), pending
+                dx, found, kept = self.late.backward(*inputs)
+                pending = [_put_row(b, k, late, i) for b, k in zip(pending, kept, strict=True)]
+                return dx, self._add_row(total, found, place), pending
+
+            start = (_take(state.gradients, row["gradient"]), state.totals.layers, state.pending)
+            dx, total, pending = self._for_rows(chunk, step, start)
+            return state._replace(dx=dx, pending=pending, totals=state.totals._replace(layers=total))
+
+        branches: list[Callable[[_State], _State]] = [lambda state: state, backward]
+        if self.late is not None:
+            branches.append(lambda state: self._weights(state, row["chunk1"], row["pending1"]))
+        return lax.switch(row["slot1"], branches, state)
+
+    def _weights_slot(self, state: _State, row: dict[str, jax.Array], slot: int) -> _State:
+        run = row[f"slot{slot}"] != 0
+        return lax.cond(run, lambda s: self._weights(s, row[f"chunk{slot}"], row[f"pending{slot}"]), lambda s: s, state)
+
+    def _weights(self, state: _State, chunk: jax.Array, entry: jax.Array) -> _State:
+        """Weight gradients that an earlier backward left to be done."""
+        late = self.late
+        assert late is not None
+
+        def step(i: Any, total: Any) -> Any:
+            place = self._place(chunk, i)
+            kept = [_take_row(b, entry, i) for b in state.pending]
+            return self._add_row(total, late.weights(kept), place)
+
+        total = self._for_rows(chunk, step, state.totals.layers)
+        return state._replace(totals=state.totals._replace(layers=total))
+
+    def _for_rows(self, chunk: jax.Array, step: Callable[[Any, Any], Any], start: Any) -> Any:
+        if self.layout.rows == 1 or self.unroll:
+            for i in range(self.layout.rows):
+                start = step(i, start)
+            return start
+        # A number of layers that differs from stage to stage costs the loop on a GPU a look at it each time.
+        return lax.fori_loop(0, self._count(chunk), step, start)
+
+    def _count(self, chunk: jax.Array) -> Any:
+        return self.layout.rows if self.layout.is_even else self.counts[chunk]
+
+    def _place(self, chunk: jax.Array, i: Any) -> Any:
+        return i if self.layout.chunks == 1 else chunk * self.layout.rows + i
+
+    def _row(self, place: Any) -> Any:
+        if self.unroll:
+            return self.layers[place]
+        # Sliced a row at a time: taking a whole chunk first would copy its weights.
+        return jax.tree.map(lambda w: _take(w, place), self.layers)
+
+    def _add_row(self, totals: Any, found: Any, place: Any) -> Any:
+        """Adds the gradients of one row; those that are None are not made yet."""
+        if self.unroll:
+            changed = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), totals[place], found)
+            return [*totals[:place], changed, *totals[place + 1 :]]
+
+        def add(total: jax.Array, g: jax.Array | None) -> jax.Array:
+            if g is None:
+                return total
+            return _put(total, _take(total, place) + g.astype(total.dtype), place)
+
+        return jax.tree.map(add, totals, found)
+
+
+def _take(buffer: jax.Array, entry: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(buffer, entry, 0, keepdims=False)
+
+
+def _put(buffer: jax.Array, value: jax.Array, entry: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(buffer, value, entry, 0)
+
+
+def _take_row(buffer: jax.Array, entry: jax.Array, row: jax.Array) -> jax.Array:
+    shape = (1, 1, *buffer.shape[2:])
+    return lax.dynamic_slice(buffer, (entry, row, *(0,) * (buffer.ndim - 2)), shape).reshape(shape[2:])
+
+
+def _put_row(buffer: jax.Array, value: jax.Array, entry: jax.Array, row: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(buffer, value[None, None], (entry, row, *(0,) * value.ndim))

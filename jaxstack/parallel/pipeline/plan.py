@@ -1,0 +1,65 @@
+"""How a step is cut for the pipeline: schedule, virtual stages, microbatches, and the checks that need no device."""
+
+import dataclasses
+
+from jaxstack.errors import ConfigError
+from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.pipeline.schedule import SCHEDULES, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """The pipeline of a run."""
+
+    schedule: str
+    stages: int
+    chunks: int
+    microbatches: int
+
+    def table(self) -> Schedule:
+        """The schedule's ticks."""
+        return SCHEDULES[self.schedule](self.stages, self.microbatches, self.chunks)
+
+
+def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -> PipelinePlan:
+    """The pipeline for a global batch of `batch` rows.
+
+    Args:
+      accumulation: `train.gradient_accumulation`; with a pipeline it is another name for the microbatches.
+
+    Raises:
+      ConfigError: the microbatches do not fit batch or schedule; the message names the nearest numbers that do.
+    """
+    stages, chunks = parallel.pipeline, parallel.virtual_stages
+    shards = parallel.data * parallel.fsdp * parallel.expert
+    rows = batch // shards
+    unit = stages if parallel.schedule == "interleaved" else 1
+    fits = [m for m in range(unit, rows + 1, unit) if rows % m == 0]
+    wanted = parallel.microbatches or (accumulation if accumulation > 1 else None)
+    if parallel.microbatches and accumulation not in (1, parallel.microbatches):
+        raise ConfigError(
+            f"parallel.microbatches ({parallel.microbatches}) and train.gradient_accumulation ({accumulation}) are one "
+            "thing in a pipeline: leave one of them out, or make them equal."
+        )
+    if batch % shards or not fits or (wanted is not None and wanted not in fits):
+        shown = "the default" if wanted is None else wanted
+        why = f" and be a multiple of parallel.pipeline ({stages}) with the interleaved schedule" if unit > 1 else ""
+        raise ConfigError(
+            f"parallel.microbatches ({shown}) must divide the {batch} / {shards} rows of each pipeline{why}; "
+            + _ways_out(fits, wanted, batch, shards, unit)
+        )
+    if wanted is None:
+        wanted = max((m for m in fits if m <= 2 * stages), default=fits[0])
+    return PipelinePlan(parallel.schedule, stages, chunks, wanted)
+
+
+def _ways_out(fits: list[int], wanted: int | None, batch: int, shards: int, unit: int) -> str:
+    if batch % shards == 0 and fits and wanted is not None:
+        near = {
+            max((m for m in fits if m <= wanted), default=fits[0]),
+            min((m for m in fits if m >= wanted), default=fits[-1]),
+        }
+        return f"nearest: {' or '.join(map(str, sorted(near)))}."
+    step = shards * max(unit, wanted or 1)
+    below = batch // step * step
+    return f"nearest train.global_batch_size: {f'{below} or ' if below else ''}{below + step}."

@@ -1,0 +1,179 @@
+"""Pipeline schedules as tables, made and checked without a device.
+
+All stages run one program and go in lock-step, as a boundary value travels by a permute in which every device takes
+part. A tick therefore has one slot a kind of work (forward, then backward) instead of one task: with a single task a
+tick every tick would cost the longer of the two.
+
+Virtual stage k = chunk x stages + stage: with V chunks every device holds V pieces of the model (Narayanan et al.
+2021).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "W"]
+"""Forward; backward (with zero-bubble that of the activations alone); weight gradients, where they are split off."""
+
+
+class Task(NamedTuple):
+    """One piece of work of a stage."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+
+Slot = tuple[Task | None, ...]
+"""What each stage does at the same time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Who does what when: `ticks[t][slot][stage]`."""
+
+    name: str
+    stages: int
+    chunks: int
+    microbatches: int
+    ticks: tuple[tuple[Slot, ...], ...]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are tasks of their own."""
+        return any(task.kind == "W" for _, _, _, task in self.tasks())
+
+    def tasks(self) -> Iterator[tuple[int, int, int, Task]]:
+        """(tick, slot, stage, task) of every task, in order of time."""
+        for tick, slots in enumerate(self.ticks):
+            for slot, row in enumerate(slots):
+                for stage, task in enumerate(row):
+                    if task is not None:
+                        yield tick, slot, stage, task
+
+    def when(self) -> dict[tuple[Kind, int, int], tuple[int, int]]:
+        """(kind, microbatch, virtual stage) -> (tick, slot)."""
+        return {
+            (task.kind, task.microbatch, task.chunk * self.stages + stage): (tick, slot)
+            for tick, slot, stage, task in self.tasks()
+        }
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019): keeps every microbatch's activations."""
+    start = microbatches + stages - 1
+    return _two_slots("gpipe", stages, microbatches, chunks, start)
+
+
+def one_forward_one_backward(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """1F1B (Narayanan et al. 2019): a backward as soon as there is one; activations are bounded by the stages."""
+    return _two_slots("1f1b", stages, microbatches, chunks, stages - 1)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B over several chunks a device (Narayanan et al. 2021): the bubble shrinks by their number.
+
+    Raises:
+      ValueError: `microbatches` is not a multiple of `stages`.
+    """
+    if microbatches % stages:
+        raise ValueError(f"interleaved needs microbatches ({microbatches}) in multiples of the stages ({stages}).")
+    return _two_slots("interleaved", stages, microbatches, chunks, stages * chunks - 1)
+
+
+def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """ZB-H1 (Qi et al. 2023): 1F1B whose weight gradients wait until they fill what would be bubble.
+
+    Every stage keeps back as many as it will have idle forward and backward slots at the end.
+    """
+    base = one_forward_one_backward(stages, microbatches, chunks).ticks
+    idle: Slot = (None,) * stages
+    waiting: list[list[Task]] = [[] for _ in range(stages)]
+    ticks: list[tuple[Slot, ...]] = []
+    while len(ticks) < len(base) or any(waiting):
+        number = len(ticks)
+        rows = base[number] if number < len(base) else (idle, idle)
+        forward: list[Task | None] = list(rows[0])
+        backward: list[Task | None] = list(rows[1])
+        extra: list[Task | None] = list(idle)
+        some_forward, some_backward = any(forward), any(backward)
+        for stage, tasks in enumerate(waiting):
+            if some_forward and number >= microbatches + stage and tasks:
+                forward[stage] = tasks.pop(0)
+            if task := backward[stage]:
+                tasks.append(Task("W", task.microbatch, task.chunk))
+            elif some_backward and number >= microbatches + 2 * (stages - 1) - stage and tasks:
+                backward[stage] = tasks.pop(0)
+            if number >= 3 * (stages - 1) and tasks:
+                extra[stage] = tasks.pop(0)
+        ticks.append((tuple(forward), tuple(backward), tuple(extra)))
+    return Schedule("zero_bubble", stages, chunks, microbatches, tuple(ticks))
+
+
+def forward_only(stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """Evaluation: the forward half of the others."""
+    forward = _forward_ticks(stages, microbatches, chunks)
+    ticks = tuple((_row(stages, forward, tick),) for tick in range(1 + max(tick for tick, _ in forward)))
+    return Schedule("forward_only", stages, chunks, microbatches, ticks)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+}
+"""By the names of `parallel.pipeline_schedule`; each is called with (stages, microbatches, chunks)."""
+
+
+def _order(stages: int, microbatches: int, chunks: int, reverse: bool) -> list[tuple[int, int]]:
+    """The (microbatch, chunk) that a stage works through: `stages` microbatches a chunk, then the next chunk."""
+    if chunks == 1:
+        return [(m, 0) for m in range(microbatches)]
+    rounds = range(0, microbatches, stages)
+    turns = [c for c in (reversed(range(chunks)) if reverse else range(chunks))]
+    return [(first + i, chunk) for first in rounds for chunk in turns for i in range(stages)]
+
+
+def _forward_ticks(stages: int, microbatches: int, chunks: int) -> dict[tuple[int, int], Task]:
+    order = _order(stages, microbatches, chunks, reverse=False)
+    # Where the last round is not full, its missing microbatches leave holes: the next chunk comes after a whole round.
+    return {(i + s, s): Task("F", m, c) for s in range(stages) for i, (m, c) in enumerate(order) if m < microbatches}
+
+
+def _row(stages: int, table: dict[tuple[int, int], Task], tick: int) -> Slot:
+    return tuple(table.get((tick, stage)) for stage in range(stages))
+
+
+def _two_slots(name: str, stages: int, microbatches: int, chunks: int, start: int) -> Schedule:
+    """Forwards from tick 0 on, backwards from the tick `start` at the last stage on, each a tick a stage later."""
+    forward = _forward_ticks(stages, microbatches, chunks)
+    order = _order(stages, microbatches, chunks, reverse=True)
+    backward = {
+        (start + i + stages - 1 - s, s): Task("B", m, c) for s in range(stages) for i, (m, c) in enumerate(order)
+    }
+    ticks = range(1 + max(tick for tick, _ in backward))
+    rows = tuple((_row(stages, forward, t), _row(stages, backward, t)) for t in ticks)
+    return Schedule(name, stages, chunks, microbatches, rows)
+
+
+def validate(schedule: Schedule) -> None:
+    """Checks that every task stands there once and after all that it needs.
+
+    Raises:
+      ValueError: it names the first task that does not.
+    """
+    kinds = {task.kind for _, _, _, task in schedule.tasks()}
+    when, last = schedule.when(), schedule.stages * schedule.chunks - 1
+    wanted = {(kind, m, k) for kind in kinds for m in range(schedule.microbatches) for k in range(last + 1)}
+    if wanted != set(when) or len(wanted) != sum(1 for _ in schedule.tasks()):
+        raise ValueError(f"{schedule.name}: tasks missing or repeated: {sorted(wanted ^ set(when))[:5]}.")
+    for (kind, m, k), at in when.items():
+        # A boundary value travels in the rest of its tick, so its reader is in a later one.
+        needed: dict[Kind, tuple[Kind, int, int]] = {"F": ("F", m, k - 1), "B": ("B", m, k + 1), "W": ("B", m, k)}
+        before = needed[kind]
+        travels = kind != "W"
+        if before in when and (at[0] <= when[before][0] if travels else at <= when[before]):
+            raise ValueError(f"{schedule.name}: {kind}({m}, {k}) at {at} needs {before}, done at {when[before]}.")
+        if kind == "B" and at <= when["F", m, k]:
+            raise ValueError(f"{schedule.name}: B({m}, {k}) at {at} comes before its forward at {when['F', m, k]}.")

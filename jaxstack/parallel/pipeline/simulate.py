@@ -1,0 +1,78 @@
+"""What a schedule costs: time in lock-step, bubble, and the activations that each stage holds."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxstack.parallel.pipeline.schedule import Schedule
+
+Costs = Mapping[str, float]
+"""Time of a whole stage (all its chunks) a microbatch, by kind of task."""
+
+COSTS: Costs = {"F": 1.0, "B": 2.0, "W": 0.0}
+SPLIT_COSTS: Costs = {"F": 1.0, "B": 1.0, "W": 1.0}
+"""A backward costs two forwards; split off, the weight gradients are half of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """Times in the unit of the costs (by default one forward of a stage)."""
+
+    makespan: float
+    ideal: float
+    """The work of one stage, without waiting."""
+    spans: tuple[tuple[int, float, float, str, int, int], ...]
+    """(stage, start, end, kind, microbatch, chunk) of every task."""
+    in_flight: tuple[int, ...]
+    """By stage: most microbatches (of one chunk each) whose activations are kept for the backward pass."""
+    waiting: tuple[int, ...]
+    """By stage: most microbatches whose weight gradients wait."""
+
+    @property
+    def bubble(self) -> float:
+        """Time lost over the time of the work: (p - 1) / m for 1F1B."""
+        return self.makespan / self.ideal - 1.0
+
+    @property
+    def efficiency(self) -> float:
+        """Time of the work over all time."""
+        return self.ideal / self.makespan
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
+    """Runs the table: a slot lasts as long as its longest task."""
+    costs = costs or (SPLIT_COSTS if schedule.splits_backward else COSTS)
+    cost = {kind: value / schedule.chunks for kind, value in costs.items()}
+    clock, spans = 0.0, []
+    live, peak = [0] * schedule.stages, [0] * schedule.stages
+    late, most = [0] * schedule.stages, [0] * schedule.stages
+    for slots in schedule.ticks:
+        for row in slots:
+            for stage, task in enumerate(row):
+                if task is None:
+                    continue
+                spans.append((stage, clock, clock + cost[task.kind], *task))
+                live[stage] += {"F": 1, "B": -1, "W": 0}[task.kind]
+                late[stage] += {"F": 0, "B": 1, "W": -1}[task.kind]
+                peak[stage] = max(peak[stage], live[stage])
+                most[stage] = max(most[stage], late[stage])
+            clock += max((cost[task.kind] for task in row if task is not None), default=0.0)
+    work = sum(cost[kind] for _, _, _, kind, _, _ in spans) / schedule.stages
+    split = schedule.splits_backward
+    return Simulation(clock, work, tuple(spans), tuple(peak), tuple(most) if split else (0,) * schedule.stages)
+
+
+def describe_schedule(schedule: Schedule) -> dict[str, Any]:
+    """The schedule as plain JSON, for a run's files; `spans` are what the report draws."""
+    found = simulate(schedule)
+    return {
+        "schedule": schedule.name,
+        "stages": schedule.stages,
+        "virtual_stages": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "bubble_of_work": round(found.bubble, 6),
+        "efficiency": round(found.efficiency, 6),
+        "peak_microbatches_held": list(found.in_flight),
+        "peak_weight_gradients_waiting": list(found.waiting),
+        "spans": [[s, round(a, 4), round(b, 4), kind, m, c] for s, a, b, kind, m, c in found.spans],
+    }

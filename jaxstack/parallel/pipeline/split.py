@@ -1,0 +1,151 @@
+"""Zero-bubble's split of a layer's backward pass: what the activations' gradient needs now, the rest for later.
+
+The backward of one layer is a list of operations; those that the gradient of its input depends on make one half, those
+left make the other, and the values that the second takes from the first are kept. No operation is done twice.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxstack.parallel.pipeline.layer import SplitLayer
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitBackward:
+    """The two halves of a layer's backward pass."""
+
+    first: Callable[..., list[Any]]
+    second: Callable[..., list[Any]]
+    structure: Any
+    """Of the weights."""
+    early: tuple[int, ...]
+    """Positions of the gradients that the first half makes already: those of vectors, which cost nothing."""
+    late: tuple[int, ...]
+    kept: tuple[jax.ShapeDtypeStruct, ...]
+
+    def backward(
+        self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
+    ) -> tuple[jax.Array, Any, list[jax.Array]]:
+        """(gradient of x, gradients of the weights that are done (None for the others), what `weights` needs)."""
+        dx, *rest = self.first(*jax.tree.leaves((saved, gradient, weights, shared, index)))
+        done = dict(zip(self.early, rest[: len(self.early)], strict=True))
+        return dx, self._tree(done), rest[len(self.early) :]
+
+    def weights(self, kept: list[jax.Array]) -> Any:
+        """The gradients of the weights that were left (None for the others)."""
+        return self._tree(dict(zip(self.late, self.second(*kept), strict=True)))
+
+    def _tree(self, found: dict[int, Any]) -> Any:
+        return _Holes(found, self.structure).tree()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Holes:
+    found: dict[int, Any]
+    structure: Any
+
+    def tree(self) -> Any:
+        return jax.tree.unflatten(self.structure, [self.found.get(i) for i in range(self.structure.num_leaves)])
+
+
+def split_backward(layer: SplitLayer, weights: Any, x: Any, shared: Any, index: Any) -> SplitBackward:
+    """Splits the backward pass of `layer`, whose arguments have these shapes."""
+    flat_weights, structure = jax.tree.flatten(weights)
+    arguments = (list(layer.saved), x, weights, shared, index)
+    leaves, tree = jax.tree.flatten(arguments)
+
+    def backward(*leaves: Any) -> list[Any]:
+        dx, found = layer.backward(*jax.tree.unflatten(tree, leaves))
+        return [dx, *jax.tree.leaves(found)]
+
+    early = tuple(i for i, w in enumerate(flat_weights) if len(w.shape) < 2)
+    late = tuple(i for i, w in enumerate(flat_weights) if len(w.shape) >= 2)
+    closed = _inlined(jax.make_jaxpr(backward)(*leaves))
+    outputs = closed.jaxpr.outvars
+    now = [outputs[0], *(outputs[1 + i] for i in early)]
+    later = [outputs[1 + i] for i in late]
+    first, second, kept = _partition(closed, now, later)
+    return SplitBackward(first, second, structure, early, late, kept)
+
+
+def _partition(closed: Any, now: list[Any], later: list[Any]) -> tuple[Any, Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Functions of the inputs -> (now, kept) and of kept -> later, and the shapes of kept."""
+    jaxpr = closed.jaxpr
+    in_first = _needed(jaxpr.eqns, now)
+    rest = [eqn for eqn, needed in zip(jaxpr.eqns, in_first, strict=True) if not needed]
+    # A half that begins with its matmuls keeps their operands, which are few and in the compute dtype.
+    in_second = _needed(rest, later, stop="dot_general")
+    second = [eqn for eqn, needed in zip(rest, in_second, strict=True) if needed]
+    made = {v for eqn in second for v in eqn.outvars}
+    known = set(jaxpr.constvars)
+    read = [v for v in [v for eqn in second for v in eqn.invars] + later if not isinstance(v, core.Literal)]
+    kept = [v for v in dict.fromkeys(read) if v not in made and v not in known]
+    others = [eqn for eqn in jaxpr.eqns if not made.intersection(eqn.outvars)]
+    first = [eqn for eqn, needed in zip(others, _needed(others, now + kept), strict=True) if needed]
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    run_first = _function(first, list(jaxpr.invars), now + kept, values)
+    run_second = _function(second, kept, later, values)
+    return run_first, run_second, tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept)
+
+
+def _needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
+    """Which operations the outputs depend on, not looking behind those called `stop`."""
+    wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
+    for eqn in reversed(eqns):
+        needed = any(v in wanted for v in eqn.outvars)
+        flags.append(needed)
+        if needed and eqn.primitive.name != stop:
+            wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
+    return flags[::-1]
+
+
+def _function(eqns: list[Any], inputs: list[Any], outputs: list[Any], values: dict[Any, Any]) -> Any:
+    """The operations as a function of `inputs`, evaluated one by one."""
+
+    def run(*arguments: Any) -> list[Any]:
+        known = {**values, **dict(zip(inputs, arguments, strict=True))}
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, core.Literal) else known[v]
+
+        for eqn in eqns:
+            known.update(zip(eqn.outvars, _apply(eqn, map(read, eqn.invars)), strict=True))
+        return [read(v) for v in outputs]
+
+    return run
+
+
+def _apply(eqn: Any, inputs: Any) -> Any:
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
+    return found if eqn.primitive.multiple_results else [found]
+
+
+_WRAPPERS = ("checkpoint", "remat", "remat2", "pjit", "jit", "closed_call", "core_call")
+
+
+def _inlined(closed: Any) -> Any:
+    """The same operations without the calls that wrap several of them, so that each can go to its own half."""
+
+    def run(closed: Any, arguments: Any) -> list[Any]:
+        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        known.update(zip(closed.jaxpr.invars, arguments, strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if isinstance(v, core.Literal) else known[v]
+
+        for eqn in closed.jaxpr.eqns:
+            inputs = [read(v) for v in eqn.invars]
+            inner = eqn.params.get("jaxpr") if eqn.primitive.name in _WRAPPERS else None
+            if inner is None:
+                found = _apply(eqn, inputs)
+            else:
+                found = run(inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, []), inputs)
+            known.update(zip(eqn.outvars, found, strict=True))
+        return [read(v) for v in closed.jaxpr.outvars]
+
+    return jax.make_jaxpr(lambda *arguments: run(closed, arguments))(*closed.in_avals)

@@ -1,0 +1,69 @@
+"""How the layers of a model are dealt to the stages, and the order in which the devices store them."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxstack.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class StageLayout:
+    """`groups` equal pieces of a model (layers, or periods of alternating layers) over stages x chunks virtual stages.
+
+    Stage s holds the virtual stages s, s + stages, ... Where the groups do not divide evenly, the first virtual stages
+    get one more: the last one has the head to compute.
+    """
+
+    groups: int
+    stages: int
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.groups < self.stages * self.chunks:
+            raise ConfigError(
+                f"parallel.pipeline x pipeline_virtual_stages ({self.stages} x {self.chunks}) must not exceed the "
+                f"{self.groups} equal groups of layers of the model; nearest: parallel.pipeline="
+                f"{max(1, self.groups // self.chunks)}" + (", or fewer virtual stages." if self.chunks > 1 else ".")
+            )
+
+    @property
+    def rows(self) -> int:
+        """Groups that the fullest virtual stage has; every one has room for as many."""
+        return -(-self.groups // (self.stages * self.chunks))
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[stages, chunks] int32: groups of each virtual stage."""
+        virtual = self.stages * self.chunks
+        sizes = np.full(virtual, self.groups // virtual) + (np.arange(virtual) < self.groups % virtual)
+        return sizes.reshape(self.chunks, self.stages).T.astype(np.int32)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all virtual stages have equally many groups."""
+        return self.groups % (self.stages * self.chunks) == 0
+
+    @property
+    def order(self) -> np.ndarray:
+        """[stages, chunks x rows] int32: the group in each row of a stage's storage, -1 where there is none."""
+        found = np.full((self.stages, self.chunks, self.rows), -1, np.int32)
+        ends = np.cumsum(self.counts.T.reshape(-1))
+        for virtual, end in enumerate(ends):
+            count = self.counts[virtual % self.stages, virtual // self.stages]
+            found[virtual % self.stages, virtual // self.stages, :count] = np.arange(end - count, end)
+        return found.reshape(self.stages, self.chunks * self.rows)
+
+    @property
+    def is_canonical(self) -> bool:
+        """Whether the stored order is that of the model, without gaps."""
+        return bool(np.array_equal(self.order.reshape(-1), np.arange(self.groups)))
+
+    @property
+    def places(self) -> np.ndarray:
+        """[groups] int32: the row of the whole storage in which each group lies."""
+        flat = self.order.reshape(-1)
+        rows = np.flatnonzero(flat >= 0)
+        found = np.empty(self.groups, np.int32)
+        found[flat[rows]] = rows
+        return found

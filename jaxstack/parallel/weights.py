@@ -1,0 +1,119 @@
+"""A stored parameter made ready for use: cast to the compute dtype, and whole over `fsdp`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxstack.parallel.exchange import Exchange, Held, exchange
+from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is_matrix, placed, restrict
+
+
+def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """A whole stored parameter as the computation wants it: cast (vectors are not), and gathered over `fsdp`.
+
+    Its gradient lies as it is stored. Does no more than cast outside of `logical_axis_rules`.
+    """
+    rules = current_rules()
+    if dtype is not None and x.ndim > 1:
+        x = x.astype(dtype)
+    if rules is None or not rules.splits("fsdp"):
+        return x
+    stored = rules.parameter_spec(names, x.shape)
+    whole = restrict(stored, set(rules.free) - {"fsdp"})
+    stored = restrict(stored, rules.free)
+    # The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
+    # moves activations instead of weights when the use is inside a layer scan.
+    return x if stored == whole else _gather(x, placed(rules, stored), placed(rules, whole))
+
+
+def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """The array of a Flax parameter as the computation wants it, see `gather_weight`.
+
+    Inside the `shard_map` of a train step the parameter holds this device's shard, and its gradient is summed over
+    `fsdp` where it is gathered; where its metadata say `sum_where_used`, over the rules' `summed` axes too.
+    """
+    rules, known = current_rules(), parameter.get_metadata()
+    names = known.get("logical_axes")
+    if names and "router" in names:
+        dtype = None
+    if rules is None or "fsdp" not in rules.manual:
+        if names and ("expert" in names or "router" in names):
+            return parameter[...]  # `with_local_tokens` casts and gathers them
+        return gather_weight(parameter[...], names, dtype)
+    value = parameter.get_raw_value()
+    shape = known.get("whole_shape") or value.shape
+    spec = rules.parameter_spec(names, shape)
+    how = Exchange(
+        dtype=str(jax.numpy.dtype(dtype if is_matrix(names, shape) and dtype is not None else value.dtype)),
+        reduce=rules.reduce,
+        gathered=dims_of(spec, "fsdp"),
+        scattered=dims_of(rules.stored_spec(names, shape), "data") if isinstance(value, Held) else (),
+        summed=rules.lacking(spec, rules.summed) if known.get("sum_where_used") else (),
+    )
+    return exchange_weight(value, how, spec, rules)
+
+
+def gathers_shards() -> bool:
+    """Whether `gather_parameter` gathers over `fsdp` inside a `shard_map`, so that `save_all_but_gathered` applies."""
+    rules = current_rules()
+    return rules is not None and "fsdp" in rules.manual and rules.mesh.shape["fsdp"] > 1
+
+
+_NOT_SAVED = ("all_gather", "concatenate", "convert_element_type", "reshape", "transpose")
+"""The gather, and what costs nothing to repeat: saved in its place, these would keep the gathered weight."""
+
+
+def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy for `jax.checkpoint`: the backward pass gathers weights again, and recomputes nothing that costs time.
+
+    Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind.
+    """
+    return primitive.name not in _NOT_SAVED
+
+
+def exchange_weight(value: jax.Array | Held, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
+    """`exchange` of a weight of this layout, see `beside_tensor`."""
+    if not isinstance(value, Held) and not how.gathered and not how.summed:
+        return value.astype(how.dtype)
+    summed = tuple(axis for axis in how.summed if axis not in dict(how.scattered))
+    return beside_tensor(lambda x: exchange(x, how._replace(summed=summed)), spec, rules)(value)
+
+
+def beside_tensor(function: Callable[[Any], jax.Array], spec: PartitionSpec, rules: AxisRules) -> Callable[..., Any]:
+    """`function` of a weight of this layout, applied to each device's part along a `tensor` axis left to XLA.
+
+    Collectives along other axes would otherwise be of the weight made whole over the tensor axis.
+    """
+    parts = restrict(spec, ("tensor",))
+    if not rules.splits("tensor") or not dims_of(parts, "tensor"):
+        return function
+    return jax.shard_map(function, in_specs=parts, out_specs=parts, axis_names={"tensor"}, check_vma=False)
+
+
+def dims_of(spec: PartitionSpec, axis: str) -> tuple[tuple[str, int], ...]:
+    """(axis, dim) for the dim that the axis splits, if any."""
+    return tuple((axis, dim) for dim, part in enumerate(spec) if axis in axes_of(part))
+
+
+Placement = NamedSharding | PartitionSpec
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, stored: Placement, whole: Placement) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, stored), whole)
+
+
+def _gather_forward(x: jax.Array, stored: Placement, whole: Placement) -> tuple[jax.Array, None]:
+    return _gather(x, stored, whole), None
+
+
+def _gather_backward(stored: Placement, whole: Placement, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    # The transposed constraint would ask for the whole gradient first: an all-reduce where a reduce-scatter does.
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

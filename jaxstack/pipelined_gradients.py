@@ -1,0 +1,225 @@
+"""Sums of loss, weight and gradients over a global batch whose microbatches go through the stages of a pipeline.
+
+One `shard_map` over all axes but `tensor`: every device runs the schedule on its stage and its part of the batch.
+Embedding and head belong to no stage. They are stored in parts over `pipeline` (and `fsdp`), made whole once a step in
+the compute dtype, used by the first and the last stage, and their gradients are scattered once a step, which also adds
+up those of tied weights.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxstack.errors import ConfigError
+from jaxstack.gradients import Batch, LossFunction, Sums, takes_key
+from jaxstack.loss import LossSum
+from jaxstack.models import Transformer
+from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
+from jaxstack.parallel.pipeline import PipelinePlan, Schedule, StageFunctions, execute, forward_only
+from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix, logical_axis_rules, restrict
+from jaxstack.parallel.weights import beside_tensor
+from jaxstack.staged_module import StagedModule
+
+
+class PipelinedGradients:
+    """Runs a Transformer in stages; see `jaxstack.gradients.Gradients`.
+
+    Args:
+      module: laid out for the stages of `plan`.
+      loss: `loss(model, batch)` or `loss(model, batch, key)`, a `LossSum`.
+
+    Raises:
+      ConfigError: the model keeps its layers' inputs in host memory, or variables beside its parameters.
+    """
+
+    def __init__(self, module: StagedModule, loss: LossFunction, rules: AxisRules, plan: PipelinePlan):
+        model = module.merge_stage(module.abstract_params, module.abstract_rest)
+        if model.config.remat == "offload":
+            raise ConfigError(
+                "model.remat=offload cannot be combined with parallel.pipeline, whose stages keep few microbatches at "
+                "once; use model.remat=full."
+            )
+        if jax.tree.leaves(module.abstract_rest):
+            raise ConfigError(
+                "parallel.pipeline trains models whose only variables are their parameters; this one has others "
+                f"({', '.join(sorted(module.abstract_rest))}), such as running statistics or delayed FP8 scales. Set "
+                "parallel.pipeline=1, or precision.fp8 to a recipe without state."
+            )
+        self._module, self._rules, self._plan = module, rules, plan
+        self._loss = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
+        self._split = ("pipeline", *rules.batch_axes)
+        self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
+        stored = module.parameter_specs(rules)
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=is_spec)
+
+    def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+        """The sums of the global batch; `rest` is returned as it is."""
+        schedule, specs = self._plan.table(), self._specs
+
+        def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> Sums:
+            axes = tuple(axis for axis in self._split if axis != "pipeline")
+            key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
+            gradients, loss, weight = self._run(schedule, params, rest, batch, key)
+            gradients = jax.tree.map(self._sum, gradients, specs)
+            return Sums(gradients, *jax.lax.psum((loss, weight), self._split))
+
+        whole: Any = PartitionSpec()
+        out_specs = Sums(specs, whole, whole)
+        return self._on_own_parts(local, out_specs, params, rest, batch, key), rest
+
+    def loss(self, params: Any, rest: Any, batch: Batch) -> LossSum:
+        """The loss sum and weight of a batch, without gradients and random key."""
+        shards = self._rules.degree(self._rules.table["batch"])
+        rows = next(iter(batch.values())).shape[0] // shards
+        count = max(m for m in range(1, self._plan.microbatches + 1) if rows % m == 0)
+        schedule = forward_only(self._plan.stages, count, self._plan.chunks)
+
+        def local(params: Any, rest: Any, batch: Batch) -> LossSum:
+            _, loss, weight = self._run(schedule, params, rest, batch, None)
+            return LossSum(*jax.lax.psum((loss, weight), self._split))
+
+        return self._on_own_parts(local, PartitionSpec(), params, rest, batch)
+
+    def _on_own_parts(self, function: Any, out_specs: Any, params: Any, rest: Any, batch: Batch, *key: Any) -> Any:
+        parts = {name: restrict(self._rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
+        return jax.shard_map(
+            function,
+            mesh=self._rules.mesh,
+            in_specs=(self._specs, PartitionSpec(), parts, *(PartitionSpec() for _ in key)),
+            out_specs=out_specs,
+            axis_names=set(self._taken),
+            check_vma=False,
+        )(params, rest, dict(batch), *key)
+
+    def _run(
+        self, schedule: Schedule, params: Any, rest: Any, batch: Batch, key: jax.Array | None
+    ) -> tuple[Any, jax.Array, jax.Array]:
+        """(gradients of this device's shards, not yet summed over devices, or None; loss; weight)."""
+        rules = self._rules.within(self._taken)
+        model = self._module.merge_stage(params, rest)
+        graph, layers, ends, others = nnx.split(model, is_stacked, nnx.Param, ...)
+        dtype = model.dtype
+        with logical_axis_rules(rules):
+            layers = _map_parameters(lambda p: _gathered(p, rules, ("data",), dtype), layers)
+            ends = _map_parameters(lambda p: _gathered(p, rules, self._split, dtype), ends)
+        parts = (graph, (layers, ends), others)
+        functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, rules)
+        totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
+        if totals.layers is None:
+            return None, totals.loss, totals.weight
+        with logical_axis_rules(rules):
+            layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), totals.layers)
+            ends = _map_parameters(lambda p: _scattered(p, rules, self._split), totals.ends)
+        gradients = self._module.split_stage(nnx.merge(graph, layers, ends, others))
+        return gradients, totals.loss, totals.weight
+
+    def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """The sum over the axes along which the parameter is whole; over the others it was summed already."""
+        lacking = self._rules.lacking(spec, self._split)
+        return jax.lax.psum(gradient.astype(self._rules.reduce), lacking).astype(jnp.float32) if lacking else gradient
+
+
+class _Functions:
+    """The `StageFunctions` of one device's part of a batch."""
+
+    def __init__(
+        self,
+        model: tuple[Any, Any, Any],
+        loss: LossFunction,
+        batch: Batch,
+        key: jax.Array | None,
+        microbatches: int,
+        rules: AxisRules,
+    ):
+        self._model, self._loss, self._key = model, loss, key
+        self._pieces = {name: x.reshape(microbatches, -1, *x.shape[1:]) for name, x in batch.items()}
+        self._layer_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline"]))
+        self._end_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline", "fsdp"]))
+        self._context: Any = None
+
+    def stages(self) -> StageFunctions:
+        return StageFunctions(self._first, self._shared, self._layer, self._last)
+
+    def _first(self, ends: Any, microbatch: jax.Array) -> jax.Array:
+        with logical_axis_rules(self._end_rules):
+            return inputs_of_layers(self._merge(ends), self._loss_of(microbatch))[0]
+
+    def _last(self, ends: Any, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        with logical_axis_rules(self._end_rules):
+            found = loss_of_outputs(self._merge(ends), self._loss_of(microbatch), x)
+        if not isinstance(found, LossSum):
+            raise TypeError("in a pipeline the loss function must return a jaxstack.loss.LossSum, which adds up.")
+        return found.total.astype(jnp.float32), found.weight.astype(jnp.float32)
+
+    def _shared(self, microbatch: jax.Array) -> list[jax.Array]:
+        with logical_axis_rules(self._end_rules):
+            found = shared_inputs(self._merge(None), self._loss_of(microbatch))
+        leaves, structure = jax.tree.flatten(found)
+        # Flags among them are for Python, and the same for every microbatch.
+        self._context = structure, [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+    def _layer(self, weights: Any, x: jax.Array, shared: list[jax.Array], index: jax.Array) -> Any:
+        structure, leaves = self._context
+        arrays = iter(shared)
+        inputs = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
+        with logical_axis_rules(self._layer_rules):
+            x, own = repetition(self._merge(None))(weights, x, inputs, index)
+        return x, own if self._key is not None else None  # routers' losses are for training alone
+
+    def _merge(self, ends: Any) -> Transformer:
+        graph, known, rest = self._model
+        layers, given = known
+        return nnx.merge(graph, layers, given if ends is None else ends, rest)
+
+    def _loss_of(self, microbatch: jax.Array) -> Any:
+        piece = {name: jax.lax.dynamic_index_in_dim(x, microbatch, 0, False) for name, x in self._pieces.items()}
+        key = None if self._key is None else jax.random.fold_in(self._key, microbatch)
+        return lambda model: self._loss(model, piece, key)
+
+
+def _map_parameters(change: Any, state: Any) -> Any:
+    return jax.tree.map(lambda p: p.replace(change(p)), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+
+
+def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Any]:
+    """How a parameter is stored, and the (dim, mesh axes) of it along which `axes` split it."""
+    known = parameter.get_metadata()
+    stored = rules.stored_spec(known["logical_axes"], known["whole_shape"])
+    parts = [(dim, tuple(a for a in axes_of(part) if a in axes)) for dim, part in enumerate(stored)]
+    return stored, [(dim, own) for dim, own in parts if own]
+
+
+def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dtype: Any) -> jax.Array:
+    """A matrix in the compute dtype and whole over `axes`, once a step; what is still a shard is cast when gathered."""
+    x, known = parameter[...], parameter.get_metadata()
+    stored, splits = _splits(parameter, rules, axes)
+    shard = "fsdp" not in axes and any("fsdp" in axes_of(part) for part in stored)
+    if is_matrix(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
+        x = x.astype(dtype)
+
+    def gather(x: jax.Array) -> jax.Array:
+        for dim, own in splits:
+            x = jax.lax.all_gather(x, own, axis=dim, tiled=True)
+        return x
+
+    return beside_tensor(gather, stored, rules)(x) if splits else x
+
+
+def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> jax.Array:
+    """The inverse of `_gathered` for a gradient: this device's part of the sum."""
+    stored, splits = _splits(parameter, rules, axes)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        x = x.astype(rules.reduce)
+        for dim, own in splits:
+            x = jax.lax.psum_scatter(x, own, scatter_dimension=dim, tiled=True)
+        return x.astype(jnp.float32)
+
+    return beside_tensor(scatter, stored, rules)(parameter[...]) if splits else parameter[...]

@@ -1,0 +1,161 @@
+"""A Transformer whose layers are stored in the order of the pipeline's stages, so that a device holds its own alone.
+
+On disk, and for whoever asks for the model itself, the layers are in the model's order, whatever the layout: state is
+converted when it is saved and restored, leaf by leaf, by name.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxstack.checkpoint.leaves import name_leaves
+from jaxstack.errors import ConfigError
+from jaxstack.functional import Dict, FunctionalModule
+from jaxstack.models import Transformer
+from jaxstack.parallel.pipeline import StageLayout
+from jaxstack.state import abstract_state
+
+_LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
+"""The name of a leaf of a layer, also within an optimizer's state."""
+
+
+class StagedModule(FunctionalModule):
+    """A FunctionalModule laid out for `stages` x `chunks` virtual stages.
+
+    Its dicts of parameters have stages x chunks x rows layers along the leading dim of stacked parameters; rows without
+    a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.
+
+    Raises:
+      ConfigError: it is no Transformer, or it has too few layers for the stages.
+    """
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], stages: int, chunks: int = 1):
+        self.plain = FunctionalModule(make)
+        model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        if not isinstance(model, Transformer):
+            raise ConfigError(
+                f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
+                "Use the axes data, fsdp and tensor for it."
+            )
+        config, dtype = model.config, model.dtype
+        self.unrolled = not config.scan_layers
+        """Whether the layers of a stage are unrolled: then every plain layer has leaves of its own."""
+        scanned = config.model_copy(update={"scan_layers": True})
+        super().__init__(lambda rngs: Transformer(scanned, rngs, dtype=dtype))
+        stack = self.merge_stage(self.abstract_params, self.abstract_rest).decoder
+        self._period = stack.period
+        self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
+        rows = self.layout.order.size
+        stacked = [(path, _with_rows(v, rows) if _is_stacked(v) else v) for path, v in self._params]
+        self._set_params(stacked)
+
+    def stage_parameters(self, params: Dict) -> Dict:
+        """The plain module's parameters in the order of the stages. Traceable."""
+        return self._to_stages(params, self.abstract_params)
+
+    def init(self, key: jax.Array) -> tuple[Dict, Dict]:
+        params, rest = self.plain.init(key)
+        return self.stage_parameters(params), rest
+
+    def merge(self, params: Dict, rest: Dict) -> Any:
+        """The plain model."""
+        return self.plain.merge(self._to_plain(params, self.plain.abstract_params), rest)
+
+    def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
+        params, rest = self.plain.split(module)
+        return self.stage_parameters(params), rest
+
+    def merge_stage(self, params: Dict, rest: Dict) -> Any:
+        """The model with the rows of one stage as its stacked layers."""
+        return super().merge(params, rest)
+
+    def split_stage(self, module: nnx.Module) -> Dict:
+        """The parameters of a model made by `merge_stage`."""
+        return super().split(module)[0]
+
+    @property
+    def stores_plain(self) -> bool:
+        """Whether its state is that of the plain module as it is."""
+        return self.layout.is_canonical and not self.unrolled
+
+    def to_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
+        """A train state as that of the plain module, which checkpoints hold. Traceable."""
+        return self._to_plain(state, abstract_state(self.plain, optimizer))
+
+    def from_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
+        """The inverse of `to_plain`."""
+        return self._to_stages(state, abstract_state(self, optimizer))
+
+    def _to_plain(self, tree: Any, wanted: Any) -> Any:
+        leaves, _ = name_leaves(tree)
+        names, structure = name_leaves(wanted)
+        found = []
+        for name, shape in names.items():
+            staged, group = self._staged_name(name)
+            x = leaves[staged]
+            if group is not None and self._is_stack(x, shape, self.layout.order.size):
+                x = x[int(self.layout.places[group])] if self.unrolled else _pick_rows(x, self.layout.places)
+            found.append(x)
+        return structure.unflatten(found)
+
+    def _to_stages(self, tree: Any, wanted: Any) -> Any:
+        leaves, _ = name_leaves(tree)
+        names, structure = name_leaves(wanted)
+        sources: dict[str, list[Any]] = {}
+        for name, x in leaves.items():  # of unrolled layers in the order of their groups
+            sources.setdefault(self._staged_name(name)[0], []).append((self._staged_name(name)[1], x))
+        order, found = self.layout.order.reshape(-1), []
+        for name, shape in names.items():
+            group, x = sources[name][0]
+            if group is not None and self._is_stack(x, shape, self.layout.groups):
+                if self.unrolled:
+                    by_group = dict(sources[name])
+                    x = jnp.stack([by_group[g] if g >= 0 else jnp.zeros_like(x) for g in order.tolist()])
+                else:
+                    x = _pick_rows(x, order)
+            found.append(x)
+        return structure.unflatten(found)
+
+    def _is_stack(self, x: Any, wanted: Any, rows: int) -> bool:
+        """Whether a leaf of stacked layers, to be converted, has a value for each: an optimizer's may have none."""
+        return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
+
+    def _staged_name(self, name: str) -> tuple[str, int | None]:
+        """For a leaf of the plain state: the leaf here, and its group of layers (0 for a stack; None: not stacked)."""
+        match = _LAYER.match(name)
+        if match is None:
+            return name, None
+        before, index, after = match[1], int(match[2]), match[3]
+        scanned = self._period * self.layout.groups
+        if not self.unrolled:
+            return name, 0 if index < self._period else None
+        if index >= scanned:
+            return f"{before}decoder/layers/{self._period + index - scanned}/{after}", None
+        return f"{before}decoder/layers/{index % self._period}/{after}", index // self._period
+
+
+def _pick_rows(x: Any, rows: np.ndarray) -> Any:
+    """x[rows] with zeros where a row is -1, in pieces of neighbouring rows: XLA's partitioner fails on the gather."""
+    empty = rows < 0
+    goes_on = np.where(empty[1:], empty[:-1], ~empty[:-1] & (np.diff(rows) == 1))
+    parts = []
+    for piece in np.split(rows, 1 + np.flatnonzero(~goes_on)):
+        first, count = int(piece[0]), len(piece)
+        parts.append(jnp.zeros((count, *x.shape[1:]), x.dtype) if first < 0 else x[first : first + count])
+    return jnp.concatenate(parts)
+
+
+def _is_stacked(variable: Any) -> bool:
+    axes = variable.get_metadata().get("logical_axes")
+    return bool(axes) and axes[0] == "layers"
+
+
+def _with_rows(variable: Any, rows: int) -> Any:
+    shape = (rows, *variable.shape[1:])
+    return variable.replace(jax.ShapeDtypeStruct(shape, variable.dtype), whole_shape=shape)

@@ -1,0 +1,50 @@
+"""The grouped matmul by our own Hopper kernels: one launch for all groups, whose sizes may be anything."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped import products
+from pallas_kernels.grouped.request import Request
+from pallas_kernels.target import Target, current_target, multiprocessors
+
+TILE_ROWS = 128
+_LEAST_JAX = (0, 11)
+# Tests set this to run the kernels on a CPU.
+INTERPRET = False
+
+
+def refuses_target(target: Target | None = None) -> str | None:
+    """Why the kernels do not run here at all."""
+    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
+    if version < _LEAST_JAX:
+        return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"
+    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
+        return "this jax has no Mosaic GPU"
+    target = target or current_target()
+    if not INTERPRET and (target.platform != "cuda" or target.compute_capability != (9, 0)):
+        return f"is written for Hopper (compute capability 9.0), lowered for {target}"
+    return None
+
+
+def refuses(request: Request) -> str | None:
+    """The first rule that the request breaks."""
+    reason = refuses_target(request.target)
+    if reason is not None:
+        return reason
+    if request.x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {request.x.dtype}"
+    _, width, columns = request.weights.shape
+    if width % 128 or columns % 64:
+        return f"D must be a multiple of 128 and F of 64, got {width} and {columns}"
+    return None
+
+
+def multiply(request: Request) -> jax.Array:
+    """[R, F] in the dtype of x."""
+    # Older releases of jax, on which `refuses` answers, cannot import the kernels.
+    from pallas_kernels.grouped.mosaic_kernels import Kernels
+
+    programs = 2 if INTERPRET else multiprocessors()
+    return products.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

@@ -1,0 +1,51 @@
+"""What one call of the grouped matmul asks for, checked. Dimensions: R rows, G groups, D and F of the matrices."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.target import Target, current_target
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, its rules already checked: x [R, D], weights [G, D, F], group_sizes int32 [G]."""
+
+    x: jax.Array
+    weights: jax.Array
+    group_sizes: jax.Array
+    alignment: int
+    target: Target
+
+    def __str__(self) -> str:
+        aligned = f" aligned to {self.alignment}" if self.alignment > 1 else ""
+        return (
+            f"x {list(self.x.shape)} {self.x.dtype.name} weights {list(self.weights.shape)}{aligned} on {self.target}"
+        )
+
+
+def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, alignment: int) -> Request:
+    """Checks the arguments of `grouped_matmul`.
+
+    Raises:
+        ValueError: a rule is broken; the message names it, the values and the way out.
+    """
+    x, weights, group_sizes = jnp.asarray(x), jnp.asarray(weights), jnp.asarray(group_sizes)
+    shapes = f"got x {list(x.shape)}, weights {list(weights.shape)}, group_sizes {list(group_sizes.shape)}"
+    if x.ndim != 2 or weights.ndim != 3 or group_sizes.ndim != 1:
+        raise ValueError(f"x must be [R, D], weights [G, D, F] and group_sizes [G]; {shapes}")
+    if x.shape[1] != weights.shape[1]:
+        raise ValueError(f"x [R, D] and weights [G, D, F] must have the same D; {shapes}")
+    if weights.shape[0] != group_sizes.shape[0] or 0 in weights.shape:
+        raise ValueError(f"weights and group_sizes must have the same G, and neither G, D nor F may be 0; {shapes}")
+    if x.dtype != weights.dtype or not jnp.issubdtype(x.dtype, jnp.floating) or jnp.dtype(x.dtype).itemsize < 2:
+        raise ValueError(
+            f"x and weights must both be bfloat16, float16, float32 or float64, got {x.dtype} and {weights.dtype}; "
+            f"cast one of them"
+        )
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes must be integers, got {group_sizes.dtype}")
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or x.shape[0] % alignment:
+        raise ValueError(f"alignment must be at least 1 and divide the rows of x ({x.shape[0]}), got {alignment!r}")
+    return Request(x, weights, group_sizes.astype(jnp.int32), alignment, current_target())

@@ -1,0 +1,36 @@
+"""Fills the table of docs/reliability.md from tests/reliability/results.jsonl, so that no figure stands there that no
+run gave.
+
+python -m pytest tests/reliability --full --record && python scripts/reliability_page.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "tests" / "reliability" / "results.jsonl", ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
+
+
+def newest_rows(results: Path = RESULTS) -> list[dict[str, Any]]:
+    """The newest record of each test, in the order of the scorecard."""
+    rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    newest = {(row["row"], row["test"]): row for row in sorted(rows, key=lambda row: row["date"])}
+    return sorted(newest.values(), key=lambda row: (str(row["row"]).zfill(2), row["test"]))
+
+
+def make_page(page: str, rows: list[dict[str, Any]]) -> str:
+    """The page with its table replaced."""
+    lines = ["| row | test | measured | device | jax | date |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        cells = (row["row"], row["test"], row["figure"], row["device"], row["versions"]["jax"], row["date"][:10])
+        lines.append(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |")
+    head, _, rest = page.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    return f"{head}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{tail}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8"), newest_rows()), encoding="utf-8")
+    print(f"wrote {PAGE}")

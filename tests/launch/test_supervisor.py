@@ -1,0 +1,113 @@
+"""The supervisor with small programs in place of training: exit codes, orphans, /dev/shm, signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxstack.launch import main
+from jaxstack.launch.shared_memory import remove_left_behind
+
+WRITE = "import os, sys, time; from jaxstack.resilience import ProgressFile; p = ProgressFile.of_this_process(); "
+
+
+def launch(*options: str, program: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "jaxstack.launch", *options, "--", sys.executable, "-c", program]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def test_needs_no_jax():
+    program = "import sys, jaxstack.launch.command; print(sorted({'jax', 'numpy', 'flax'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_success_and_the_place_of_each_process():
+    program = "import os; print(*(os.environ[n] for n in ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES')))"
+    out, _ = (process := launch("--processes", "2", program=program)).communicate(timeout=60)
+    assert process.returncode == 0 and "0 2" in out and "[1] 1 2" in out
+
+
+@pytest.mark.parametrize(("code", "starts", "expected"), [(2, 1, 2), (1, 2, 1), (143, 1, 143), (130, 1, 130)])
+def test_exit_codes(code, starts, expected):
+    """A wrong configuration is not tried again, nor is a run that was stopped."""
+    process = launch("--max-restarts", "1", program=f"print('started'); raise SystemExit({code})")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == expected and out.count("started\n") == starts
+
+
+def test_a_new_checkpoint_refills_the_budget(tmp_path):
+    """Fails after the checkpoints 1, 2 and 3, then ends well; one restart in a row would not have done."""
+    (tmp_path / "n").write_text("0")
+    program = WRITE + (
+        f"n = int(open('{tmp_path}/n').read()) + 1; open('{tmp_path}/n', 'w').write(str(n)); "
+        "p.note('train', step=n, saved=n); sys.exit(n < 4)"
+    )
+    process = launch("--max-restarts", "1", program=program)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.count("starting again") == 3, out
+
+
+def test_no_orphans_and_no_shared_memory_are_left():
+    """The grandchild has left its parent's session, which killing the group does not reach."""
+    name = f"/dev/shm/jaxstack-test-{os.getpid()}"
+    program = (
+        "import os, subprocess, sys, time; "
+        "print('grandchild', subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True); "
+        f"open('{name}', 'w').close(); os.kill(os.getpid(), 9)"
+    )
+    process = launch("--max-restarts", "0", program=program)
+    out, _ = process.communicate(timeout=60)
+    grandchild = int(out.split("grandchild ")[1].split()[0])
+    assert process.returncode == 1 and "was ended by SIGKILL" in out and "removed 1 files" in out
+    assert not Path(f"/proc/{grandchild}").exists() and not Path(name).exists()
+
+
+def test_children_die_with_a_killed_launcher():
+    process = launch(program="import os, time; print('pid', os.getpid(), flush=True); time.sleep(1000)")
+    assert process.stdout is not None
+    child = int(process.stdout.readline().split()[1])
+    process.kill()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        assert time.monotonic() < deadline, "the child outlives its supervisor"
+        time.sleep(0.05)
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace():
+    program = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(1000)"
+    process = launch("--grace-seconds", "1", program=program)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and "did not end within 1 s" in out and time.monotonic() - began < 15
+
+
+def test_shared_memory_that_somebody_holds_stays(tmp_path):
+    held, free, old = (tmp_path / name for name in ("held", "free", "old"))
+    for path in (held, free, old):
+        path.write_text("x")
+    with held.open():
+        assert remove_left_behind({old}, tmp_path) == [free]
+    assert held.exists() and old.exists() and not free.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "what to run is missing"),
+        (["--nodes", "2", "--", "true"], "given together"),
+        (["--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "true"], "0..1"),
+        (["--nodes", "2", "--node-rank", "0", "--coordinator", "10.0.0.1:1", "--", "true"], "--insecure"),
+        (["--", "no-such-program"], "cannot be started"),
+    ],
+)
+def test_wrong_use_ends_with_one_message(arguments, said, capsys):
+    assert main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert said in shown and "Traceback" not in shown

@@ -1,0 +1,124 @@
+"""Routing: who is chosen with what weight, capacity, and the losses against their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.moe.router import balance_loss, capacity, drop_overflow, load_signal, route
+
+B, T, E, K = 3, 20, 6, 2
+LOGITS = np.random.default_rng(0).normal(size=(B, T, E)).astype(np.float32)
+
+
+def config(**values) -> MoEConfig:
+    return MoEConfig(**{"num_experts": E, "num_experts_per_tok": K, "router_aux_loss_coef": 0.0, **values})
+
+
+def softmax(x):
+    return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+
+
+def chosen(ranked):
+    return np.argsort(-ranked, axis=-1, kind="stable")[..., :K]
+
+
+def test_softmax_over_all_with_and_without_normalisation():
+    scores = softmax(LOGITS)
+    experts = chosen(scores)
+    kept = np.take_along_axis(scores, experts, -1)
+    plain = route(config(norm_topk_prob=False), jnp.asarray(LOGITS), None)
+    assert (plain.experts == experts).all()
+    np.testing.assert_allclose(plain.weights, kept, rtol=1e-5)
+    normalised = route(config(), jnp.asarray(LOGITS), None)
+    # As Mixtral has it: the softmax over the chosen logits.
+    np.testing.assert_allclose(normalised.weights, softmax(np.take_along_axis(LOGITS, experts, -1)), rtol=1e-5)
+
+
+def test_sigmoid_scores_with_a_bias_that_only_chooses():
+    bias = np.array([3.0, 0, 0, 0, 0, -3.0], np.float32)
+    scores = 1 / (1 + np.exp(-LOGITS))
+    experts = chosen(scores + bias)
+    kept = np.take_along_axis(scores, experts, -1)
+    found = route(config(scoring_func="sigmoid", routed_scaling_factor=2.5), jnp.asarray(LOGITS), jnp.asarray(bias))
+    assert (found.experts == experts).all() and (found.experts[..., 0] == 0).mean() > 0.9
+    np.testing.assert_allclose(found.weights, 2.5 * kept / kept.sum(-1, keepdims=True), rtol=1e-5)
+
+
+def test_capacity_takes_the_first_tokens_of_each_sequence():
+    limited = config(capacity_factor=1.0)
+    room = capacity(limited, T)
+    assert room == -(-T * K // E)
+    assert capacity(config(capacity_factor=100.0), T) == T
+    full, found = route(config(), jnp.asarray(LOGITS), None), route(limited, jnp.asarray(LOGITS), None)
+    taken = np.zeros((B, E), int)
+    for b in range(B):
+        for t in range(T):
+            for j in range(K):
+                expert = int(full.experts[b, t, j])
+                fits = taken[b, expert] < room
+                taken[b, expert] += fits
+                assert int(found.experts[b, t, j]) == (expert if fits else E)
+                assert float(found.weights[b, t, j]) == (float(full.weights[b, t, j]) if fits else 0)
+    assert (np.asarray(found.experts) == E).any()
+    assert (route(limited, jnp.asarray(LOGITS), None, dropless=True).experts == full.experts).all()
+
+
+def test_drop_overflow_of_an_expert_that_all_want():
+    experts = jnp.zeros((2, 5, 1), jnp.int32)
+    assert drop_overflow(experts, 4, 3)[:, :, 0].tolist() == [[0, 0, 0, 4, 4]] * 2
+
+
+def test_balance_loss_is_that_of_switch_a_sequence():
+    probabilities, experts = softmax(LOGITS), chosen(LOGITS)
+    wanted = 0.0
+    for b in range(B):
+        share = np.bincount(experts[b].ravel(), minlength=E) / (T * K)
+        wanted += E * (share * probabilities[b].mean(0)).sum() * T
+    found = route(config(router_aux_loss_coef=0.5), jnp.asarray(LOGITS), None).loss
+    np.testing.assert_allclose(found, 0.5 * wanted, rtol=1e-5)
+
+
+def test_balance_loss_of_an_even_load_is_one_a_token():
+    even = balance_loss(jnp.full((B, T, E), 1 / E), jnp.full((B, E), T * K / E), K)
+    np.testing.assert_allclose(even, B * T, rtol=1e-6)
+    one = jnp.zeros((B, T, E)).at[..., 0].set(1.0)
+    np.testing.assert_allclose(balance_loss(one, jnp.zeros((B, E)).at[:, 0].set(T), 1), B * T * E, rtol=1e-6)
+
+
+def test_balance_loss_does_not_depend_on_the_split_of_the_batch():
+    whole = route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS), None).loss
+    parts = [route(config(router_aux_loss_coef=1.0), jnp.asarray(LOGITS[b : b + 1]), None).loss for b in range(B)]
+    np.testing.assert_allclose(whole, sum(parts), rtol=1e-6)
+
+
+def test_losses_of_a_sequence_on_two_devices_add_up():
+    settings = config(router_aux_loss_coef=1.0, router_z_loss_coef=0.1)
+    whole = jax.value_and_grad(lambda x: route(settings, x, None).loss)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
+
+    def parts(x):
+        share = lambda x: route(settings, x, None, sequence_axes=("context",)).loss[None]  # noqa: E731
+        spec = jax.P(None, "context")
+        return jax.shard_map(share, mesh=mesh, in_specs=spec, out_specs=jax.P("context"), check_vma=False)(x).sum()
+
+    for found, wanted in zip(jax.jit(jax.value_and_grad(parts))(LOGITS), whole(jnp.asarray(LOGITS)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_z_loss():
+    found = route(config(router_z_loss_coef=0.1), jnp.asarray(LOGITS), None).loss
+    np.testing.assert_allclose(found, 0.1 * (np.log(np.exp(LOGITS).sum(-1)) ** 2).sum(), rtol=1e-5)
+
+
+def test_the_gradient_of_the_bias_is_the_load():
+    counts = jnp.array([4.0, 0.0, 1.0, 3.0])
+    value, gradient = jax.value_and_grad(lambda bias: 2.0 * load_signal(bias, counts, 2))(jnp.array([1.0, 2, 3, 4]))
+    assert value == 0 and gradient.tolist() == [2 * 4 / 2 * (c - 2.0) for c in counts.tolist()]
+
+
+def test_more_experts_a_token_than_there_are():
+    with pytest.raises(ValueError, match="num_experts_per_tok \\(7\\) must be at most num_experts \\(6\\)"):
+        config(num_experts_per_tok=7)

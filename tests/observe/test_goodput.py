@@ -1,0 +1,52 @@
+"""Goodput over several starts of a run."""
+
+import json
+
+from jaxstack.observe.goodput import FILE, Goodput
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_one_start(tmp_path):
+    clock = Clock()
+    goodput = Goodput(tmp_path, 0, 0.0, clock)
+    clock.now += 20  # compiling
+    goodput.add(60.0)
+    clock.now += 60
+    assert goodput.read() == {"train_seconds": 60.0, "goodput": 0.75}
+
+
+def test_a_crash_costs_what_is_repeated_and_the_time_until_the_next_start(tmp_path):
+    clock = Clock()
+    Goodput(tmp_path, 0, 0.0, clock).add(90.0)
+    clock.now += 100  # then killed; only 40 of the 90 seconds were before the last checkpoint
+    clock.now += 50
+    second = Goodput(tmp_path, 8, 40.0, clock)
+    second.add(50.0)
+    clock.now += 50
+    assert second.read() == {"train_seconds": 90.0, "goodput": 90 / 200}
+
+
+def test_the_time_after_a_finished_run_does_not_count(tmp_path):
+    clock = Clock()
+    first = Goodput(tmp_path, 0, 0.0, clock)
+    first.add(50.0)
+    clock.now += 100
+    first.close(finished=True)
+    clock.now += 86400
+    later = Goodput(tmp_path, 10, 50.0, clock)
+    clock.now += 100
+    later.add(50.0)
+    assert later.read()["goodput"] == 0.5
+    assert [session["step"] for session in json.loads((tmp_path / FILE).read_text())] == [0, 10]
+
+
+def test_a_damaged_file_begins_anew(tmp_path):
+    (tmp_path / FILE).write_text("[{")
+    assert 0 <= Goodput(tmp_path, 0, 0.0).read()["goodput"] <= 1

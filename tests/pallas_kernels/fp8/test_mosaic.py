@@ -1,0 +1,50 @@
+"""The block-scaled product for Hopper: interpreted against the plain form, and compiled without spills in its loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import fp8_multiply, lowering_platform
+from pallas_kernels.fp8 import mosaic
+from pallas_kernels.fp8.blockwise import multiply_dequantized, quantize_rows, quantize_weight
+from pallas_kernels.fp8.formats import Quantized
+from tests.hopper import compile_for_hopper
+
+pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+
+
+@pytest.mark.parametrize("columns_scaled", [False, True])
+@pytest.mark.parametrize(("rows", "width", "columns"), [(256, 640, 256), (128, 128, 384)])
+def test_the_kernel_multiplies_as_the_plain_form(monkeypatch, rows, width, columns, columns_scaled):
+    """Two programs take several tiles each, in one and in two halves a warpgroup, through a ring that wraps around."""
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    keys = jax.random.split(jax.random.key(0))
+    a = quantize_rows(jax.random.normal(keys[0], (rows, width)) * jnp.arange(1.0, rows + 1)[:, None])
+    weight = jax.random.normal(keys[1], (width, columns)) * jnp.arange(1.0, width + 1)[:, None]
+    if columns_scaled:
+        b = quantize_rows(weight.T)
+    else:
+        values, inverse_scale = quantize_weight(weight)
+        b = Quantized(values.T, inverse_scale)
+    found = np.asarray(mosaic.product(a, b, jnp.bfloat16), np.float32)
+    wanted = np.asarray(multiply_dequantized(a, b, jnp.float32))
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-8, atol=1e-3 * np.abs(wanted).max())
+
+
+def test_compiled_for_hopper_it_is_six_tensor_core_kernels(monkeypatch, capfd):
+    """Two weights: forward, gradient of the input and of the weight; each multiplies e4m3 by wgmma, fed by TMA."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+
+    def both(x, weights):
+        outs, pull = jax.vjp(lambda x, w: fp8_multiply(x, w, recipe="blockwise"), x, weights)
+        return pull(outs)
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
+    with lowering_platform("cuda"):
+        text = compile_for_hopper(both, x, (w, w)).as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 6
+    kernels = "".join(capfd.readouterr()).split(".visible .entry")[1:]
+    assert kernels
+    for kernel in kernels:
+        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel and "cp.async.bulk.tensor" in kernel

@@ -1,0 +1,87 @@
+"""The rounding kernel: interpreted on the CPU against the plain form, bit by bit, and compiled for an H200.
+
+Triton decides at its import whether kernels are interpreted, so that runs in a process of its own:
+`TRITON_INTERPRET=1 python -m tests.pallas_kernels.fp8.test_triton`.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import lowering_platform
+from pallas_kernels.fp8 import blockwise, triton
+from pallas_kernels.fp8.formats import E4M3
+from tests.hopper import compile_for_hopper
+
+needs_triton = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")),
+    reason="needs Triton: pip install 'jaxstack[cuda]'",
+)
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def interpret() -> None:
+    """Compares every output of the kernel.
+
+    Scales of all magnitudes and of zeros; values that FP8 holds, as the interpreter's own cast drops the carry of a
+    rounding.
+    """
+    from pallas_kernels.fp8.triton_quantize import quantize_kernel
+    from tests.pallas_kernels.attention.test_triton import _Array, let_numpy_index
+
+    let_numpy_index()
+    random, size = np.random.default_rng(0), (256, 384)
+    shapes = [(size, E4M3), ((3, 256), np.float32), (size[::-1], E4M3), ((2, 384), np.float32)]
+    names = {E4M3: "fp8e4nv", np.float32: "fp32"}
+
+    def run(x):
+        results = [_Array(np.ones(shape, dtype), names[dtype]) for shape, dtype in shapes]
+        quantize_kernel[(6,)](_Array(np.asarray(x, np.float32), "fp32"), *results, plan=triton.Plan(*size))
+        plain = jax.tree.leaves(blockwise.quantize_both(jnp.asarray(x, jnp.float32)))
+        found = [result.array.astype(np.float32) for result in results]
+        return list(zip(found, [np.asarray(array).astype(np.float32) for array in plain], strict=True))
+
+    x = random.normal(size=size) * np.exp2(random.integers(-40, 40, (256, 1)) + random.integers(-9, 9, (1, 384)))
+    x[128:, :128] = 0
+    for found, wanted in run(x)[1::2]:
+        np.testing.assert_array_equal(found, wanted)
+    held = random.choice([-1.875, -1.0, 1.125, 1.5], size) * np.exp2(random.integers(-3, 4, size))
+    for found, wanted in run(held):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@needs_triton
+def test_the_kernel_rounds_bit_by_bit_as_the_plain_form():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.pallas_kernels.fp8.test_triton"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@needs_triton
+def test_compiled_for_hopper_it_reads_the_array_once():
+    x = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16)
+    with lowering_platform("cuda"):
+        text = compile_for_hopper(triton.quantize_both, x).as_text()
+    assert text.count("triton_kernel_call") >= 1 and " fusion(" not in text
+
+
+@needs_triton
+@pytest.mark.parametrize("shape", [(500, 384), (512, 380)])
+def test_other_shapes_are_rounded_by_xla(shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with lowering_platform("cuda"):
+        assert "triton_kernel_call" not in compile_for_hopper(triton.quantize_both, x).as_text()
+
+
+if __name__ == "__main__":
+    interpret()

@@ -1,0 +1,64 @@
+"""The whole train step of a pipeline, compiled for four H200s: what it sends, what overlaps, what it keeps."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.feed import abstract_batch
+from jaxstack.observe.collectives import Collective, collectives
+from pallas_kernels import lowering_platform
+from tests.hopper import hopper_topology
+from tests.small_runs import make_trainer, small_config
+
+pytestmark = pytest.mark.slow
+
+STAGES, T, D = 4, 256, 256
+
+
+@functools.cache
+def compiled(schedule: str, microbatches: int) -> tuple[Any, dict[str, int]]:
+    """The step of eight layers with microbatches of two rows, and the mesh."""
+    rows = 2 * microbatches
+    config = small_config(
+        "model.num_layers=8", f"model.hidden_size={D}", "model.num_heads=4", "model.intermediate_size=512",
+        "model.vocab_size=4096", "model.remat=full", f"train.sequence_length={T}", f"train.global_batch_size={rows}",
+        f"parallel.pipeline={STAGES}", f"parallel.pipeline_schedule={schedule}",
+        f"parallel.microbatches={microbatches}",
+    )  # fmt: skip
+    trainer = make_trainer(config, devices=hopper_topology(STAGES).devices, dtype=jnp.bfloat16)
+    host = {name: np.zeros((rows, T), np.int32) for name in ("tokens", "labels", "segment_ids")}
+    with lowering_platform("cuda", compute_capability=(9, 0)):
+        return trainer.compile(abstract_batch(host, trainer.rules, rows)), dict(trainer.rules.mesh.shape)
+
+
+def rows_of(schedule: str, microbatches: int) -> list[Collective]:
+    program, mesh = compiled(schedule, microbatches)
+    return collectives(program.as_text(), mesh)
+
+
+def temporary_bytes(schedule: str, microbatches: int) -> int:
+    return compiled(schedule, microbatches)[0].memory_analysis().temp_size_in_bytes
+
+
+def test_a_microbatch_of_the_residual_stream_travels_each_way_and_overlaps():
+    """2 b s h bytes a boundary, microbatch and direction (Narayanan et al. 2021), in bfloat16."""
+    up, down = (row for row in rows_of("1f1b", 8) if row.kind == "collective-permute")
+    for row in (up, down):
+        assert (row.dtype, row.payload_bytes, row.axes) == ("bf16", 2 * 2 * T * D, ("pipeline",))
+        assert row.calls == 8 + 2 * (STAGES - 1) + 1, "once a tick"
+        assert row.asynchronous
+
+
+def test_embedding_and_head_are_gathered_and_scattered_once_a_step():
+    rows = [row for row in rows_of("1f1b", 8) if row.kind != "collective-permute"]
+    assert {row.kind for row in rows if row.payload_bytes > 16 * D} == {"all-gather", "reduce-scatter"}
+    assert not any(row.in_loop for row in rows)
+
+
+def test_memory_of_1f1b_does_not_grow_with_the_microbatches_and_that_of_gpipe_does():
+    assert temporary_bytes("1f1b", 16) <= 1.02 * temporary_bytes("1f1b", 8)
+    assert temporary_bytes("gpipe", 16) > 1.1 * temporary_bytes("gpipe", 8)
+    assert temporary_bytes("1f1b", 16) < temporary_bytes("gpipe", 16)

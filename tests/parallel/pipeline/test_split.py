@@ -1,0 +1,69 @@
+"""A layer's backward in two halves gives the gradients of one, and does nothing twice."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.parallel.pipeline.layer import split_layer
+from jaxstack.parallel.pipeline.split import split_backward
+
+B, T, D, F = 4, 32, 64, 256
+
+
+def layer(weights, x, shared, index):
+    h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * weights["norm"]
+    h = jax.nn.silu(h @ weights["gate"]) * (h @ weights["up"]) * shared
+    return x + (h @ weights["down"]) * (1 + index), jnp.sum(h * h)
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 6)
+    normal = lambda i, *shape: jax.random.normal(keys[i], shape) / shape[0] ** 0.5  # noqa: E731
+    weights = {"norm": 1 + normal(0, D), "gate": normal(1, D, F), "up": normal(2, D, F), "down": normal(3, F, D)}
+    return weights, jax.random.normal(keys[4], (B, T, D)), jnp.float32(0.5), jnp.int32(1), normal(5, B, T, D)
+
+
+def flops(function, *args):
+    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_both_halves_together_are_the_whole(remat):
+    weights, x, shared, index, gradient = arguments()
+    body = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable) if remat else layer
+    split = split_layer(body, weights, x, shared, index)
+    late = split_backward(split, weights, x, shared, index)
+    assert split.has_loss
+
+    def forward(weights, x):
+        y, loss = body(weights, x, shared, index)
+        return jnp.sum(y * gradient) + loss
+
+    wanted_weights, wanted_x = jax.grad(forward, (0, 1))(weights, x)
+    _, _, saved = split.forward(weights, x, shared, index)
+    assert len(saved) == (1 if remat else len(split.saved))
+    dx, found = split.backward(saved, gradient, weights, shared, index)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)  # noqa: E731
+    close(dx, wanted_x)
+    jax.tree.map(close, found, wanted_weights)
+
+    dx, early, kept = late.backward(saved, gradient, weights, shared, index)
+    rest = late.weights(kept)
+    close(dx, wanted_x)
+    assert early["gate"] is None and rest["norm"] is None
+    jax.tree.map(close, {**rest, "norm": early["norm"]}, wanted_weights)
+    # Operands of three matmuls: h (shared by two), the product, and a cotangent each.
+    assert sum(k.size for k in kept) == B * T * (2 * D + 3 * F)
+
+    whole = flops(split.backward, saved, gradient, weights, shared, index)
+    first = flops(late.backward, saved, gradient, weights, shared, index)
+    second = flops(late.weights, kept)
+    assert first + second <= 1.02 * whole
+    assert second > 0.3 * whole if remat else second > 0.45 * whole
+
+
+def test_weights_and_what_is_shared_are_not_saved():
+    weights, x, shared, index, _ = arguments()
+    split = split_layer(layer, weights, x, shared, index)
+    assert all(s.shape[0] == B for s in split.saved if np.prod(s.shape) >= D * D), "activations only"

@@ -1,0 +1,251 @@
+"""Mixtures of experts on several devices: every layout trains as one device does, however uneven the load."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.errors import ConfigError
+from jaxstack.models.moe.exchange import compute_apart, compute_here, slots_of
+from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules, with_local_tokens
+from jaxstack.state import TrainState
+from tests.small_runs import make_trainer, run_steps, small_config
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MIXTURE = (
+    "model.moe={num_experts: 12, num_experts_per_tok: 3, moe_intermediate_size: 24, router_aux_loss_coef: 0.01}",
+    "train.global_batch_size=24",
+)
+DEEPSEEK = (
+    "model.moe={num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 16, n_shared_experts: 1, "
+    "scoring_func: sigmoid, balance_bias: true, first_k_dense_replace: 1, router_z_loss_coef: 0.001}",
+    "model.num_layers=3",
+    "model.remat=full",
+    "train.global_batch_size=8",
+)
+FEW_SLOTS = ("model.moe.exchange_factor=0.3",)
+CAPACITY = ("model.moe.capacity_factor=0.8",)
+
+
+@functools.cache
+def initial_state(*overrides: str) -> TrainState:
+    return jax.device_get(make_trainer(small_config(*overrides)).state)
+
+
+def train(*overrides: str, shape: tuple[str, ...] = ()):
+    """Ten losses, and parameters and last metrics, from the same initial state in every layout."""
+    shape = ("optimizer.eps=1e-4", *shape)
+    trainer = make_trainer(small_config(*shape, *overrides))
+    start = initial_state(*shape)
+    trainer.state = jax.device_put(start._replace(key=jax.random.clone(start.key)), trainer.shardings)
+    return run_steps(trainer, 10), jax.device_get(trainer.state.params)
+
+
+@functools.cache
+def reference(*shape: str):
+    return train(shape=shape)
+
+
+def assert_trains_as_one_device(*overrides: str, shape: tuple[str, ...] = MIXTURE) -> None:
+    losses, params = train(*overrides, shape=shape)
+    wanted, wanted_params = reference(*shape)
+    assert wanted[-1] < wanted[0] - 0.02, "the reference learns"
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), params, wanted_params)
+
+
+def layout(**degrees: int) -> tuple[str, ...]:
+    return tuple(f"parallel.{axis}={degree}" for axis, degree in degrees.items())
+
+
+def slow(*layouts: tuple[str, ...]):
+    return [pytest.param(found, marks=pytest.mark.slow) for found in layouts]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*layout(fsdp=2, expert=2, tensor=2), "parallel.sequence=true", "train.gradient_accumulation=2"),
+        *slow(
+            layout(expert=2),
+            layout(expert=3),
+            layout(expert=6),
+            layout(data=3, expert=2),
+            layout(expert=4, tensor=2),
+            (*layout(data=2, fsdp=2, expert=2), "train.gradient_accumulation=3"),
+            layout(data=4, tensor=2),
+            layout(fsdp=8),
+            (*layout(data=2, expert=2), *FEW_SLOTS),
+        ),
+    ],
+    ids=" ".join,
+)
+def test_every_layout_gives_the_loss_curve_of_one_device(overrides):
+    assert_trains_as_one_device(*overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        layout(data=2, expert=2, tensor=2),
+        (*layout(fsdp=4, expert=2), *FEW_SLOTS),
+        (*layout(expert=4, tensor=2), "parallel.sequence=true", "model.scan_layers=false"),
+        (*layout(data=2, fsdp=2), "train.gradient_accumulation=2"),
+    ],
+    ids=" ".join,
+)
+def test_shared_experts_and_the_balance_bias_too(overrides):
+    assert_trains_as_one_device(*overrides, shape=DEEPSEEK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [layout(expert=4), layout(data=2, expert=2, tensor=2)], ids=" ".join)
+def test_a_capacity_drops_the_same_tokens(overrides):
+    assert_trains_as_one_device(*overrides, shape=(*DEEPSEEK, *CAPACITY))
+
+
+# --- the exchange -----------------------------------------------------------------------------------------------------
+
+DEVICES, TOKENS, WIDTH, EXPERTS, CHOSEN = 4, 24, 3, 8, 2
+
+
+def plainly(rows, weights, kernels, sizes, alignment):
+    """Each row times its expert's number, and squared: an elementwise stand-in for the matmuls."""
+    starts = jnp.cumsum(-(-sizes // alignment) * alignment)
+    expert = jnp.searchsorted(starts, jnp.arange(rows.shape[0]), side="right")
+    return jnp.square(rows) * weights[:, None] * kernels["up"].at[expert].get(mode="fill", fill_value=0)
+
+
+LOADS = {
+    "even": lambda random: random.permuted(np.tile(np.arange(EXPERTS), (TOKENS * DEVICES, 1)), axis=1)[:, :CHOSEN],
+    "all_to_one_device": lambda random: np.tile([0, 1], (TOKENS * DEVICES, 1)),
+    "one_pair_of_devices": lambda random: np.where(np.arange(TOKENS * DEVICES)[:, None] < TOKENS, [[6, 7]], [[2, 5]]),
+    "some_dropped": lambda random: random.integers(0, EXPERTS + 1, (TOKENS * DEVICES, CHOSEN)),
+    "all_dropped": lambda random: np.full((TOKENS * DEVICES, CHOSEN), EXPERTS),
+}
+
+
+QUICK = (("even", 0.3), ("all_to_one_device", 1.5), ("some_dropped", 4.0))
+"""Several rounds for an even load, several for an uneven one, and a buffer that surely suffices."""
+PAIRS = [
+    pytest.param(load, factor, marks=() if (load, factor) in QUICK else pytest.mark.slow)
+    for load in LOADS
+    for factor in (0.3, 1.5, 4.0)
+]
+
+
+@pytest.mark.parametrize(("load", "factor"), PAIRS)
+def test_no_token_is_lost_however_uneven_the_load(load, factor):
+    """The results and gradients are those of experts on one device."""
+    random = np.random.default_rng(0)
+    experts = jnp.asarray(LOADS[load](random), jnp.int32)
+    x = jnp.asarray(random.normal(size=(TOKENS * DEVICES, WIDTH)), jnp.float32)
+    weights = jnp.asarray(random.random(experts.shape), jnp.float32)
+    kernels = {"up": jnp.asarray(random.normal(size=(EXPERTS, 1)), jnp.float32)}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:DEVICES]), ("expert",))
+    spec = jax.P("expert")
+
+    def apart(x, weights, kernels):
+        run = functools.partial(compute_apart, plainly, devices=DEVICES, factor=factor)
+        mapped = jax.shard_map(
+            lambda x, w, k, e: run(x, e, w, k), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        return mapped(x, weights, kernels, experts)
+
+    def here(x, weights, kernels):
+        return compute_here(plainly, x, experts, weights, kernels)
+
+    def total(function):
+        value = lambda *arrays: (jnp.sin(out := function(*arrays)).sum(), out)  # noqa: E731
+        return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(x, weights, kernels)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), total(apart), total(here))
+
+
+def test_slots_are_bounded_by_what_can_be_sent():
+    assert slots_of(1000, 4, 1.5, 1000) == 376, "1.5 x 250, in eights"
+    assert slots_of(1000, 4, 8.0, 1000) == 1000
+    assert slots_of(1000, 4, 1.5, 60) == 60
+
+
+def test_in_a_shard_map_that_has_taken_the_axes():
+    """As in a step that is manual over the batch's axes: each device's own loss, its gradients summed where whole."""
+    rules = make_rules(make_mesh(ParallelConfig(data=2, expert=2, tensor=2), jax.devices()))
+    parameters = {
+        "up": (jax.random.normal(jax.random.key(0), (4, 6, 8)), ("expert", "embed", "mlp")),
+        "down": (jax.random.normal(jax.random.key(1), (4, 8, 6)), ("expert", "mlp", "embed")),
+        "router": (jax.random.normal(jax.random.key(2), (6, 4)), ("embed", "router")),
+    }
+    names = {name: names for name, (_, names) in parameters.items()}
+    stored = {name: array for name, (array, _) in parameters.items()}
+    x = jax.random.normal(jax.random.key(3), (8, 5, 6))
+
+    def layer(x, arrays, split):
+        logits = x @ arrays["router"]
+        experts = jax.lax.top_k(logits, 2)[1].reshape(-1, 2)
+        weights = jax.nn.softmax(logits).reshape(-1, 4)[jnp.arange(experts.shape[0])[:, None], experts]
+        kernels = {"up": arrays["up"], "down": arrays["down"]}
+
+        def compute(rows, weights, kernels, sizes, alignment):
+            ends = jnp.cumsum(-(-sizes // alignment) * alignment)
+            owner = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
+            hidden = jnp.einsum("rd,rdf->rf", rows, kernels["up"].at[owner].get(mode="fill", fill_value=0))
+            hidden *= weights[:, None]
+            return jnp.einsum("rf,rfd->rd", hidden, kernels["down"].at[owner].get(mode="fill", fill_value=0))
+
+        devices = 4 // kernels["up"].shape[0]
+        tokens = x.reshape(-1, 6)
+        if devices == 1:
+            y = compute_here(compute, tokens, experts, weights, kernels)
+        else:
+            y = compute_apart(compute, tokens, experts, weights, kernels, devices=devices, factor=1.5)
+        return y.reshape(x.shape), logits.sum()
+
+    def loss(x, stored):
+        y, share = with_local_tokens(layer, x, {name: (p, names[name]) for name, p in stored.items()}, jnp.float32)
+        return (y**2).sum() + 0.1 * share
+
+    def device(x, stored):
+        with logical_axis_rules(rules.within(["data", "expert"])):
+            value, (d_x, d_stored) = jax.value_and_grad(loss, argnums=(0, 1))(x, stored)
+        d_router = jax.lax.psum(d_stored.pop("router"), ("data", "expert"))
+        d_stored = jax.lax.psum(d_stored, "data")
+        return jax.lax.psum(value, ("data", "expert")), d_x, {**d_stored, "router": d_router}
+
+    held = {"up": jax.P("expert"), "down": jax.P("expert"), "router": jax.P()}
+    rows = jax.P(("data", "expert"))
+    found = jax.jit(
+        jax.shard_map(
+            device,
+            mesh=rules.mesh,
+            in_specs=(rows, held),
+            out_specs=(jax.P(), rows, held),
+            axis_names={"data", "expert"},
+            check_vma=False,
+        )
+    )(x, stored)
+    value, gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(x, stored)
+    wanted = (value, *gradients)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-4), found, wanted)
+
+
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("parallel.expert=2",), "this model has none of; use data or fsdp"),
+        ((*MIXTURE, "parallel.expert=8"), r"num_experts \(12\) must be divisible.*fit: 1, 2, 3, 4, 6, 12"),
+        ((*MIXTURE, "parallel.tensor=4", "model.moe.moe_intermediate_size=30"), "nearest: 28 or 32"),
+        ((*MIXTURE, *layout(data=2, expert=4), "train.gradient_accumulation=5"), "global_batch_size"),
+        ((*MIXTURE, *layout(data=5, expert=2)), r"data x fsdp x expert x.*\(5 x 1 x 2 x 1 = 10\); nearest: 20 or 30"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config(*overrides)

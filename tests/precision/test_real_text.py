@@ -1,0 +1,27 @@
+"""A small model on real text comes to nearly the same held-out loss in every recipe as without FP8."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxstack.language_run import train_language_model
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
+SHORT = (
+    "train.steps=150", "schedule.warmup_steps=20", "train.eval_every_steps=150", "train.eval_tokens=20000",
+    "checkpoint.every_steps=150", "observe.trackers=[jsonl]", "observe.progress=false", "data.held_out_max_bytes=60000",
+)  # fmt: skip
+
+
+def held_out_loss(directory, recipe: str) -> float:
+    return train_language_model(CONFIG, [f"run.dir={directory}", f"precision.fp8={recipe}", *SHORT])["eval_loss"]
+
+
+@pytest.mark.slow
+def test_held_out_loss_is_within_one_percent(tmp_path):
+    losses = {
+        recipe: held_out_loss(tmp_path / recipe, recipe) for recipe in ("none", "current", "delayed", "blockwise")
+    }
+    for recipe, loss in losses.items():
+        assert loss == pytest.approx(losses["none"], rel=0.01), (recipe, losses)
+    assert losses["none"] < 6.5, "it has learnt something"

@@ -1,0 +1,197 @@
+"""FP8 in the model: which layers, training in each recipe and layout, the scaling state through step and checkpoint."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.errors import ConfigError
+from jaxstack.loop import LoopSettings
+from jaxstack.models import ModelConfig, Transformer, count_fp8_matmuls, in_fp8
+from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.ran import refuse_missing_fp8
+from jaxstack.precision import PrecisionConfig, ScalingState, use_fp8
+from jaxstack.precision.recipe import Fp8Matmul
+from pallas_kernels import record_choices
+from tests.small_runs import make_trainer, run_steps, small_config
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+STEPS = 3
+
+
+def losses(*overrides: str, steps: int = STEPS) -> list[float]:
+    return run_steps(make_trainer(small_config(*overrides)), steps)
+
+
+@pytest.fixture(scope="module")
+def on_one_device() -> dict[str, list[float]]:
+    return {recipe: losses(f"precision.fp8={recipe}") for recipe in ("none", "current", "delayed", "blockwise")}
+
+
+# --- which layers -------------------------------------------------------------------------------------------------
+
+
+def paths_in_fp8(precision: PrecisionConfig, **model) -> set[str]:
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=4, **model)
+    abstract = nnx.eval_shape(lambda: in_fp8(Transformer(config, nnx.Rngs(0)), precision))
+    modules = nnx.iter_modules(abstract)
+    return {"/".join(map(str, path)) for path, m in modules if isinstance(getattr(m, "dot_general", None), Fp8Matmul)}
+
+
+PROJECTIONS = {
+    *(f"attention/{name}_proj" for name in "qkvo"),
+    *(f"mlp/{name}_proj" for name in ("gate", "up", "down")),
+}
+
+
+def test_all_projections_of_the_layers_and_nothing_else():
+    found = paths_in_fp8(PrecisionConfig(fp8="current"), scan_layers=False)
+    assert found == {f"decoder/layers/{i}/{name}" for i in range(4) for name in PROJECTIONS}
+    assert paths_in_fp8(PrecisionConfig(fp8="current")) == {f"decoder/layers/0/{name}" for name in PROJECTIONS}
+    assert not paths_in_fp8(PrecisionConfig())
+
+
+def test_rules_leave_layers_out():
+    rules = ({"path": "layers/(0|3)/", "fp8": False}, {"path": "o_proj", "fp8": False})
+    found = paths_in_fp8(PrecisionConfig(fp8="blockwise", fp8_rules=rules), scan_layers=False)
+    assert found == {f"decoder/layers/{i}/{name}" for i in (1, 2) for name in PROJECTIONS - {"attention/o_proj"}}
+
+
+def test_rules_that_tell_scanned_layers_apart_are_refused():
+    with pytest.raises(ConfigError, match=r"layers/1/.* is to run in FP8 and .*layers/0/.*scan_layers to false"):
+        paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=({"path": "layers/0/", "fp8": False},)))
+
+
+def test_a_rule_that_matches_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"'k_porj' matches no parameter; .*layers/0/attention/q_proj/kernel"):
+        paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=({"path": "k_porj", "fp8": False},)))
+
+
+def test_layers_of_alternating_kinds_are_numbered_as_in_the_model():
+    kinds = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
+    rules = ({"path": "layers/(0|2)/", "fp8": False},)
+    found = paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=rules), **kinds)
+    assert found == {f"decoder/layers/1/{name}" for name in PROJECTIONS}
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_number_of_matmuls(scan):
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=4, scan_layers=scan)
+    model = nnx.eval_shape(lambda: in_fp8(Transformer(config, nnx.Rngs(0)), PrecisionConfig(fp8="current")))
+    assert count_fp8_matmuls(model) == 3 * 7 * 4
+
+
+def test_a_users_own_layers():
+    module = nnx.Sequential(nnx.Linear(32, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1)))
+    use_fp8(module, lambda path: Fp8Matmul("current") if path[-1] == 0 else None)
+    with record_choices() as choices:
+        module(jnp.ones((16, 32)))
+    assert [choice.operation for choice in choices] == ["fp8_dot_general"]
+
+
+def test_a_step_with_fewer_fp8_matmuls_than_it_should_have_is_refused():
+    ran = {"matmuls": {"all": 9, "fp8": 5, "fp8_expected": 6}}
+    with pytest.raises(ConfigError, match=r"5 FP8 matmuls and should have 6"):
+        refuse_missing_fp8(ran)
+    refuse_missing_fp8({"matmuls": {"all": 9, "fp8": 6, "fp8_expected": 6}})
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_it_trains_nearly_as_float32(on_one_device, recipe):
+    found, wanted = on_one_device[recipe], on_one_device["none"]
+    assert found != wanted and found == pytest.approx(wanted, rel=0.01)
+
+
+LAYOUTS = (
+    "parallel.fsdp=2 parallel.data=2",
+    "parallel.tensor=2 train.gradient_accumulation=2",
+    "parallel.fsdp=2 parallel.tensor=2 model.scan_layers=false",
+    "parallel.data=2 model.remat=full train.gradient_accumulation=2",
+)
+QUICK = {("current", LAYOUTS[1]), ("delayed", LAYOUTS[0])}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        pytest.param(recipe, layout, marks=[] if (recipe, layout) in QUICK else pytest.mark.slow)
+        for recipe in ("current", "delayed", "blockwise")
+        for layout in LAYOUTS
+    ],
+)
+def test_layouts_train_nearly_as_one_device(on_one_device, recipe, layout):
+    """Nearly: a device scales its own rows."""
+    found = losses(f"precision.fp8={recipe}", *layout.split())
+    assert found == pytest.approx(on_one_device[recipe], rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_gathered_bytes_give_the_same_loss(recipe):
+    """Widths at which also blocks' shards are whole blocks, so that FP8 is what is gathered."""
+    shape = ("model.hidden_size=256", "model.intermediate_size=256", "model.head_dim=32", f"precision.fp8={recipe}")
+    assert losses(*shape, "parallel.fsdp=2") == pytest.approx(losses(*shape), rel=2e-3)
+
+
+# --- the scaling state --------------------------------------------------------------------------------------------
+
+
+def states_after(*overrides: str) -> dict[str, np.ndarray]:
+    trainer = make_trainer(small_config("precision.fp8=delayed", "precision.fp8_history=4", *overrides))
+    run_steps(trainer, 2)
+    scaling, _ = trainer.module.split_scaling(trainer.state.rest)
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(scaling)}
+
+
+def test_histories_are_the_same_however_the_batch_is_cut():
+    """The maximum over microbatches and devices, not their sum."""
+    whole = states_after()
+    assert len(whole) == len(PROJECTIONS)
+    cut = states_after("parallel.data=2", "train.gradient_accumulation=2")
+    for name, history in whole.items():
+        assert history.shape == (2, 3, 4), "layers, roles, steps"
+        assert (history[..., :2] > 0).all() and (history[..., 2:] == 0).all()
+        np.testing.assert_allclose(cut[name][:, :2, 1], history[:, :2, 1], rtol=1e-2)
+        np.testing.assert_allclose(cut[name], history, rtol=0.2)
+
+
+def test_a_skipped_step_keeps_the_histories():
+    trainer = make_trainer(small_config("precision.fp8=delayed"))
+    run_steps(trainer, 1)
+    before = jax.device_get(trainer.module.split_scaling(trainer.state.rest)[0])
+    state = trainer.state
+    trainer.state = state._replace(params={**state.params, "head": state.params["head"] * jnp.nan})
+    run_steps(trainer, 1)
+    after = jax.device_get(trainer.module.split_scaling(trainer.state.rest)[0])
+    assert int(trainer.state.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_scaling_states_are_no_parameters():
+    trainer = make_trainer(small_config("precision.fp8=delayed"))
+    plain = make_trainer(small_config())
+    assert jax.tree.structure(trainer.abstract_state.params) == jax.tree.structure(plain.abstract_state.params)
+    assert jax.tree.structure(trainer.abstract_state.optimizer) == jax.tree.structure(plain.abstract_state.optimizer)
+    variables = nnx.state(trainer.trained_module, ScalingState)
+    assert len(jax.tree.leaves(variables)) == len(PROJECTIONS)
+
+
+def test_a_delayed_run_resumes_bit_for_bit(tmp_path):
+    settings = LoopSettings(
+        checkpoint=CheckpointConfig(every_steps=2),
+        observe=ObserveConfig(log_every=1, trackers=("jsonl",), progress=False),
+    )
+
+    def state_after(directory, steps):
+        trainer = make_trainer(small_config("precision.fp8=delayed", f"train.steps={steps}", "schedule.name=constant"))
+        trainer.fit(directory, settings)
+        return jax.device_get(trainer.state._replace(key=jax.random.key_data(trainer.state.key)))
+
+    whole = state_after(tmp_path / "whole", 4)
+    state_after(tmp_path / "cut", 2)
+    jax.tree.map(np.testing.assert_array_equal, state_after(tmp_path / "cut", 4), whole)

@@ -1,0 +1,118 @@
+"""Row 12 and row 2: ranks that hang, and ranks that die."""
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from jaxstack.launch.shared_memory import list_files
+from tests.reliability.runs import FAULTY, TRAIN, Runs, alive, finish, ranks, read_until
+
+pytestmark = pytest.mark.slow
+LIMIT = 20
+QUICK = ("checkpoint.every_steps=4", "train.eval_every_steps=null")
+
+
+def started(said: str) -> int:
+    """How often the run was taken up or begun."""
+    return said.count("compiled the step")
+
+
+@pytest.mark.parametrize("fault", ["gil", "sleep", "stop"])
+def test_a_stuck_rank_is_named_ended_and_restarted(runs: Runs, fault, record, full):
+    """The interpreter held for ever, a rank asleep, a rank suspended from outside (SIGSTOP)."""
+    if fault != "gil" and not full:
+        pytest.skip("--full")
+    before, name = list_files(), f"stuck-{fault}"
+    overrides = ["train.steps=3000" if fault == "stop" else "train.steps=24", *QUICK]
+    command = runs.train(name, *overrides, command=TRAIN if fault == "stop" else FAULTY)
+    options = ["--processes", "2", "--step-seconds", str(LIMIT)]
+    launcher = runs.launch(options, command, FAULT=fault, FAULT_RANK="1", FAULT_STEP="10")
+    said = read_until(launcher, r"^step 6/")
+    assert "starting again" not in "".join(said)
+    pids = ranks(launcher)
+    if fault == "stop":
+        os.kill(pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    read_until(launcher, "stacks of rank 1")
+    noticed = time.monotonic() - began
+    read_until(launcher, "starting again")
+    restarted = time.monotonic() - began
+    assert not any(map(alive, pids.values())), "all ranks of the failed start are gone"
+    if fault == "stop":
+        runs.wait_for_step(launcher, name, max(runs.losses(name)) + 5)
+        launcher.send_signal(signal.SIGTERM)
+    code, said = finish(launcher)
+    assert code == (143 if fault == "stop" else 0), said
+    assert "resuming from step" in said and started(said) == 1
+    assert fault == "stop" or sorted(runs.losses(name)) == list(range(1, 25))
+    assert noticed < LIMIT + 30 and restarted < LIMIT + 30
+    assert list_files() <= before
+    what = {"gil": "the interpreter held", "sleep": "a rank asleep", "stop": "SIGSTOP"}[fault]
+    record(
+        12, what, f"stacks after {noticed:.0f} s (limit {LIMIT} s), all ended and started again after {restarted:.0f} s"
+    )
+
+
+def test_stacks_say_where(runs: Runs, full):
+    """The dump names the line that hangs."""
+    if not full:
+        pytest.skip("--full")
+    name = "where"
+    launcher = runs.launch(
+        ["--processes", "1", "--step-seconds", "15", "--max-restarts", "0"],
+        runs.train(name, "train.steps=24", *QUICK, command=FAULTY), FAULT="sleep", FAULT_RANK="0", FAULT_STEP="10",
+    )  # fmt: skip
+    code, said = finish(launcher)
+    assert code == 1 and "giving up" in said
+    assert re.search(r"rank 0 gave no sign of life for \d+ s in phase 'train' at step 10 \(limit 15 s\)", said)
+    assert re.search(r'faulty_train.py", line \d+ in _faulty_step', said)
+
+
+def test_a_random_rank_killed_during_saves(runs: Runs, record, kills):
+    """Row 2. A save at every step; SIGKILL at a random moment, to a random rank."""
+    name, steps = "killed", 1000 * kills
+    overrides = [f"train.steps={steps}", *QUICK, "checkpoint.every_steps=1", "checkpoint.keep=3"]
+    launcher = runs.launch(["--processes", "2", "--max-restarts", "3"], runs.train(name, *overrides))
+    slowest, resumed_at = 0.0, 0
+    for _ in range(kills):
+        runs.wait_for_step(launcher, name, resumed_at + 4)
+        pids = ranks(launcher)
+        time.sleep(random.uniform(0, 1.5))
+        kept = runs.saved(name)
+        began = time.monotonic()
+        os.kill(pids[random.choice(list(pids))], signal.SIGKILL)
+        for line in launcher.stdout or ():
+            if "starting again" in line:
+                slowest = max(slowest, time.monotonic() - began)
+            if match := re.search(r"resuming from step (\d+)", line):
+                resumed_at = int(match[1])
+                break
+        assert not any(map(alive, pids.values()))
+        assert resumed_at >= max(kept, default=0), "a committed step was lost"
+    runs.wait_for_step(launcher, name, resumed_at + 2)
+    launcher.send_signal(signal.SIGTERM)
+    code, said = finish(launcher)
+    assert code == 143 and "damaged" not in said, said
+    losses = runs.losses(name)
+    assert sorted(losses) == list(range(1, len(losses) + 1)) and slowest < 10 + 5
+    record(2, f"{kills} x SIGKILL of a random rank of 2", f"no committed step lost; peer ended within {slowest:.1f} s")
+
+
+def test_a_straggler_is_named(runs: Runs, record, full):
+    """The rank whose data comes 0.1 s late at each step, not those that wait for it."""
+    if not full:
+        pytest.skip("--full")
+    program = (
+        "import sys; from jaxstack.launch import main, supervisor as s; s._STRAGGLER_SECONDS = 4; sys.exit(main())"
+    )
+    command = runs.train("lagging", "train.steps=120", *QUICK, "checkpoint.every_steps=1000", command=FAULTY)
+    launch = [sys.executable, "-c", program, "--processes", "2", "--", *command]
+    code, said = finish(runs.start(launch, FAULT="lag", FAULT_RANK="1", FAULT_STEP="0"))
+    assert code == 0, said
+    assert "rank 1 holds the others up" in said and "rank 0 holds" not in said
+    record(12, "a rank that is slow on its host", re.search(r"it spends .*", said)[0])

@@ -1,0 +1,83 @@
+"""The record for the supervisor, the advice on the interval, what processes must have in common."""
+
+import math
+import time
+
+import pytest
+
+from jaxstack.resilience import ProgressFile, advise_interval, young_daly_seconds
+from jaxstack.resilience.preflight import disagreements
+from jaxstack.resilience.progress_file import Record, read_record
+
+
+def test_the_record_is_overwritten_in_place(tmp_path):
+    path = tmp_path / "progress"
+    assert read_record(path) is None
+    signs = ProgressFile(path)
+    signs.note("compile")
+    first = read_record(path)
+    for step in range(1, 2000):
+        signs.note("train", step=step, saved=1000)
+    last = read_record(path)
+    assert first is not None and last is not None and path.stat().st_size < 512
+    assert (first.phase, last.phase, last.step, last.saved) == ("compile", "train", 1999, 1000)
+    assert last.beat == first.beat + 1999 and last.at >= first.at
+
+
+def test_a_sign_of_life_is_cheap(tmp_path):
+    signs = ProgressFile(tmp_path / "progress")
+    began = time.perf_counter()
+    for step in range(1000):
+        signs.note("train", step=step)
+    assert time.perf_counter() - began < 0.5
+
+
+def test_waiting_is_not_ones_own_time():
+    signs = ProgressFile()
+    signs.note("train", step=1)
+    time.sleep(0.05)
+    with signs.waiting():
+        time.sleep(0.2)
+        with signs.waiting():
+            time.sleep(0.01)
+    signs.note("train", step=2)
+    assert 0.05 <= signs.record.own_seconds < 0.15
+    assert isinstance(signs.record, Record)
+
+
+def test_young_daly():
+    assert young_daly_seconds(10, 50_000) == 1000
+    every = young_daly_seconds(30, 3600 * 50_700 / 16_384)
+
+    def lost(seconds: float) -> float:
+        return 30 / seconds + seconds / 2 / (3600 * 50_700 / 16_384)
+
+    assert all(lost(every) < lost(every * factor) for factor in (0.5, 0.9, 1.1, 2))
+
+
+def test_advice_names_the_interval_and_its_price():
+    text = advise_interval(100, 2.0, 8.0, 60.0, 1024, 50_700)
+    best = math.sqrt(2 * 8 * 50_700 * 3600 / 1024)
+    assert f"checkpoint.every_steps={round(best / 2)}" in text and "a failure every 50 h" in text
+    assert "100 loses 4.1 %" in text and "would lose least, 0.95 % of the time" in text
+    assert "checkpoint.every_steps=6755 " in advise_interval(100, 1.0, 1.0, 3600.0, 8, 50_700)
+    assert "checkpoint.every_steps=3600 " in advise_interval(100, 1.0, 0.01, 3600.0, 8, 50_700), (
+        "not before it is written"
+    )
+
+
+def test_what_differs_is_told_with_its_processes():
+    facts = [{"host": f"h{i}", "jax": "0.11.2", "commit": "abc"} for i in range(6)]
+    assert disagreements(facts, ignore=("host",)) == []
+    facts[4] = {**facts[4], "jax": "0.10.2"}
+    assert disagreements(facts, ignore=("host",)) == ["jax: 0.11.2 on 5 processes, 0.10.2 on process 4 (h4)"]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.5])
+def test_clock_skew(seconds):
+    from jaxstack.resilience.preflight import _skew
+
+    warnings = _skew([{"host": "a", "clock": 100.0}, {"host": "b", "clock": 100.0 + seconds}])
+    assert warnings == ([] if not seconds else [warnings[0]]) and (
+        not warnings or "clock of b is 2.5 s ahead" in warnings[0]
+    )

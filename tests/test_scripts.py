@@ -1,0 +1,112 @@
+"""The scripts for clusters, with stand-ins for Slurm; the page of reliability figures."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxstack.launch.command import make_job, make_parser
+from jaxstack.train import make_parser as make_train_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_sbatch(folder: Path, code: int, restarts: int = 0) -> tuple[int, list[str], str]:
+    """The batch script, with an `srun` that ends with `code`: its own code, srun's words, and what was queued again."""
+    tools, log = folder / "bin", folder / "log"
+    tools.mkdir()
+    for name, text in {
+        "srun": f'printf "%s\\n" "$@" > {log}; ls -l "$HOME/.cache/jaxstack" >> {log}.tls; exit {code}',
+        "scontrol": f'echo "$@" >> {log}.queued',
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tools / name).chmod(0o755)
+    variables = {
+        "PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_JOB_ID": "77",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "scripts/slurm.sbatch", "configs/quickstart.yaml", "train.steps=5"],
+        cwd=ROOT,
+        env=variables,
+        timeout=60,
+    )
+    queued = Path(f"{log}.queued")
+    assert not (folder / ".cache" / "jaxstack" / "tls-77").exists(), "the job's key is gone with the job"
+    return done.returncode, log.read_text().splitlines(), queued.read_text() if queued.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [(0, 0, False), (2, 0, False), (130, 0, False), (143, 3, True), (1, 0, True), (1, 50, False)],
+)
+def test_slurm_queues_again_what_can_go_on(tmp_path, code, restarts, again):
+    found, words, queued = run_sbatch(tmp_path, code, restarts)
+    assert found == code and (queued == "requeue 77\n") == again
+    launch = words[words.index("jaxstack.launch") + 1 :]
+    args = make_parser().parse_args(launch)
+    assert args.tls and args.tls_peer_prefix == "spiffe://jaxstack/job-77/"
+    assert args.command[:3] == ["python", "-m", "jaxstack.train"]
+    train = make_train_parser().parse_intermixed_args(args.command[3:])
+    assert (train.config, train.overrides) == ("configs/quickstart.yaml", ["train.steps=5"])
+
+
+def test_jobset_starts_a_launcher_that_finds_its_place(tmp_path, monkeypatch):
+    job_set = yaml.safe_load((ROOT / "scripts" / "jobset.yaml").read_text())
+    job = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert job["parallelism"] == job["completions"] == int(variables["JAXSTACK_NODES"])
+    assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"
+    words = [*container["command"], *container["args"]]
+    assert words[:3] == ["python", "-m", "jaxstack.launch"]
+    monkeypatch.setenv("JAXSTACK_NODES", variables["JAXSTACK_NODES"])
+    monkeypatch.setenv(
+        "JAX_COORDINATOR_ADDRESS", variables["JAX_COORDINATOR_ADDRESS"].replace("$(COORDINATOR_HOST)", "h")
+    )
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    args = make_parser().parse_args(words[3:])
+    for name, path in zip(("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE"), args.tls, strict=True):
+        assert path.startswith("/tls/")
+        monkeypatch.setenv(name, str(tmp_path))
+    args.tls = [str(tmp_path / name) for name in ("cert", "key", "ca")]
+    for path in args.tls:
+        Path(path).touch()
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    found = make_job(args)
+    assert (found.nodes.count, found.nodes.rank, found.nodes.coordinator) == (2, 1, "h:8476")
+    assert found.command[:3] == ("python", "-m", "jaxstack.train")
+
+
+def test_local_script_starts_the_launcher(tmp_path):
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "scripts/local.sh", "2", "c.yaml", "train.steps=3"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout == "-m jaxstack.launch --processes 2 -- python -m jaxstack.train --config c.yaml train.steps=3\n"
+
+
+def test_reliability_page_is_what_its_script_makes(tmp_path):
+    spec = importlib.util.spec_from_file_location("reliability_page", ROOT / "scripts" / "reliability_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert page == module.make_page(page, module.newest_rows()), "run: python scripts/reliability_page.py"
+    row = {
+        "row": 2,
+        "test": "t",
+        "figure": "old",
+        "device": "cpu",
+        "versions": {"jax": "0"},
+        "date": "2026-01-01T00:00",
+    }
+    lines = [{**row, "figure": "new", "date": "2026-01-02T00:00"}, row]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    made = module.make_page(page, module.newest_rows(tmp_path / "results.jsonl"))
+    assert "| 2 | t | new | cpu | 0 | 2026-01-02 |" in made and "old" not in made.split(module.BEGIN)[1]
