@@ -15,9 +15,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Turns a Hugging Face checkpoint (config.json, safetensors) into a run directory, or a run back.",
     )
     parser.add_argument("source", metavar="SOURCE", help="directory of a Hugging Face checkpoint, or run directory")
-    parser.add_argument(
-        "--output", metavar="DIR", required=True, help="directory to write; without a checkpoint in it"
-    )
+    parser.add_argument("--output", metavar="DIR", required=True, help="directory to write; without a checkpoint in it")
     parser.add_argument(
         "--ignore-key", metavar="KEY", action="append", default=[], help="key of config.json that does not matter"
     )

@@ -1,6 +1,8 @@
 """Run directories made of Hugging Face checkpoints, and Hugging Face checkpoints made of runs."""
 
 import argparse
+import functools
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,7 +81,8 @@ def to_checkpoint(
     chosen = choose_step(manager, step)
     folder = source / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    ids = {} if tokenizer is None else dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.document_start)
+    start = None if tokenizer is None else tokenizer.document_start
+    ids = {} if start is None else {"bos_token_id": start, "eos_token_id": start}
     kind = write_checkpoint(
         _leaf_reader(manager, chosen, config.model), config.model, output, model_type, dtype, max_shard_bytes, ids
     )
@@ -92,12 +95,10 @@ def to_checkpoint(
 
 
 def _leaf_reader(manager: CheckpointManager, step: int, model: ModelConfig) -> Callable[[str], np.ndarray]:
-    shapes = FunctionalModule(lambda rngs: Transformer(model, rngs)).abstract_params
+    shapes: Any = FunctionalModule(lambda rngs: Transformer(model, rngs)).abstract_params
 
     def read(path: str) -> np.ndarray:
-        leaf, keys = shapes, path.split("/")
-        for key in keys:
-            leaf = leaf[key]
+        leaf = functools.reduce(operator.getitem, path.split("/"), shapes)
         wanted = {"params": nest({path: np.empty(leaf.shape, leaf.dtype)})}
         tree, _ = manager.restore(step, wanted, subset=True)
         return jax.tree.leaves(tree)[0]

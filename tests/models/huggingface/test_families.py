@@ -56,6 +56,9 @@ RELEASED = {
 }  # fmt: skip
 
 
+MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b")
+
+
 def read(config: dict) -> ModelConfig:
     return FAMILIES[config["model_type"]].read(config)
 
@@ -157,7 +160,9 @@ def test_what_is_written_reads_as_the_same_model_and_family(folder):
     assert differences(model, family.read(json.loads(json.dumps(written)))) == []
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama3-1b", "qwen2.5-7b", "gemma2-2b", "mistral-7b", "qwen3-8b"])
+@pytest.mark.parametrize(
+    "name", ["gpt2-124m", "llama3-1b", "qwen2.5-7b", "gemma2-2b", "mistral-7b", "qwen3-8b", *MIXTURES]
+)
 def test_presets_can_be_exported(name):
     preset = preset_config(name)
     assert differences(preset, choose_family(preset)[0].read(choose_family(preset)[1])) == []

@@ -42,8 +42,17 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(name):
     assert greedy == expected["greedy"].tolist()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen2"])
-@pytest.mark.parametrize("degrees", [{"fsdp": 8}, {"fsdp": 2, "tensor": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("gpt2", {"fsdp": 8}),
+        ("gpt2", {"fsdp": 2, "tensor": 2, "data": 2}),
+        ("gemma2", {"fsdp": 2, "tensor": 2, "data": 2}),
+        ("qwen2", {"fsdp": 4, "tensor": 2}),
+        ("qwen3-moe", {"expert": 4, "fsdp": 2}),
+    ],
+    ids=str,
+)
 def test_sharded_weights_are_the_same_and_lie_as_in_training(name, degrees, monkeypatch):
     monkeypatch.setattr(load, "_CHUNK_BYTES", 1000)  # several chunks a device
     rules = make_rules(make_mesh(ParallelConfig(**degrees)))
