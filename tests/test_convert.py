@@ -141,3 +141,12 @@ def test_starting_points_that_do_not_fit_are_named(source, converted, tmp_path, 
     assert "another model: rope_theta 500.0, not 10000.0" in exits_with_2(train.main, other, capsys)
     same = ["--config", path, f"run.dir={converted.parent}", f"run.name={converted.name}"]
     assert f"run.init_from={converted}" in exits_with_2(train.main, same, capsys)
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_start_from_the_same_parameters(source, tmp_path):
+    path = config(tmp_path, name="whole", init_from=str(source))
+    train_language_model(path)
+    staged = ["run.name=staged", "parallel.pipeline=2", "parallel.fsdp=4", "parallel.data=1", "parallel.microbatches=2"]
+    train_language_model(path, staged)
+    np.testing.assert_allclose(losses(tmp_path / "staged"), losses(tmp_path / "whole"), rtol=1e-5)
