@@ -35,6 +35,11 @@ class RunSection(Component):
     init_from: str | None = None
     """A run directory or a Hugging Face checkpoint whose parameters, model and tokenizer a new run starts with."""
 
+    @field_validator("init_from")
+    @classmethod
+    def _expand_home(cls, directory: str | None) -> str | None:
+        return None if directory is None else str(Path(directory).expanduser())
+
     @field_validator("name")
     @classmethod
     def _is_one_folder(cls, name: str) -> str:

@@ -43,13 +43,13 @@ def fill_in(tree: dict[str, Any], directory: str) -> dict[str, Any]:
 
     A directory that is gone changes nothing: the run may have a checkpoint of its own by now.
     """
-    path = Path(directory)
+    path = Path(directory).expanduser()
     if not (path / _RUN).is_file() and not (path / _HUGGING_FACE).is_file():
         return tree
     model, data = tree.get("model") or {}, tree.get("data") or {}
     if isinstance(model, dict) and model.get("preset") is None:
-        tree = {**tree, "model": merge_trees(read_model(directory).model_dump(mode="json"), model)}
-    folder, known = (path / "tokenizer", "jaxstack_tokenizer.json") if is_run(directory) else (path, "tokenizer.json")
+        tree = {**tree, "model": merge_trees(read_model(path).model_dump(mode="json"), model)}
+    folder, known = (path / "tokenizer", "jaxstack_tokenizer.json") if is_run(path) else (path, "tokenizer.json")
     if isinstance(data, dict) and "tokenizer" not in data and (folder / known).is_file():
         tree = {**tree, "data": {**data, "tokenizer": {"name": "file", "path": str(folder)}}}
     return tree

@@ -44,7 +44,7 @@ def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Famil
     """The family and the model of a directory's config.json. Raises ConfigError, as `from_huggingface`."""
     said = read_json(Path(directory) / CONFIG)
     kind = said.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{directory}: model_type {kind!r} is not supported; {nearest(str(kind), FAMILIES)}")
     return FAMILIES[kind], FAMILIES[kind].read(said, ignore)
 

@@ -71,7 +71,11 @@ class Family:
             )
         fields: dict[str, Any] = {}
         for row in self.rows:
-            fields |= row.read(config)
+            try:
+                fields |= row.read(config)
+            except (TypeError, ValueError, AttributeError, ArithmeticError, OverflowError) as error:
+                keys = ", ".join(f"{key}: {config[key]!r}" for key in row.keys if key in config)
+                raise ConfigError(f"config.json has a value of a wrong kind among {keys} ({error}).") from None
         fields = {key: value for key, value in fields.items() if value is not None}
         return build_component(ModelConfig, fields, "config.json")
 

@@ -122,10 +122,11 @@ def rope(theta: float = 10000.0, local: float | None = None) -> Row:
     keys = ("rope_theta", "rope_scaling", "rope_parameters") + (("rope_local_base_freq",) if local else ())
 
     def read(config: Keys) -> dict[str, Any]:
-        # A file of transformers 5 may still have the old keys beside the new one, which then counts.
-        newer = config.get("rope_parameters")
+        newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+        if newer and older and newer != older:
+            raise ConfigError("config.json has rope_scaling and rope_parameters, and they differ; remove one of them.")
         base, narrow = config.get("rope_theta"), config.get("rope_local_base_freq")
-        said, where = newer or config.get("rope_scaling") or {}, "rope_parameters" if newer else "rope_scaling"
+        said, where = newer or older or {}, "rope_parameters" if newer else "rope_scaling"
         if newer and local and ("full_attention" in newer or "sliding_attention" in newer):
             narrow, stretched = _rope_fields(newer.get("sliding_attention") or {}, f"{where}.sliding_attention")
             if stretched:

@@ -130,6 +130,27 @@ def test_a_key_can_be_ignored_on_purpose():
 
 
 @pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("mistral", {"num_hidden_layers": "x"}),
+        ("llama", {"rope_scaling": "linear"}),
+        ("llama", {"rope_parameters": [1]}),
+        ("llama", {"hidden_act": ["silu"]}),
+        ("llama", {"vocab_size": "many"}),
+        ("gemma2", {"layer_types": 3}),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}),
+        ("qwen2", {"layer_types": None, "max_window_layers": {}}),
+        ("mixtral", {"num_local_experts": -1}),
+        ("qwen3-moe", {"num_experts_per_tok": []}),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(family, change):
+    config = json.loads((Path(__file__).parent / family / "config.json").read_text())
+    with pytest.raises(ConfigError, match="config.json"):
+        read({**config, **change})
+
+
+@pytest.mark.parametrize(
     ("family", "change", "named"),
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
@@ -149,6 +170,9 @@ def test_other_families_refuse_too(family, change, named):
 def test_an_unknown_family_names_the_nearest(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
     with pytest.raises(ConfigError, match="gemma3_text"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(ConfigError, match="not supported"):
         read_model_config(tmp_path)
 
 
