@@ -8,6 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +31,14 @@ from jaxstack.observe.ran import refuse_fallbacks, refuse_missing_fp8
 from jaxstack.observe.report import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
-from jaxstack.resilience import Interrupted, ProgressFile, ResilienceConfig, StopRequest, advise_interval
+from jaxstack.resilience import (
+    Interrupted,
+    ProgressFile,
+    ResilienceConfig,
+    StateGuard,
+    StopRequest,
+    advise_interval,
+)
 
 if TYPE_CHECKING:
     from jaxstack.trainer import Trainer
@@ -70,9 +78,11 @@ class Loop:
         self.last_values: dict[str, Any] = {}
         self.manager: CheckpointManager | None = None
         self.saved_step = -1
-        self.skips = 0
+        self.skips = self.skipped = 0
+        self.guard = StateGuard(settings.resilience.checksum_every_steps)
+        trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
-        self.advised = self.finished = False
+        self.save_owed = self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
         """See `Trainer.fit`."""
@@ -120,15 +130,21 @@ class Loop:
             )
         difference = fingerprint_difference(saved, self._data_identity())
         if difference:
-            raise JaxstackError(
-                f"the data is not what {self.run_dir} was trained on: {difference}. Set it back, or start a new "
-                "run with another run.name."
-            )
+            self._accept_data(difference)
         self.trainer.stored_state, _ = self.manager.restore(step, self.trainer.abstract_stored_state)
         self.saved_step = step
         self.signs.note(saved=step)
         self._say(f"resuming from step {step} ({self.run_dir}/checkpoints)")
         return step
+
+    def _accept_data(self, difference: str) -> None:
+        said = f"the data is not what {self.run_dir} was trained on: {difference}"
+        if not self.settings.resilience.accept_data_change:
+            raise JaxstackError(
+                f"{said}. Set it back, start a new run with another run.name, or go on with "
+                "resilience.accept_data_change=true."
+            )
+        self._say(f"warning: {said}; going on, as resilience.accept_data_change is set")
 
     def _data_identity(self) -> dict[str, Any]:
         """What the position in the data depends on."""
@@ -189,14 +205,17 @@ class Loop:
                     metrics = self.trainer.train_step(batch)
                 profiler.finish_step(step, metrics)
                 pending.append((step, metrics, waited))
-                saving = manager is not None and manager.should_save(step, train.steps)
+                saving = manager is not None and (self.save_owed or manager.should_save(step, train.steps))
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
                 stopping = stop.reached()
                 if saving or evaluating or stopping or step == train.steps:
                     while pending:
                         self._read(*pending.popleft())
                 with self.signs.waiting():
-                    if saving:
+                    self.guard.check(step, self.trainer.state, before_save=saving or stopping)
+                    # A checkpoint among skipped steps may be one to go back from: it waits for a step that is taken.
+                    self.save_owed = saving and self.skipped > 0 and step < train.steps
+                    if saving and not self.save_owed:
                         self._save(step)
                     if stopping or (evaluating and self._evaluate(step, train.eval_tokens, stop.reached)):
                         self._stop(step, stop.signum or 0)
@@ -210,9 +229,10 @@ class Loop:
         with self.signs.waiting():
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.meter.add(self.items, waited)
-        skipped = int(values.pop("skipped"))
-        if skipped:
-            self._skip(step, skipped, values)
+        self.skipped = int(values.pop("skipped"))
+        limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
+        if self.skipped:
+            self._skip(step, self.skipped, values, limits)
         values.pop("weight")
         train, every = self.trainer.train, self.settings.observe.log_every
         if step % every and step not in (1, train.steps):
@@ -229,19 +249,34 @@ class Loop:
             self.meter.forget_pace()
         self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
 
-    def _skip(self, step: int, skipped: int, values: Mapping[str, float]) -> None:
+    def _skip(self, step: int, skipped: int, values: Mapping[str, float], limits: list[float]) -> None:
         self.skips += 1
+        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        spiked = "at most {:.4g} and {:.4g}, by resilience.spike_threshold".format(*limits)
+        rule = spiked if finite else "must be finite"
         self._say(
-            f"step {step} was skipped: loss {values['loss']}, gradient norm {values['grad_norm']} (must be finite); "
+            f"step {step} was skipped: loss {values['loss']:.6g}, gradient norm {values['grad_norm']:.6g} ({rule}); "
             f"{skipped} in a row"
         )
         limit = self.settings.resilience.max_skipped_steps
         if skipped >= limit:
             raise JaxstackError(
-                f"{skipped} steps in a row had a loss or gradient that is not finite (resilience.max_skipped_steps is "
-                f"{limit}); the last good parameters are kept. Lower the learning rate, or look at the data after "
-                f"step {step - skipped}."
+                f"{skipped} steps in a row had a loss or gradient that is not finite, or a spike "
+                f"(resilience.max_skipped_steps is {limit}); {self._roll_back(step - skipped)}. Lower the learning "
+                f"rate, or look at the data after step {step - skipped}."
             )
+
+    def _roll_back(self, step: int) -> str:
+        """Leaves the newest intact checkpoint that is not newer than `step` as the newest; says which."""
+        if self.manager is None:
+            return "the last good parameters are in memory only, as there is no run directory"
+        newest = self.manager.latest_step()
+        if newest is not None and newest > step and any(saved <= step for saved in self.manager.all_steps()):
+            self.manager.discard_newer(step)
+            newest = self.manager.latest_step()
+        if newest is None:
+            return "no checkpoint was saved before them"
+        return f"rolled back to checkpoint {newest}, from which the same command goes on"
 
     def _save(self, step: int) -> None:
         if self.manager is None or step == self.saved_step:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.functional import FunctionalModule
 from jaxstack.parallel.rules import AxisRules
+from jaxstack.resilience.spikes import StepHistory
 
 
 class TrainState(NamedTuple):
@@ -25,7 +26,9 @@ class TrainState(NamedTuple):
     key: jax.Array
     """The run's random key; step s uses fold_in(key, s)."""
     skipped: jax.Array
-    """[] int32: steps skipped in a row because loss or gradients were not finite."""
+    """[] int32: steps skipped in a row because loss or gradients were not finite, or spiked."""
+    history: StepHistory
+    """Loss and gradient norm of the last steps taken."""
 
 
 def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
@@ -33,7 +36,7 @@ def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation
     init_key, run_key = jax.random.split(key)
     params, rest = module.init(init_key)
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, rest, optimizer.init(params), run_key, zero)
+    return TrainState(zero, params, rest, optimizer.init(params), run_key, zero, StepHistory.empty())
 
 
 def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
@@ -64,5 +67,6 @@ def state_shardings(module: FunctionalModule, optimizer: optax.GradientTransform
     )
     rest = jax.tree.map(lambda _: whole, abstract.rest)
     layout: Any = {"step": whole, "params": specs, "rest": rest, "optimizer": moments, "key": whole, "skipped": whole}
+    layout["history"] = jax.tree.map(lambda _: whole, abstract.history)
     layout = jax.tree.map(rules.sharding, layout, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return TrainState(**layout)

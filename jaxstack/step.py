@@ -45,6 +45,8 @@ class StepFunctions:
         pipeline: PipelinePlan | None = None,
     ):
         self.optimizer, self.rules, self.learning_rate = optimizer, rules, learning_rate
+        self.spike_threshold: float | None = None
+        """See `resilience.spike_threshold`; read when the step is traced."""
         if pipeline is not None and isinstance(module, StagedModule):
             self.gradients = PipelinedGradients(module, loss, rules, pipeline)
         else:
@@ -53,7 +55,8 @@ class StepFunctions:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped, expert_overload (scalars).
 
-        A step whose loss or gradients are not finite changes nothing but the step count and `skipped`.
+        A step whose loss or gradients are not finite, or spike, changes nothing but the step count and `skipped`. With
+        a spike threshold the metrics also have `loss_limit` and `grad_norm_limit`.
         """
         key = jax.random.fold_in(state.key, state.step)
         sums, rest = self.gradients(state.params, state.rest, batch, key)
@@ -63,9 +66,13 @@ class StepFunctions:
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
 
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        keep = lambda new, old: jax.tree.map(lambda n, o: _where(finite, n, o), new, old)  # noqa: E731
-        skipped = jnp.where(finite, 0, state.skipped + 1)
+        taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
+        if self.spike_threshold is not None:
+            most = state.history.limits(self.spike_threshold)
+            taken &= (loss <= most[0]) & (norm <= most[1])
+            limits = {"loss_limit": most[0], "grad_norm_limit": most[1]}
+        keep = lambda new, old: jax.tree.map(lambda n, o: _where(taken, n, o), new, old)  # noqa: E731
+        skipped = jnp.where(taken, 0, state.skipped + 1)
         new = TrainState(
             state.step + 1,
             keep(params, state.params),
@@ -73,12 +80,14 @@ class StepFunctions:
             keep(optimizer, state.optimizer),
             state.key,
             skipped,
+            keep(state.history.plus(loss, norm), state.history),
         )
         metrics = {
             "loss": loss,
             "grad_norm": norm,
             "weight": sums.weight,
             "skipped": skipped,
+            **limits,
         }
         overload = largest_overload(gradients)
         if overload is not None:

@@ -69,6 +69,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
     "forward ms": _number("forward_milliseconds", "{:.3f}"),
     "ms": _number("milliseconds", "{:,.4g}"),
+    "density": _number("density", "{:.3f}"),
+    "speedup": _number("speedup", "{:.2f}"),
     "matmul alone TFLOP/s": _number("gemm_tflops", "{:.0f}"),
     "transposed TFLOP/s": _number("gemm_transposed_tflops", "{:.0f}"),
     "peak memory GiB": _number("peak_memory_bytes", "{:.1f}", 2**-30),
@@ -102,15 +104,27 @@ Since these rows were measured a program of our kernels claims its tiles while i
 were measured and are gone: `pair`, in which two multiprocessors share an operand, was no faster, and chunks sent by the
 copy engines beside XLA's matmuls were slower than the serialised form.
 """,
+    "attention_kinds": """\
+`density` is the share of the causal pairs of query and key that a kind computes, `speedup` is against flash attention
+in the same run. Linear attention and Performer compute no such pairs; they are XLA programs.
+""",
+    "grouped_matmul": """\
+`one dense matmul` has the FLOPs of all groups in one product; `groups not aligned` copies the rows to where a tile
+begins first, which the layers of this repository do not need.
+""",
     "linear_cross_entropy": """\
-`sum` is `linear_cross_entropy_sum`, which training uses; `per token` is `linear_cross_entropy`. These rows were
-measured before the last, shorter chunk of tokens learnt to add its gradient in place: compiled for an H200 the bytes
-beside inputs and outputs are now 0.78 GiB for a bfloat16 weight of 4096 x 128,256. A bfloat16 weight's gradient is
-summed up over 11 chunks in bfloat16; its error there was 2.3 times that of plain bfloat16 (with a float32 weight 1.0).
+`sum` is `linear_cross_entropy_sum`, which training uses; `per token` is `linear_cross_entropy`. A bfloat16 weight's
+gradient is summed up over chunks of tokens in bfloat16, to stay below 1 GiB; its error there is more than twice that of
+plain bfloat16, which the script reports as a failed check. With a float32 weight, as in training, it is that of plain
+bfloat16.
 """,
     "pointwise": """\
 XLA's fusions against the bandwidth of a plain copy in the same run. The norm's and the rotation's backward stay below
 it; a kernel of our own for them is not written.
+""",
+    "train_step": """\
+GPT-2 is behind compiled PyTorch: its kernels take less time than PyTorch's whole step, but between many short ones the
+GPU waits. `scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
 """,
 }
 """Section -> what a reader of its table should know."""

@@ -133,7 +133,7 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
             raise Damaged(f"{error.filename or root}: {error.strerror or error}") from error
         for name in mine:
             if found_digests[name] != digests[name]:
-                raise Damaged(f"{name}: its content changed (SHA-256 differs)")
+                raise Damaged(f"{name}: it, or its line in {MANIFEST}, has changed (SHA-256 differs)")
     return index
 
 
@@ -144,7 +144,7 @@ def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
     except OSError as error:
         raise Damaged(f"{INDEX}: {error.strerror or 'missing'}") from error
     if hashlib.sha256(content).hexdigest() != digests[INDEX]:
-        raise Damaged(f"{INDEX}: its content changed (SHA-256 differs)")
+        raise Damaged(f"{INDEX}: it, or its line in {MANIFEST}, has changed (SHA-256 differs)")
     index = json.loads(content)
     if set(index["files"]) | {INDEX} != set(digests):
         raise Damaged(f"{MANIFEST}: it does not list the files that {INDEX} lists")

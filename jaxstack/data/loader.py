@@ -92,11 +92,12 @@ class Data:
         """Plain JSON that is equal exactly where the batches are: compare it before going on from a
         checkpoint.
         """
+        # Causes first: other tokens make other shards, and the first difference is the one that is shown in full.
         return {
+            "tokenizer": self.tokenizer.hash,
             "weights": [s.weight for s in self._config.sources],
             "shards": [_joint_hash(s) for s in self._train],
             "held_out_shards": [_joint_hash(s) for s in self._held_out],
-            "tokenizer": self.tokenizer.hash,
             "seed": self._seed,
             "sequence_length": self.sequence_length,
             "packing": self._config.packing,

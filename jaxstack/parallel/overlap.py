@@ -145,6 +145,9 @@ def _rules_for(
     if AXIS not in along:
         return None
     devices = rules.mesh.shape[AXIS]
+    if unsuitable is None and rules.mesh.shape["pipeline"] > 1:
+        # A barrier of the whole mesh stands before each kernel: under a stage's own condition it would wait for ever.
+        unsuitable = "the kernels start on all devices of the mesh together, the stages of a pipeline do not"
     if unsuitable is None and len(along) > 1:
         unsuitable = f"the length is split over {', '.join(along)}, of which all but {AXIS} must be a shard_map's"
     if unsuitable is None and rules.manual and get_concrete_mesh().empty:

@@ -1,4 +1,6 @@
 from .config import ResilienceConfig as ResilienceConfig
+from .guard import SilentCorruption as SilentCorruption
+from .guard import StateGuard as StateGuard
 from .interval import advise_interval as advise_interval
 from .interval import young_daly_seconds as young_daly_seconds
 from .progress_file import ProgressFile as ProgressFile

@@ -44,7 +44,7 @@ def overlapped(choices):
         pytest.param((*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.slow),
         pytest.param(layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=lambda value: " ".join(sorted(value)),
 )
 def test_trains_as_one_device(overrides, shape, islands):
     with record_choices() as choices:
@@ -55,8 +55,9 @@ def test_trains_as_one_device(overrides, shape, islands):
 # --- one call ------------------------------------------------------------------------------------------------------
 
 
-def rules(data=2, tensor=2, sequence=True, overlap="always"):
-    mesh = make_mesh(ParallelConfig(data=data, tensor=tensor), jax.devices()[: data * tensor])
+def rules(data=2, tensor=2, sequence=True, overlap="always", pipeline=1):
+    degrees = ParallelConfig(data=data, tensor=tensor, pipeline=pipeline)
+    mesh = make_mesh(degrees, jax.devices()[: data * tensor * pipeline])
     return make_rules(mesh, sequence=sequence, overlap=overlap)
 
 
@@ -115,6 +116,7 @@ def test_where_it_falls_back_and_what_is_recorded():
         (answer(rules(), heads=3), "must divide the length and what the kernels split, here 8 and 3"),
         (answer(rules(), length=7), "here 7 and 4"),
         (answer(rules(), unsuitable="a recipe"), "a recipe"),
+        (answer(rules(pipeline=2)), "the stages of a pipeline do not"),
         (answer(rules(), manual=["data"]), "within jax.set_mesh"),
         (answer(rules(overlap="auto")), "Hopper" if jax.__version_info__ >= (0, 11) else "needs jax 0.11"),
     ]:

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results.jsonl"
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the scorecard at its full length (an hour)")
-    parser.addoption("--kills", type=int, help="of row 2; default: 30 at full length, 1 otherwise")
+    parser.addoption("--kills", type=int, help="of rows 1 and 2; default: 100 and 30 at full length, 2 and 1 otherwise")
     parser.addoption("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
 
 

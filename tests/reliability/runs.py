@@ -24,6 +24,7 @@ schedule: {{name: constant, warmup_steps: 0}}
 parallel: {{simulate_devices: 4, data: -1}}
 checkpoint: {{every_steps: 5, keep: 100}}
 observe: {{log_every: 1, trackers: [jsonl]}}
+resilience: {{checksum_every_steps: 5}}
 run: {{dir: {folder}}}
 """
 TRAIN = (sys.executable, "-m", "jaxstack.train")

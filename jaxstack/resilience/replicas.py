@@ -1,0 +1,119 @@
+"""Silent corruption: checksums of the state's bits, compared between the devices that hold the same part of it.
+
+A device that computes or remembers wrongly makes no noise. Where data parallelism keeps copies of a parameter, the
+copies tell on it. A state without copies (fully sharded over all devices) cannot be checked this way.
+"""
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxstack.checkpoint.leaves import name_leaves
+
+
+class ReplicaCheck:
+    """Finds copies that differ, in states of one structure and layout.
+
+    One read of the replicated part of the state from device memory, and four bytes a leaf and device to the host. Any
+    single changed word changes its checksum: the words are summed modulo 2^32 with odd weights.
+
+    Args:
+      state: a pytree of arrays, or of ShapeDtypeStructs with shardings.
+    """
+
+    def __init__(self, state: Any):
+        leaves = {name: leaf for name, leaf in name_leaves(state)[0].items() if _copies(leaf.sharding, leaf.ndim) > 1}
+        self.names = list(leaves)
+        """Of the leaves that have copies."""
+        self._shardings = [leaf.sharding for leaf in leaves.values()]
+        self._ranks = [leaf.ndim for leaf in leaves.values()]
+        self._checksums = {mesh: self._compile(mesh) for mesh in {s.mesh for s in self._shardings}}
+
+    def find(self, state: Any) -> list[str]:
+        """One line a leaf whose copies differ, with the devices. Waits for the state; called on all processes."""
+        arrays = name_leaves(state)[0]
+        lines = []
+        for mesh, compute in self._checksums.items():
+            places = [i for i, sharding in enumerate(self._shardings) if sharding.mesh == mesh]
+            sums = np.asarray(compute([arrays[self.names[i]] for i in places]))
+            for column, i in enumerate(places):
+                odd = _odd_ones(sums[:, column], _parts(mesh, self._shardings[i].spec, self._ranks[i]))
+                if odd:
+                    lines.append(f"{self.names[i]} {_name_devices(odd, mesh)}")
+        return lines
+
+    def _compile(self, mesh: Mesh) -> Any:
+        specs = [s.spec for s in self._shardings if s.mesh == mesh]
+        local = jax.shard_map(
+            lambda arrays: jnp.stack([_checksum(x) for x in arrays])[None],
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=PartitionSpec(mesh.axis_names),
+            check_vma=False,
+        )
+        return jax.jit(local, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """[] uint32 of the bits of an array."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_ or x.dtype.name.endswith("int4") or x.dtype.name.endswith("int2"):
+        words = x.astype(jnp.uint8)
+    else:
+        words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
+    # A weight for each place, made of its indices: flattening would copy what is laid out in tiles.
+    weight = jnp.ones((), jnp.uint32)
+    for dim in range(words.ndim):
+        weight = weight * jnp.uint32(1_000_003) + 2 * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    return jnp.sum(words.astype(jnp.uint32) * weight, dtype=jnp.uint32)
+
+
+def _copies(sharding: Any, rank: int) -> int:
+    """How many devices hold the same part; 1 where that is not known or not on devices."""
+    if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device", "unpinned_host"):
+        return 1
+    return math.prod(size for axis, size in sharding.mesh.shape.items() if axis not in _axes(sharding.spec))
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    return {axis for part in spec for axis in ((part,) if isinstance(part, str) else part or ())}
+
+
+def _parts(mesh: Mesh, spec: PartitionSpec, rank: int) -> list[int]:
+    """Which part of an array each device of the mesh holds, in the order of the mesh."""
+    split = _axes(spec)
+    shape = tuple(mesh.shape.values())
+    places = np.indices(shape).reshape(len(shape), -1)
+    sizes = [size if axis in split else 1 for axis, size in mesh.shape.items()]
+    places = [place if axis in split else place * 0 for axis, place in zip(mesh.axis_names, places, strict=True)]
+    return np.ravel_multi_index(places, sizes).tolist()
+
+
+def _odd_ones(sums: np.ndarray, parts: Sequence[int]) -> list[list[int]]:
+    """Groups of places in the mesh whose checksum is not that of most copies; all copies where there is no most."""
+    groups: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+    for place, (value, part) in enumerate(zip(sums.tolist(), parts, strict=True)):
+        groups[part][value].append(place)
+    odd = []
+    for values in groups.values():
+        if len(values) == 1:
+            continue
+        alike = sorted(values.values(), key=len, reverse=True)
+        clear = len(alike[0]) > len(alike[1])
+        odd.append(sorted(place for same in alike[clear:] for place in same))
+    return odd
+
+
+def _name_devices(odd: Sequence[Sequence[int]], mesh: Mesh) -> str:
+    devices = mesh.devices.flat
+    named = [
+        ", ".join(f"device {devices[i].id} (process {devices[i].process_index})" for i in places) for places in odd
+    ]
+    return "differs between copies: " + "; ".join(named)
