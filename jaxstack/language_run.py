@@ -1,7 +1,7 @@
 """A language-model run put together from its configuration: data, model, mesh, trainer."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
 from jaxstack.errors import ConfigError
 from jaxstack.evaluation import bits_per_byte
+from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
@@ -21,6 +23,7 @@ from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
+from jaxstack.starting_point import is_run
 from jaxstack.startup import cache_compilations, start_devices
 from jaxstack.trainer import Trainer
 
@@ -93,6 +96,8 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
       JaxstackError: the run failed, or was stopped by a signal after saving.
     """
     config = load_config(path, overrides)
+    if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
+        is_run(config.run.init_from)  # a wrong directory is named before the data is prepared
     warnings = _join(config)
     devices = start_devices(config.parallel.simulate_devices)
     if jax.process_count() > 1:
@@ -119,12 +124,20 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             settings=config.model_dump(mode="json", by_alias=True),
             describe_evaluation=baselines.describe,
             on_start=lambda: _write_run_files(config, data),
+            on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
         ),
     )
     if first:
         _conclude(config, values, baselines, say)
     return values
+
+
+def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
+    """Gives a new run the parameters that `run.init_from` names."""
+    source = config.run.init_from
+    if source is not None:
+        trainer.start_from(initial_parameters(source, config.model, trainer.abstract_stored_state.params, say))
 
 
 def _join(config: RunConfig) -> list[str]:

@@ -19,7 +19,7 @@ import jax
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.fingerprint import fingerprint_difference
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.feed import items_in_batch
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.environment import write_environment
@@ -62,6 +62,8 @@ class LoopSettings:
     """Adds values to an evaluation's line, e.g. bits per byte, given it and its `max_tokens`."""
     on_start: Callable[[], None] | None = None
     """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
+    on_new_run: Callable[[], None] | None = None
+    """Called where there is no checkpoint to take up: the trainer may be given parameters to start from."""
     say: Callable[[str], None] | None = None
     """Takes messages before the progress display is up; None: print."""
 
@@ -115,12 +117,18 @@ class Loop:
     def _restore(self) -> int:
         """Takes up the newest checkpoint, if there is one; returns the steps that are done."""
         self.signs.note("restore")
-        if self.manager is None:
+        step = self.manager.latest_step() if self.manager is not None else None
+        if self.manager is None or step is None:
+            if self.settings.on_new_run is not None:
+                self.settings.on_new_run()
             return 0
-        step = self.manager.latest_step()
-        if step is None:
-            return 0
-        difference = fingerprint_difference(self.manager.extra(step)["data"], self._data_identity())
+        saved = self.manager.extra(step)["data"]
+        if saved is None:
+            raise ConfigError(
+                f"{self.run_dir} holds converted parameters, not a training run: start one with another run.name and "
+                f"run.init_from={self.run_dir}."
+            )
+        difference = fingerprint_difference(saved, self._data_identity())
         if difference:
             self._accept_data(difference)
         self.trainer.stored_state, _ = self.manager.restore(step, self.trainer.abstract_stored_state)

@@ -21,6 +21,7 @@ from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.parallel.pipeline.stages import StageLayout
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.starting_point import fill_in
 
 
 class RunSection(Component):
@@ -31,6 +32,13 @@ class RunSection(Component):
     """The run directory is dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of initial weights, data order and dropout."""
+    init_from: str | None = None
+    """A run directory or a Hugging Face checkpoint whose parameters, model and tokenizer a new run starts with."""
+
+    @field_validator("init_from")
+    @classmethod
+    def _expand_home(cls, directory: str | None) -> str | None:
+        return None if directory is None else str(Path(directory).expanduser())
 
     @field_validator("name")
     @classmethod
@@ -272,8 +280,11 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def config_from_tree(tree: dict[str, Any], origin: str = "the configuration") -> RunConfig:
-    """A validated `RunConfig` from plain data, with the preset and the default component names filled in."""
+    """A validated `RunConfig` from plain data, with starting point, preset and default component names filled in."""
     tree = {key: value for key, value in tree.items() if value is not None}
+    run = tree.get("run")
+    if isinstance(run, dict) and isinstance(run.get("init_from"), str):
+        tree = fill_in(tree, run["init_from"])
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         tree["model"] = merge_trees(load_preset(model["preset"]), model)

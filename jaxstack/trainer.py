@@ -122,6 +122,18 @@ class Trainer:
     def state(self, state: TrainState) -> None:
         self._state = state
 
+    def start_from(self, params: Any) -> None:
+        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`; it takes over their buffers."""
+
+        def create(key: jax.Array, params: Any) -> TrainState:
+            if isinstance(self.module, StagedModule):
+                params = self.module.stage_parameters(params)
+            state = init_state(self.module, self.optimizer, key)
+            return state._replace(params=params, optimizer=self.optimizer.init(params))
+
+        create = jax.jit(create, out_shardings=self.shardings, donate_argnums=1)
+        self._state = create(jax.random.key(self.seed), params)
+
     @property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and layouts of the state."""

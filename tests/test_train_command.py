@@ -24,7 +24,7 @@ def config(tmp_path_factory) -> Path:
     return path
 
 
-COMMANDS = ["train", "generate", "evaluate", "prepare", "checkpoint", "schema"]
+COMMANDS = ["train", "generate", "evaluate", "convert", "prepare", "checkpoint", "schema"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -12,7 +12,7 @@ from jaxstack.models.attention_kinds.base import CacheSlots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
-from jaxstack.models.norm import RMSNorm
+from jaxstack.models.norm import NORMS, RMSNorm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, shard, with_local_heads
 
@@ -31,6 +31,8 @@ class Context(NamedTuple):
     """Given when decoding with a cache."""
     counted: bool = False
     """Whether positions are 0..T-1 in every row."""
+    local_angles: Angles = None
+    """Of layers with a window, where the model has others for them."""
 
 
 class Attention(nnx.Module):
@@ -50,8 +52,9 @@ class Attention(nnx.Module):
         self.o_proj = Linear(
             (n, h), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer, bias=config.output_bias
         )
-        self.q_norm = RMSNorm(h, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(h, config.norm_eps) if config.qk_norm else None
+        norm = RMSNorm if config.norm == "layer_norm" else NORMS[config.norm]
+        self.q_norm = norm(h, config.norm_eps) if config.qk_norm else None
+        self.k_norm = norm(h, config.norm_eps) if config.qk_norm else None
         self.kind, self.heads = config.attention, config.heads(window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
 
@@ -63,8 +66,10 @@ class Attention(nnx.Module):
         v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.angles is not None:
-            q, k = apply_rope(q, context.angles), apply_rope(k, context.angles)
+        local = self.heads.window is not None and context.local_angles is not None
+        angles = context.local_angles if local else context.angles
+        if angles is not None:
+            q, k = apply_rope(q, angles), apply_rope(k, angles)
         weight = () if self.kind_weight is None else (self.kind_weight[...],)
         if cache is None or context.slots is None:
             out = with_local_heads(self._attend, q, k, v, context.segment_ids, whole=weight)

@@ -56,11 +56,13 @@ class ModelConfig(Component):
     post_norms: bool = False
     """Also normalise what each sublayer returns, before it joins the residual (Gemma 2)."""
     qk_norm: bool = False
-    """RMS-normalise every query and key head (Qwen 3)."""
+    """RMS-normalise every query and key head (Qwen 3); with `norm: rms_norm_unit_offset` by that norm (Gemma 3)."""
 
     positions: Literal["rope", "learned", "none"] = "rope"
     rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: RopeScaling | None = None
+    rope_local_base_freq: float | None = Field(default=None, gt=0)
+    """`rope_theta` of the sliding_attention layers, which are then not scaled (Gemma 3); left out: as all others."""
 
     attention: AnyAttention = SoftmaxAttention()
     """Attention kind of all layers, by `name`: see `jaxstack/models/attention_kinds/`."""

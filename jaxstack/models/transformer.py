@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.models.attention import Context
+from jaxstack.models.attention import Angles, Context
 from jaxstack.models.attention_kinds.base import CacheSlots
 from jaxstack.models.block import drop
 from jaxstack.models.config import ModelConfig
@@ -107,7 +107,8 @@ class Transformer(nnx.Module):
             )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        context = Context(positions, self._angles(positions), segment_ids, None, counted)
+        angles, local = self._angles(positions)
+        context = Context(positions, angles, segment_ids, None, counted, local)
         x, _, router_loss = self._run(tokens, context, None, dropout_key)
         return x, router_loss
 
@@ -121,7 +122,9 @@ class Transformer(nnx.Module):
           cache: from `make_cache`; the caller sees to it that `cache.length + T` fits.
         """
         stored = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1)
-        context = Context(positions, self._angles(positions), None, CacheSlots(positions, stored, cache.length))
+        angles, local = self._angles(positions)
+        slots = CacheSlots(positions, stored, cache.length)
+        context = Context(positions, angles, None, slots, local_angles=local)
         x, layers, _ = self._run(tokens, context, list(cache.layers), None)
         x = x[:, -1:] if last_only else x
         return self.logits(x), Cache(layers or [], stored, cache.length + tokens.shape[1])
@@ -158,12 +161,16 @@ class Transformer(nnx.Module):
         whole = table.get_metadata().get("whole_shape", table.shape)
         return table.copy(table[...].T, logical_axes=HEAD_AXES, whole_shape=whole[::-1])
 
-    def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-        config = self.config
+    def _angles(self, positions: jax.Array) -> tuple[Angles, Angles]:
+        """The rotations of all layers, and those of layers with a window where they are others."""
+        config, positions = self.config, jnp.maximum(positions, 0)
         if config.positions != "rope":
-            return None
+            return None, None
         frequencies = rope_frequencies(config.width_per_head, config.rope_theta, config.rope_scaling)
-        return rope_angles(jnp.maximum(positions, 0), frequencies)
+        angles = rope_angles(positions, frequencies)
+        if config.rope_local_base_freq is None:
+            return angles, None
+        return angles, rope_angles(positions, rope_frequencies(config.width_per_head, config.rope_local_base_freq))
 
     def _position_rows(self, context: Context) -> jax.Array:
         """Rows of the learned position table: [B, T, D], or [T, D] where positions simply count, without a gather."""

@@ -1,0 +1,125 @@
+"""A family of Hugging Face models: a table of config.json's keys and one of its tensors."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxstack.config import build_component
+from jaxstack.errors import ConfigError
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.rows import Row
+from jaxstack.models.huggingface.tensors import Tensor
+
+HARMLESS = frozenset(
+    # What a file is called, which program wrote it, and in which dtype.
+    ["model_type", "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype"]
+    # How other programs run it.
+    + ["use_cache", "cache_implementation", "pretraining_tp", "_attn_implementation_autoset", "gradient_checkpointing"]
+    + ["output_attentions", "output_hidden_states", "return_dict", "keys_to_ignore_at_inference"]
+    # Token ids: the tokenizer's matter. Tasks and labels: those of other heads.
+    + ["bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "task_specific_params", "id2label", "label2id"]
+    # Dropout of training: not a part of the function; `model.dropout` is the new run's own.
+    + ["attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"]
+)
+"""Keys of config.json that do not change what the model computes."""
+
+# Not a part of what the model computes, or known under another name in the comparison below.
+_NOT_COMPARED = frozenset(
+    ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "scan_layers", "remat"]
+    + ["num_kv_heads", "head_dim", "intermediate_size", "query_pre_attn_scalar", "layer_types", "sliding_window"]
+)
+_NOT_COMPARED_OF_EXPERTS = frozenset(
+    ["moe_intermediate_size", "capacity_factor", "router_aux_loss_coef", "router_z_loss_coef", "exchange_factor"]
+    + ["implementation"]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one `model_type` of transformers is read and written.
+
+    Attributes:
+      model_type, architecture: as config.json names them.
+      rows: config.json <-> `ModelConfig`.
+      tensors: parameters <-> tensors of the files.
+      prefix: of all tensors but the head's; files of the bare model leave it out.
+      ignored: keys of config.json that do not change what this family computes.
+      buffers: regular expression of tensors in old files that are no parameters.
+    """
+
+    model_type: str
+    architecture: str
+    rows: tuple[Row, ...]
+    tensors: tuple[Tensor, ...]
+    prefix: str = "model."
+    ignored: frozenset[str] = frozenset()
+    buffers: str = r".*rotary_emb\.inv_freq"
+
+    def read(self, config: Mapping[str, Any], ignore: Collection[str] = ()) -> ModelConfig:
+        """The model that a config.json describes.
+
+        Raises:
+          ConfigError: a key is missing, not known, or says what the model cannot do.
+        """
+        known = {key for row in self.rows for key in row.keys}
+        strange = sorted(config.keys() - known - HARMLESS - self.ignored - set(ignore))
+        if strange:
+            shown = ", ".join(f"{key} ({str(config[key])[:40]})" for key in strange)
+            raise ConfigError(
+                f"config.json of a {self.model_type} has keys that jaxstack does not know: {shown}. It may compute "
+                "something else than this model; if you know that a key does not matter, name it with --ignore-key."
+            )
+        fields: dict[str, Any] = {}
+        for row in self.rows:
+            try:
+                fields |= row.read(config)
+            except (TypeError, ValueError, AttributeError, ArithmeticError, OverflowError) as error:
+                keys = ", ".join(f"{key}: {config[key]!r}" for key in row.keys if key in config)
+                raise ConfigError(f"config.json has a value of a wrong kind among {keys} ({error}).") from None
+        fields = {key: value for key, value in fields.items() if value is not None}
+        return build_component(ModelConfig, fields, "config.json")
+
+    def write(self, model: ModelConfig) -> dict[str, Any]:
+        """config.json of a model, without token ids and dtype.
+
+        Raises:
+          ConfigError: the family cannot express the model; the message names the fields.
+        """
+        config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for row in self.rows:
+            config |= row.write(model)
+        different = differences(model, self.read(config))
+        if different:
+            raise ConfigError(f"{self.model_type} cannot express this model: {'; '.join(different)}.")
+        return config
+
+
+def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
+    """`field a, not b`, for every field in which two models compute something else."""
+    ours, theirs = _computed(wanted), _computed(found)
+    if wanted.max_position_embeddings is None or wanted.positions == "rope":
+        theirs["max_position_embeddings"] = ours["max_position_embeddings"]  # of rotary positions a bound only
+    return [f"{key} {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key]]
+
+
+def _computed(model: ModelConfig) -> dict[str, Any]:
+    values = {key: value for key, value in model.model_dump(mode="json").items() if key not in _NOT_COMPARED}
+    if model.positions != "rope":
+        values.update(rope_theta=None, rope_scaling=None)
+    local = values.pop("rope_local_base_freq")
+    used = local if any(model.windows()) else None
+    moe = values["moe"]
+    if moe is not None:
+        moe = {key: value for key, value in moe.items() if key not in _NOT_COMPARED_OF_EXPERTS}
+        moe["moe_intermediate_size"] = model.expert_size
+    dense = not all(model.is_mixture(layer) for layer in range(model.num_layers))
+    return {
+        **values,
+        "moe": moe,
+        "rope_local_base_freq": used or values["rope_theta"],
+        "num_kv_heads": model.kv_heads,
+        "head_dim": model.width_per_head,
+        "intermediate_size": model.feed_forward_size if dense else None,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or float(model.width_per_head),
+        "windows a layer": list(model.windows()),
+    }

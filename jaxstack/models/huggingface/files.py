@@ -1,0 +1,214 @@
+"""The files of a Hugging Face checkpoint: config.json, model.safetensors, or shards of it with an index."""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxstack.errors import ConfigError, JaxstackError
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+      ConfigError: it is not there, or is no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} is not a Hugging Face checkpoint: it has no {path.name}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON that can be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold a JSON object.")
+    return found
+
+
+class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
+    """The tensors of a checkpoint, open for reading by slices; nothing is read before it is asked for.
+
+    Attributes:
+      shapes: of every tensor, by name.
+
+    Raises:
+      ConfigError: files are missing, cut off or damaged.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._stack = contextlib.ExitStack()
+        self._places: dict[str, tuple[Any, str]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, indexed in self._list_files().items():
+            file = self._open(directory / name)
+            held = set(file.keys())
+            missing = sorted(indexed - held)
+            if missing:
+                raise ConfigError(f"{directory / name} lacks tensors that {INDEX} places there: {_some(missing)}.")
+            for tensor in held:
+                self._places[tensor] = file, tensor
+                self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def _list_files(self) -> dict[str, set[str]]:
+        """File names, and the tensors that the index places in each."""
+        if (self.directory / WEIGHTS).is_file():
+            return {WEIGHTS: set()}
+        if not (self.directory / INDEX).is_file():
+            raise ConfigError(
+                f"{self.directory} has neither {WEIGHTS} nor {INDEX}; weights in other formats (pytorch_model.bin) "
+                "are converted by transformers: model.save_pretrained(directory)."
+            )
+        places = read_json(self.directory / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ConfigError(f"{self.directory / INDEX} has no weight_map from tensors to files.")
+        files: dict[str, set[str]] = {}
+        for tensor, name in places.items():
+            if Path(name).name != name:
+                raise ConfigError(f"{self.directory / INDEX} places {tensor} outside of its directory: {name}.")
+            files.setdefault(name, set()).add(tensor)
+        return files
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._stack.enter_context(safe_open(str(path), framework="numpy"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path} is missing: {INDEX} names it.") from None
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged or not a safetensors file ({error}); fetch it again.") from None
+
+    def rename(self, prefix: str, kept: str) -> None:
+        """Puts `prefix` before all names but `kept` where none has it: the files are those of the bare model."""
+        if not any(name.startswith(prefix) for name in self.shapes):
+            new = {name: name if name == kept else prefix + name for name in self.shapes}
+            self._places = {new[name]: place for name, place in self._places.items()}
+            self.shapes = {new[name]: shape for name, shape in self.shapes.items()}
+
+    def slices(self, name: str) -> Any:
+        """What takes slices of a tensor, `slices(name)[0:2, 1:3]`, and reads only those.
+
+        Raises:
+          ConfigError: it is of a dtype that is no plain floating-point number.
+        """
+        file, stored = self._places[name]
+        found = file.get_slice(stored)
+        if found.get_dtype() not in _DTYPES:
+            raise ConfigError(
+                f"{name} is {found.get_dtype()}: quantised checkpoints are not read; give one in bfloat16 or float32."
+            )
+        return found
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]], optional: str) -> None:
+        """Compares names and shapes with those wanted; `optional` is a pattern of names that may be there.
+
+        Raises:
+          ConfigError: with the first differences of each kind.
+        """
+        missing = [name for name in wanted if name not in self.shapes]
+        strange = [n for n in sorted(self.shapes) if n not in wanted and not re.fullmatch(optional, n)]
+        shapes = [
+            f"{name} is {list(self.shapes[name])}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if name in self.shapes and self.shapes[name] != shape
+        ]
+        problems = {"tensors are missing": missing, "tensors are not known": strange, "shapes differ": shapes}
+        found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
+        if found:
+            raise ConfigError(f"the weights in {self.directory} do not fit its {CONFIG}: {'; '.join(found)}.")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def claim_directory(directory: Path) -> None:
+    """Makes the directory of a new checkpoint.
+
+    Raises:
+      ConfigError: there is a checkpoint in it already, or it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = [path.name for path in directory.iterdir() if path.name == CONFIG or path.suffix == ".safetensors"]
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error.strerror or error}.") from None
+    if held:
+        raise ConfigError(f"{directory} already holds a checkpoint ({held[0]}); give another directory.")
+
+
+def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int) -> None:
+    """Writes tensors as they come, in files of at most so many bytes (or one tensor), with an index for several.
+
+    Raises:
+      JaxstackError: the disk is full or fails; nothing is left then.
+    """
+    parts: list[tuple[Path, list[str]]] = []
+    held: dict[str, np.ndarray] = {}
+    total = size = 0
+    os.umask(mask := os.umask(0o022))
+
+    def flush() -> None:
+        path = directory / f".part-{len(parts)}"
+        parts.append((path, list(held)))
+        save_file(held, str(path), metadata={"format": "pt"})
+        path.chmod(0o666 & ~mask)  # the library lets nobody else read
+        held.clear()
+
+    try:
+        for name, tensor in tensors:
+            if held and size + tensor.nbytes > max_shard_bytes:
+                flush()
+                size = 0
+            held[name] = np.ascontiguousarray(tensor)
+            size, total = size + tensor.nbytes, total + tensor.nbytes
+        flush()
+        _put_in_place(directory, parts, total)
+    except BaseException as error:
+        for path, _ in parts:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError | SafetensorError):
+            raise JaxstackError(f"the weights could not be written to {directory}: {error}") from None
+        raise
+
+
+def _put_in_place(directory: Path, parts: list[tuple[Path, list[str]]], total: int) -> None:
+    if len(parts) == 1:
+        parts[0][0].rename(directory / WEIGHTS)
+        return
+    places = {}
+    for number, (path, names) in enumerate(parts, 1):
+        final = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        path.rename(directory / final)
+        places |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file in one step: it is never seen half written.
+
+    Raises:
+      JaxstackError: the disk is full or fails.
+    """
+    part = path.with_name(f".part-{path.name}")
+    try:
+        part.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        part.rename(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise JaxstackError(f"cannot write {path}: {error.strerror or error}") from None

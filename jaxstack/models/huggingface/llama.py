@@ -1,0 +1,106 @@
+"""Llama 2 and 3 (Touvron et al. 2023, Llama Team 2024) and Mistral (Jiang et al. 2023), and the tables others share.
+
+Queries and keys need no permutation: both sides pair the halves of a head for rotary positions.
+"""
+
+from jaxstack.models.huggingface.family import Family
+from jaxstack.models.huggingface.rows import Row, activation, always, fixed, rope, same, windows
+from jaxstack.models.huggingface.tensors import Tensor
+
+LAYER = "model.layers.{layer}."
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+ATTENTION = (
+    *(Tensor(f"layers/attention/{n}/kernel", LAYER + f"self_attn.{n}.weight", ((1, 2), (0,))) for n in _PROJECTIONS),
+    *(Tensor(f"layers/attention/{n}/bias", LAYER + f"self_attn.{n}.bias", ((0, 1),)) for n in _PROJECTIONS),
+    Tensor("layers/attention/o_proj/kernel", LAYER + "self_attn.o_proj.weight", ((2,), (0, 1))),
+    Tensor("layers/attention/o_proj/bias", LAYER + "self_attn.o_proj.bias", ((0,),)),
+    Tensor("layers/attention/q_norm/scale", LAYER + "self_attn.q_norm.weight", ((0,),)),
+    Tensor("layers/attention/k_norm/scale", LAYER + "self_attn.k_norm.weight", ((0,),)),
+)
+MLP = tuple(
+    row
+    for name in ("gate_proj", "up_proj", "down_proj")
+    for row in (
+        Tensor(f"layers/mlp/{name}/kernel", LAYER + f"mlp.{name}.weight", ((1,), (0,))),
+        Tensor(f"layers/mlp/{name}/bias", LAYER + f"mlp.{name}.bias", ((0,),)),
+    )
+)
+NORMS = (
+    Tensor("layers/attention_norm/scale", LAYER + "input_layernorm.weight", ((0,),)),
+    Tensor("layers/mlp_norm/scale", LAYER + "post_attention_layernorm.weight", ((0,),)),
+)
+ENDS = (
+    Tensor("embedding/table", "model.embed_tokens.weight", ((0,), (1,))),
+    Tensor("final_norm/scale", "model.norm.weight", ((0,),)),
+    Tensor("head", "lm_head.weight", ((1,), (0,))),
+)
+TENSORS = (*ENDS, *ATTENTION, *NORMS, *MLP)
+
+
+def max_positions(default: int) -> Row:
+    """`max_position_embeddings`; a model without a bound is written with the family's default one."""
+    key = "max_position_embeddings"
+    return same(key, key, default, lambda model: model.max_position_embeddings or default)
+
+
+def shape(
+    kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, norm_eps: float = 1e-6
+) -> tuple[Row, ...]:
+    """The rows that all families of Llama's kind share; the arguments are what transformers takes for missing keys."""
+    return (
+        same("vocab_size", "vocab_size"),
+        same("hidden_size", "hidden_size"),
+        same("num_hidden_layers", "num_layers"),
+        same("num_attention_heads", "num_heads"),
+        same("num_key_value_heads", "num_kv_heads", kv_heads, lambda model: model.kv_heads),
+        same("head_dim", "head_dim", head_dim, lambda model: model.width_per_head),
+        same("intermediate_size", "intermediate_size", value=lambda model: model.feed_forward_size),
+        same("rms_norm_eps", "norm_eps", norm_eps),
+        same("initializer_range", "initializer_range", 0.02),
+        same("tie_word_embeddings", "tie_word_embeddings", tied),
+        fixed("is_encoder_decoder", False),
+    )
+
+
+def attention_bias(default: bool = False) -> Row:
+    """`attention_bias`: of all four projections."""
+    return Row(
+        ("attention_bias",),
+        lambda config: dict.fromkeys(("qkv_bias", "output_bias"), config.get("attention_bias", default)),
+        lambda model: {"attention_bias": model.qkv_bias},
+    )
+
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    rows=(
+        *shape(),
+        max_positions(2048),
+        rope(),
+        attention_bias(),
+        same("mlp_bias", "mlp_bias", False),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+        fixed("rope_interleaved", False),
+    ),
+    tensors=TENSORS,
+    ignored=frozenset(["is_llama_config"]),
+)
+
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    rows=(
+        *shape(kv_heads=8),
+        max_positions(131072),
+        rope(),
+        windows(
+            (), lambda config, layers: [True] * layers, lambda model: {"sliding_window": min(model.windows(), key=bool)}
+        ),
+        activation("hidden_act", "silu"),
+        always(norm="rms_norm", mlp="gated"),
+    ),
+    tensors=TENSORS,
+)

@@ -1,0 +1,153 @@
+"""Hugging Face checkpoints into models: each device's part of each parameter is read from the files and put there."""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxstack.errors import ConfigError
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.families import check_model, describe
+from jaxstack.models.huggingface.family import Family
+from jaxstack.models.huggingface.files import WeightFiles
+from jaxstack.models.huggingface.leaves import Leaf, find_leaves
+from jaxstack.models.huggingface.tensors import bounded, whole
+from jaxstack.models.transformer import Transformer
+from jaxstack.parallel import AxisRules, make_rules
+
+Arrays = dict[str, jax.Array]
+_HEAD = "lm_head.weight"
+_CHUNK_BYTES = 2**30
+"""What is assembled in host memory before it goes to a device, unless a single tensor is larger."""
+
+
+def from_huggingface(
+    directory: str | Path,
+    *,
+    config: ModelConfig | None = None,
+    mesh: Mesh | AxisRules | None = None,
+    dtype: Any = jnp.float32,
+    ignore: Collection[str] = (),
+) -> Transformer:
+    """The model in a directory with config.json and model.safetensors (or shards with an index).
+
+    Weights are read a slice at a time: host memory holds at most about a gibibyte, or one layer's largest tensor.
+
+    Args:
+      config: default: `read_model_config(directory)`; another one may differ in what does not change the function,
+        such as `scan_layers`, `remat`, `dropout`.
+      mesh: where the weights go, sharded as in training; default: one device.
+      dtype: of the computation; weights are float32.
+      ignore: keys of config.json to pass over though jaxstack does not know them.
+
+    Raises:
+      ConfigError: a key of config.json is not supported, tensors are missing, not known or of another shape, files
+        are damaged, or `config` computes something else; the message names which.
+    """
+    family, described = describe(directory, ignore)
+    config = config or described
+    check_model(config, described, str(directory))
+    rules = make_rules(mesh) if isinstance(mesh, Mesh) else mesh
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype=dtype)))
+
+    def place(leaf: Leaf) -> jax.sharding.Sharding | None:
+        axes = leaf.variable.get_metadata().get("logical_axes")
+        return None if rules is None else rules.sharding(rules.parameter_spec(axes, leaf.shape))
+
+    found = _read(Path(directory), family, config, place)
+    flat = [(path, v.replace(found["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def read_parameters(directory: str | Path, config: ModelConfig, shardings: Any, ignore: Collection[str] = ()) -> Any:
+    """The parameters of `Transformer(config)` as nested dicts, laid out as the tree `shardings` says.
+
+    Raises:
+      ConfigError: as `from_huggingface`.
+    """
+    family, described = describe(directory, ignore)
+    check_model(config, described, str(directory))
+
+    def place(leaf: Leaf) -> jax.sharding.Sharding:
+        branch = shardings
+        for key in leaf.path.split("/"):
+            branch = branch[key]
+        return branch
+
+    return nest(_read(Path(directory), family, config, place))
+
+
+def nest(arrays: dict[str, Any]) -> Any:
+    """Nested dicts of what is named by `a/b/c`."""
+    tree: dict[str, Any] = {}
+    for path, array in arrays.items():
+        *parents, last = path.split("/")
+        branch = tree
+        for key in parents:
+            branch = branch.setdefault(key, {})
+        branch[last] = array
+    return tree
+
+
+def _read(
+    directory: Path, family: Family, config: ModelConfig, place: Callable[[Leaf], jax.sharding.Sharding | None]
+) -> Arrays:
+    leaves = find_leaves(config, family.tensors)
+    wanted = {name: leaf.row.shape(leaf.piece) for leaf in leaves for name in leaf.names}
+    with WeightFiles(directory) as files:
+        files.rename(family.prefix, _HEAD)
+        tied = config.tie_word_embeddings
+        files.check(wanted, f"{family.buffers}|{_HEAD}" if tied else family.buffers)
+        if tied and _HEAD in files.shapes:
+            _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])
+        return {leaf.path: _read_leaf(files, leaf, place(leaf)) for leaf in leaves}
+
+
+def _check_tied(files: WeightFiles, table: str) -> None:
+    """A head in the files of a model with a tied one must be the embedding."""
+    head, embedding = files.slices(_HEAD), files.slices(table)
+    rows = files.shapes[table][0]
+    step = max(1, rows // 64)
+    parts = (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    equal = files.shapes[_HEAD] == files.shapes[table]
+    if not equal or any(np.any(np.asarray(head[part]) != np.asarray(embedding[part])) for part in parts):
+        raise ConfigError(f"{files.directory}: tie_word_embeddings is true, but {_HEAD} is not {table}.")
+
+
+def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None:
+        return _read_part(files, leaf, whole(leaf.shape), None)
+    places: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        cut = bounded(index or (), leaf.shape) if index else whole(leaf.shape)
+        places.setdefault(tuple((c.start, c.stop) for c in cut), []).append(device)
+    parts = []
+    for cut, devices in places.items():
+        first = _read_part(files, leaf, [slice(*ends) for ends in cut], devices[0])
+        parts += [first, *(jax.device_put(first, device) for device in devices[1:])]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Any) -> jax.Array:
+    """One device's part of a leaf, float32, there."""
+    chunks = [jax.device_put(chunk, device) for chunk in _chunks(files, leaf, index)]
+    return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
+
+
+def _chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
+    """The part in chunks along its first dim, where that is one of tensors, else in one."""
+    shape = [cut.stop - cut.start for cut in index]
+    row = 4 * math.prod(shape[1:])
+    step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.lead else shape[0]
+    for start in range(index[0].start, index[0].stop, step):
+        first = slice(start, min(start + step, index[0].stop))
+        chunk = np.empty((first.stop - first.start, *shape[1:]), np.float32)
+        for at, name in leaf.pieces((first, *index[1:])):
+            chunk[at] = leaf.row.read(files.slices(name), leaf.piece, index[leaf.lead :])
+        yield chunk

@@ -1,0 +1,182 @@
+"""Rows of a family's table: how keys of config.json become fields of `ModelConfig`, and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxstack.errors import ConfigError, nearest
+from jaxstack.models.config import ModelConfig
+
+Keys = Mapping[str, Any]
+REQUIRED: Any = object()
+
+
+class Row(NamedTuple):
+    """A few keys of config.json that belong together."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Keys], dict[str, Any]]
+    """The fields of `ModelConfig` that they say; raises ConfigError for what the model cannot do."""
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+def find(config: Keys, key: str, default: Any = REQUIRED) -> Any:
+    """A key's value, or what transformers takes where it is missing."""
+    if key in config and not (default is REQUIRED and config[key] is None):
+        return config[key]
+    if default is REQUIRED:
+        raise ConfigError(f"config.json has no {key}, which this family needs.")
+    return default
+
+
+def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[ModelConfig], Any] | None = None) -> Row:
+    """A key that means the same as a field; `value` is what is written where that is not the field itself."""
+    return Row(
+        (theirs,),
+        lambda config: {ours: find(config, theirs, default)},
+        lambda model: {theirs: value(model) if value else getattr(model, ours)},
+    )
+
+
+def fixed(key: str, *allowed: Any) -> Row:
+    """A key that may only say what the model does anyway; the first value is what a missing one means."""
+
+    def read(config: Keys) -> dict[str, Any]:
+        found = find(config, key, allowed[0])
+        if found not in allowed:
+            shown = " or ".join(repr(value) for value in allowed)
+            raise ConfigError(f"config.json: {key}: {found!r} is not supported; only {shown} is.")
+        return {}
+
+    return Row((key,), read, lambda model: {})
+
+
+def always(**fields: Any) -> Row:
+    """Fields that all models of a family share and that config.json does not name."""
+    return Row((), lambda config: fields, lambda model: {})
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+"""Names of transformers' activations -> ours."""
+
+
+def activation(key: str, default: str) -> Row:
+    """The activation of the MLP, written by the family's default name where that is it."""
+
+    def read(config: Keys) -> dict[str, Any]:
+        found = find(config, key, default)
+        if found not in ACTIVATIONS:
+            raise ConfigError(
+                f"config.json: {key}: there is no activation {found!r}; {nearest(str(found), ACTIVATIONS)}"
+            )
+        return {"hidden_act": ACTIVATIONS[found]}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        names = [default, *ACTIVATIONS]
+        return {key: next(name for name in names if ACTIVATIONS[name] == model.hidden_act)}
+
+    return Row((key,), read, write)
+
+
+_SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Kinds of RoPE scaling -> their keys."""
+
+
+def _rope_fields(said: Keys, where: str) -> tuple[float | None, dict[str, Any] | None]:
+    """(theta, scaling) of one rope dictionary of config.json."""
+    said = {key: value for key, value in said.items() if value is not None}
+    kind = said.pop("rope_type", said.pop("type", "default"))
+    said.pop("type", None)
+    if kind not in _SCALINGS:
+        raise ConfigError(f"config.json: {where}: rope_type {kind!r} is not supported; {nearest(str(kind), _SCALINGS)}")
+    theta = said.pop("rope_theta", None)
+    if said.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"config.json: {where}.partial_rotary_factor must be 1: all of a head's dims rotate.")
+    unknown = [key for key in said if key not in _SCALINGS[kind]]
+    missing = [key for key in _SCALINGS[kind] if key not in said]
+    if unknown or missing:
+        problem = f"has keys that are not supported: {', '.join(unknown)}" if unknown else f"lacks {', '.join(missing)}"
+        raise ConfigError(f"config.json: {where} (rope_type {kind}) {problem}.")
+    return theta, {"rope_type": kind, **said} if kind != "default" else None
+
+
+def rope(theta: float = 10000.0, local: float | None = None) -> Row:
+    """Rotary positions, as `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
+
+    Args:
+      theta: the family's default.
+      local: the default base of windowed layers, where a family has one of their own.
+    """
+    keys = ("rope_theta", "rope_scaling", "rope_parameters") + (("rope_local_base_freq",) if local else ())
+
+    def read(config: Keys) -> dict[str, Any]:
+        newer, older = config.get("rope_parameters"), config.get("rope_scaling")
+        if newer and older and newer != older:
+            raise ConfigError("config.json has rope_scaling and rope_parameters, and they differ; remove one of them.")
+        base, narrow = config.get("rope_theta"), config.get("rope_local_base_freq")
+        said, where = newer or older or {}, "rope_parameters" if newer else "rope_scaling"
+        if newer and local and ("full_attention" in newer or "sliding_attention" in newer):
+            narrow, stretched = _rope_fields(newer.get("sliding_attention") or {}, f"{where}.sliding_attention")
+            if stretched:
+                raise ConfigError(f"config.json: {where}.sliding_attention: only full_attention layers may be scaled.")
+            said, where = newer.get("full_attention") or {}, f"{where}.full_attention"
+        found, scaling = _rope_fields(said, where)
+        fields = {"rope_theta": found or base or theta, "rope_scaling": scaling}
+        return {**fields, "rope_local_base_freq": narrow or local} if local else fields
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        scaling = model.rope_scaling
+        chosen = None
+        if scaling is not None:
+            chosen = {"rope_type": scaling.rope_type} | {k: getattr(scaling, k) for k in _SCALINGS[scaling.rope_type]}
+        keys = {"rope_theta": model.rope_theta, "rope_scaling": chosen}
+        return {**keys, "rope_local_base_freq": model.rope_local_base_freq or model.rope_theta} if local else keys
+
+    return Row(keys, read, write)
+
+
+def windows(
+    keys: Sequence[str],
+    kinds: Callable[[Keys, int], Sequence[bool]],
+    write: Callable[[ModelConfig], dict[str, Any]],
+    layers: str = "num_hidden_layers",
+    default: int | None = 4096,
+) -> Row:
+    """Which layers see a window: `kinds(config, layers)` says it a layer, unless config.json has `layer_types`."""
+
+    def read(config: Keys) -> dict[str, Any]:
+        size, count = find(config, "sliding_window", default), find(config, layers)
+        named = config.get("layer_types") if "layer_types" in keys else None
+        if named is not None:
+            strange = sorted({str(kind) for kind in named} - {"full_attention", "sliding_attention"})
+            if strange:
+                raise ConfigError(f"config.json: layer_types: {', '.join(strange)} is not supported.")
+            if len(named) != count:
+                raise ConfigError(f"config.json: layer_types has {len(named)} entries for {count} layers.")
+        narrow = [kind == "sliding_attention" for kind in named] if named is not None else list(kinds(config, count))
+        if size is None or not any(narrow):
+            return {}
+        period = next(p for p in range(1, count + 1) if all(n == narrow[i % p] for i, n in enumerate(narrow)))
+        types = tuple("sliding_attention" if kind else "full_attention" for kind in narrow[:period])
+        return {"layer_types": types, "sliding_window": size}
+
+    return Row(("sliding_window", *keys), read, write)
+
+
+def layer_types(model: ModelConfig) -> dict[str, Any]:
+    """`layer_types` and `sliding_window` of a model, written out a layer."""
+    narrow = model.windows()
+    names = ["full_attention" if window is None else "sliding_attention" for window in narrow]
+    return {"layer_types": names, "sliding_window": next((window for window in narrow if window), None)}

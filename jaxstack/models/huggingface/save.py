@@ -1,0 +1,101 @@
+"""Models into Hugging Face checkpoints, a parameter at a time."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxstack.errors import ConfigError, JaxstackError, nearest
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.huggingface.families import choose_family
+from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
+from jaxstack.models.huggingface.leaves import Leaf, find_leaves
+from jaxstack.models.transformer import Transformer
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def to_huggingface(
+    model: Any,
+    directory: str | Path,
+    *,
+    config: ModelConfig | None = None,
+    family: str | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> str:
+    """Writes config.json and the weights so that `transformers` loads them; returns the model_type.
+
+    Args:
+      model: a `Transformer`, or its parameters as nested dicts (then give `config`), on the devices of this process.
+      family: the model_type; default: the plainest family that can express the model.
+      dtype: of the files: float32, bfloat16 or float16.
+      max_shard_bytes: of a file; more go into several with an index.
+
+    Raises:
+      ConfigError: no family can express the model, or there is a checkpoint in the directory already.
+      JaxstackError: writing failed.
+    """
+    if isinstance(model, Transformer):
+        config = config or model.config
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        arrays: Any = {"/".join(map(str, path)): variable.get_value() for path, variable in flat}
+    else:
+        named = jax.tree_util.tree_flatten_with_path(model)[0]
+        arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): array for path, array in named}
+    if config is None:
+        raise TypeError("parameters without a Transformer need config=ModelConfig(...).")
+    return write_checkpoint(arrays.__getitem__, config, Path(directory), family, dtype, max_shard_bytes)
+
+
+def write_checkpoint(
+    read: Callable[[str], Any],
+    config: ModelConfig,
+    directory: Path,
+    family: str | None = None,
+    dtype: str = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra: dict[str, Any] | None = None,
+) -> str:
+    """`to_huggingface` with parameters that `read(path)` gives when their turn comes; `extra` are further keys."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
+    chosen, said = choose_family(config, family)
+    leaves = find_leaves(config, chosen.tensors)
+    claim_directory(directory)
+    write_weights(directory, _tensors(leaves, read, jnp.dtype(dtype)), max_shard_bytes)
+    # Last: a directory without it is not taken for a checkpoint.
+    write_json(directory / CONFIG, {**said, "torch_dtype": dtype, **(extra or {})})
+    return chosen.model_type
+
+
+def _tensors(leaves: list[Leaf], read: Callable[[str], Any], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+    groups: dict[tuple[str, ...], list[Leaf]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf.names, []).append(leaf)  # several where theirs is one fused tensor
+    for names, group in groups.items():
+        arrays = [read(leaf.path) for leaf in group]
+        for number, name in enumerate(names):
+            parts = [
+                leaf.row.write(_piece(array, np.unravel_index(number, leaf.shape[: leaf.lead]), name))
+                for leaf, array in zip(group, arrays, strict=True)
+            ]
+            yield name, _cast(name, parts[0] if len(parts) == 1 else np.concatenate(parts, -1), dtype)
+
+
+def _piece(array: Any, at: tuple[Any, ...], name: str) -> np.ndarray:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        raise JaxstackError(f"{name} lies on several processes: convert the run's checkpoint in one process instead.")
+    return np.asarray(array[tuple(map(int, at))]) if at else np.asarray(array)
+
+
+def _cast(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+    if dtype == np.float16 and array.size and math.isfinite(most := float(np.abs(array).max())) and most > 65504:
+        raise ConfigError(f"{name} has values up to {most:.3g}, which float16 cannot hold; take bfloat16.")
+    return array.astype(dtype)

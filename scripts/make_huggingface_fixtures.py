@@ -1,0 +1,98 @@
+"""Writes tests/models/huggingface/: tiny random models of every family with the logits and greedy tokens that
+transformers computes for them in float32. Needs torch and transformers (made with 2.13.0 and 5.23.0).
+
+    python scripts/make_huggingface_fixtures.py [name ...]
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+
+FOLDER = Path(__file__).resolve().parents[1] / "tests" / "models" / "huggingface"
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 63,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+GEMMA = {"num_hidden_layers": 4, "intermediate_size": 32, "head_dim": 16, "query_pre_attn_scalar": 12}
+GPT2 = {
+    "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 63,
+}  # fmt: skip
+
+MODELS = {
+    "gpt2": ("GPT2", GPT2),
+    "llama": ("Llama", {**SMALL, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biases": (
+        "Llama",
+        {
+            **SMALL,
+            "num_key_value_heads": 4,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "mistral": ("Mistral", {**SMALL, "head_dim": 16, "sliding_window": 4}),
+    "qwen2": ("Qwen2", {**SMALL, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {**SMALL, "head_dim": 16}),
+    "gemma2": ("Gemma2", {**SMALL, **GEMMA, "sliding_window": 4, "attn_logit_softcapping": 5.0}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **SMALL,
+            **GEMMA,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+            },
+        },
+    ),
+    "mixtral": ("Mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**SMALL, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+         "norm_topk_prob": True},
+    ),
+}  # fmt: skip
+ARCHITECTURES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+
+
+def make(name: str) -> None:
+    """Writes one model's folder."""
+    kind, settings = MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, ARCHITECTURES.get(kind, f"{kind}ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases too; bfloat16 keeps the files small
+            spread = 0.3 if parameter.ndim == 1 else 0.25
+            parameter.add_(torch.randn_like(parameter) * spread)
+            parameter.copy_(parameter.bfloat16().float())
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    tokens = torch.randint(0, 63, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = model(tokens).logits
+        model.generation_config.eos_token_id = None
+        greedy = model.generate(tokens[:1, :6], max_new_tokens=12, do_sample=False)[0, 6:]
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    arrays = {"tokens": tokens.numpy().astype(np.int32), "logits": logits.numpy().astype(np.float32)}
+    save_file({**arrays, "greedy": greedy.numpy().astype(np.int32)}, str(folder / "expected.safetensors"))
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or MODELS:
+        make(chosen)
+        print(chosen, sum(path.stat().st_size for path in (FOLDER / chosen).iterdir()), "bytes")

@@ -1,0 +1,204 @@
+"""config.json of the families: what released files say, what is refused, what an export writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxstack.errors import ConfigError
+from jaxstack.models import ModelConfig, preset_config
+from jaxstack.models.huggingface.families import FAMILIES, choose_family, read_model_config
+from jaxstack.models.huggingface.family import differences
+
+FIXTURES = sorted(path.parent for path in Path(__file__).parent.glob("*/config.json"))
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}  # fmt: skip
+RELEASED = {
+    "llama3-8b": LLAMA,
+    "mistral-7b": {
+        "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_position_embeddings": 131072, "max_window_layers": 28, "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "tie_word_embeddings": False, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "gemma2-2b": {
+        "model_type": "gemma2", "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+        "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26, "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+        "vocab_size": 256000,
+    },
+}  # fmt: skip
+
+
+MIXTURES = ("mixtral-8x7b", "qwen3-30b-a3b")
+
+
+def read(config: dict) -> ModelConfig:
+    return FAMILIES[config["model_type"]].read(config)
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_configurations_are_the_presets(name):
+    found, preset = read(RELEASED[name]), preset_config(name)
+    if name != "llama3-8b":
+        preset = preset.model_copy(update={"vocab_size": found.vocab_size})
+    # Llama 3.0 has no scaling; versions of Mistral and Qwen differ in the base.
+    preset = preset.model_copy(update={"rope_scaling": found.rope_scaling, "rope_theta": found.rope_theta})
+    assert differences(found, preset) == []
+
+
+def test_gemma3_of_transformers_4_has_windows_in_a_pattern_and_a_base_of_their_own():
+    model = read(
+        {
+            "model_type": "gemma3_text",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+        }  # fmt: skip
+    )
+    assert [i for i, window in enumerate(model.windows()) if window is None] == [5, 11, 17, 23]
+    assert (model.rope_theta, model.rope_local_base_freq, model.qk_norm) == (1e6, 1e4, True)
+    assert (model.tie_word_embeddings, model.final_logit_softcapping, model.attention_scale) == (True, None, 1 / 16)
+
+
+def test_llama_scaling_is_read_in_both_spellings():
+    newer = {k: v for k, v in LLAMA.items() if k not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {**LLAMA["rope_scaling"], "rope_theta": 500000.0}
+    assert read(newer) == read(LLAMA)
+    assert read(LLAMA).rope_scaling.factor == 8.0  # type: ignore[union-attr]
+    linear = read({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert linear.rope_scaling is not None and linear.rope_scaling.rope_type == "linear"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta_fast": 32}}, "beta_fast"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
+        ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default"}}, "they differ"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"some_new_feature": None}, "some_new_feature"),
+        ({"hidden_act": "swiglu_oai"}, "'swiglu_oai'"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
+        ({"num_key_value_heads": 5}, "num_kv_heads"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, named):
+    with pytest.raises(ConfigError, match="config.json") as error:
+        read({**LLAMA, **change})
+    assert named in str(error.value)
+
+
+def test_a_key_can_be_ignored_on_purpose():
+    assert FAMILIES["llama"].read({**LLAMA, "some_new_feature": 1}, ["some_new_feature"]) == read(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("mistral", {"num_hidden_layers": "x"}),
+        ("llama", {"rope_scaling": "linear"}),
+        ("llama", {"rope_parameters": [1]}),
+        ("llama", {"hidden_act": ["silu"]}),
+        ("llama", {"vocab_size": "many"}),
+        ("gemma2", {"layer_types": 3}),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}),
+        ("qwen2", {"layer_types": None, "max_window_layers": {}}),
+        ("mixtral", {"num_local_experts": -1}),
+        ("qwen3-moe", {"num_experts_per_tok": []}),
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(family, change):
+    config = json.loads((Path(__file__).parent / family / "config.json").read_text())
+    with pytest.raises(ConfigError, match="config.json"):
+        read({**config, **change})
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "named"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gemma2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked_attention"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "sliding"),
+    ],
+)
+def test_other_families_refuse_too(family, change, named):
+    config = json.loads((Path(__file__).parent / family / "config.json").read_text())
+    with pytest.raises(ConfigError) as error:
+        read({**config, **change})
+    assert named in str(error.value)
+
+
+def test_an_unknown_family_names_the_nearest(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    with pytest.raises(ConfigError, match="gemma3_text"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
+    with pytest.raises(ConfigError, match="not supported"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("folder", FIXTURES, ids=lambda path: path.name)
+def test_what_is_written_reads_as_the_same_model_and_family(folder):
+    model = read_model_config(folder)
+    family, written = choose_family(model)
+    assert family.model_type == json.loads((folder / "config.json").read_text())["model_type"]
+    assert differences(model, family.read(json.loads(json.dumps(written)))) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2-124m", "llama3-1b", "qwen2.5-7b", "gemma2-2b", "mistral-7b", "qwen3-8b", *MIXTURES]
+)
+def test_presets_can_be_exported(name):
+    preset = preset_config(name)
+    assert differences(preset, choose_family(preset)[0].read(choose_family(preset)[1])) == []
+
+
+def test_a_model_that_no_family_has_is_refused_with_reasons():
+    strange = ModelConfig(vocab_size=64, norm="layer_norm", mlp="gated", positions="rope")
+    with pytest.raises(ConfigError, match="no Hugging Face family") as error:
+        choose_family(strange)
+    assert "llama cannot express this model: norm layer_norm, not rms_norm" in str(error.value)
+    with pytest.raises(ConfigError, match=r"^llama cannot express this model: qk_norm True, not False\.$"):
+        choose_family(ModelConfig(vocab_size=64, qk_norm=True), "llama")
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        choose_family(strange, "lama")

@@ -1,0 +1,100 @@
+"""Weights of transformers in our model: the same logits, the same greedy tokens, on any mesh, a slice at a time."""
+
+import functools
+import operator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jaxstack.errors import ConfigError
+from jaxstack.functional import FunctionalModule
+from jaxstack.generate import Decoder, Sampling
+from jaxstack.models import Transformer, from_huggingface
+from jaxstack.models.huggingface import load, read_model_config
+from jaxstack.models.huggingface.files import WeightFiles
+from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+
+HERE = Path(__file__).parent
+FAMILIES = sorted(path.parent.name for path in HERE.glob("*/config.json"))
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def leaves(model: Transformer) -> list[tuple[str, jax.Array]]:
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return [("/".join(map(str, path)), variable.get_value()) for path, variable in flat]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_greedy_tokens_are_those_of_transformers(name):
+    expected = load_file(HERE / name / "expected.safetensors")
+    model = from_huggingface(HERE / name)
+    found = jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(expected["tokens"]))
+    np.testing.assert_allclose(found, expected["logits"], atol=1e-4, rtol=0)
+    module = FunctionalModule(lambda rngs: Transformer(model.config, rngs))
+    decoder = Decoder(module, *module.split(model), make_rules(make_mesh(ParallelConfig(), jax.devices()[:1])))
+    prompt = expected["tokens"][0, :6].tolist()
+    greedy = [int(ids[0]) for ids in decoder.generate([prompt], 12, Sampling(temperature=0.0))]
+    assert greedy == expected["greedy"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("gpt2", {"fsdp": 8}),
+        ("gpt2", {"fsdp": 2, "tensor": 2, "data": 2}),
+        ("gemma2", {"fsdp": 2, "tensor": 2, "data": 2}),
+        ("qwen2", {"fsdp": 4, "tensor": 2}),
+        ("qwen3-moe", {"expert": 4, "fsdp": 2}),
+    ],
+    ids=str,
+)
+def test_sharded_weights_are_the_same_and_lie_as_in_training(name, degrees, monkeypatch):
+    monkeypatch.setattr(load, "_CHUNK_BYTES", 1000)  # several chunks a device
+    rules = make_rules(make_mesh(ParallelConfig(**degrees)))
+    plain, sharded = from_huggingface(HERE / name), from_huggingface(HERE / name, mesh=rules)
+    specs = FunctionalModule(lambda rngs: Transformer(plain.config, rngs)).parameter_specs(rules)
+    for (path, one), (_, many) in zip(leaves(plain), leaves(sharded), strict=True):
+        spec = functools.reduce(operator.getitem, path.split("/"), specs)
+        assert many.sharding.is_equivalent_to(rules.sharding(spec), many.ndim), path
+        np.testing.assert_array_equal(one, many, err_msg=path)
+
+
+class Counted:
+    """Slices of a tensor, noting how many values were read at once."""
+
+    def __init__(self, source, read):
+        self.source, self.read = source, read
+
+    def __getitem__(self, index):
+        found = self.source[index]
+        self.read.append(np.asarray(found).size)
+        return found
+
+
+def test_no_more_than_a_devices_part_is_read_at_once(monkeypatch):
+    read: list[int] = []
+    slices = WeightFiles.slices
+    monkeypatch.setattr(WeightFiles, "slices", lambda self, name: Counted(slices(self, name), read))
+    with WeightFiles(HERE / "llama") as files:
+        sizes = {name: int(np.prod(shape)) for name, shape in files.shapes.items()}
+    from_huggingface(HERE / "llama", mesh=make_mesh(ParallelConfig(fsdp=8)))
+    assert max(read) == max(sizes.values()) // 8
+    matrices = sum(size for name, size in sizes.items() if "norm" not in name)
+    vectors = sum(size for name, size in sizes.items() if "norm" in name)
+    assert sum(read) == matrices + vectors  # each value once, though vectors lie on every device
+
+
+def test_layers_may_be_unrolled_but_the_function_must_stay():
+    config = read_model_config(HERE / "qwen3")
+    unrolled = from_huggingface(HERE / "qwen3", config=config.model_copy(update={"scan_layers": False}))
+    scanned = dict(leaves(from_huggingface(HERE / "qwen3")))
+    for path, leaf in leaves(unrolled):
+        if path.startswith("decoder/layers/1"):
+            np.testing.assert_array_equal(leaf, scanned[path.replace("layers/1", "layers/0")][1])
+    with pytest.raises(ConfigError, match=r"another model: rope_theta 500.0, not 10000.0"):
+        from_huggingface(HERE / "qwen3", config=config.model_copy(update={"rope_theta": 500.0}))

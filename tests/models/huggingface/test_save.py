@@ -1,0 +1,87 @@
+"""Exports: bit-equal to what was imported, in files of a bounded size, never over something that is there."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.functional import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer, from_huggingface, to_huggingface
+from jaxstack.models.huggingface import files
+from jaxstack.parallel import ParallelConfig, make_mesh
+
+HERE = Path(__file__).parent
+FAMILIES = sorted(path.parent.name for path in HERE.glob("*/config.json"))
+
+
+def assert_equal_files(found: Path, expected: Path) -> None:
+    ours: dict[str, np.ndarray] = {}
+    for path in found.glob("*.safetensors"):
+        ours |= load_file(path)
+    theirs = load_file(expected / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and ours[name].tobytes() == tensor.tobytes(), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_there_and_back_is_bit_equal(name, tmp_path):
+    kind = to_huggingface(from_huggingface(HERE / name), tmp_path, dtype="bfloat16")
+    assert_equal_files(tmp_path, HERE / name)
+    assert kind == json.loads((tmp_path / "config.json").read_text())["model_type"]
+
+
+def test_sharded_parameters_go_into_several_files_with_an_index(tmp_path):
+    model = from_huggingface(HERE / "llama-biases", mesh=make_mesh(ParallelConfig(fsdp=4, tensor=2)))
+    params, _ = FunctionalModule(lambda rngs: Transformer(model.config, rngs)).split(model)
+    to_huggingface(params, tmp_path, config=model.config, dtype="bfloat16", max_shard_bytes=12_000)
+    assert_equal_files(tmp_path, HERE / "llama-biases")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    written = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(written) > 2 and sorted(set(index["weight_map"].values())) == written
+    assert all(path.stat().st_size < 12_000 + 4_000 for path in tmp_path.glob("*.safetensors"))
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for t in load_file(HERE / "llama-biases/model.safetensors").values()
+    )
+    again = from_huggingface(tmp_path)
+    np.testing.assert_array_equal(again.head[...], np.asarray(model.head[...]))
+
+
+def test_nothing_is_written_over_and_nothing_is_left_of_a_failure(tmp_path, monkeypatch):
+    model = from_huggingface(HERE / "llama")
+    to_huggingface(model, tmp_path / "a")
+    with pytest.raises(ConfigError, match="already holds a checkpoint"):
+        to_huggingface(model, tmp_path / "a")
+
+    def fail(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "save_file", fail)
+    with pytest.raises(JaxstackError, match="No space left"):
+        to_huggingface(model, tmp_path / "b")
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_what_the_dtype_cannot_hold_is_refused(tmp_path):
+    model = from_huggingface(HERE / "llama")
+    model.final_norm.scale[...] = jnp.full(32, 1e5)
+    with pytest.raises(ConfigError, match=r"model.norm.weight has values up to 1e\+05"):
+        to_huggingface(model, tmp_path, dtype="float16")
+    with pytest.raises(ConfigError, match="did you mean 'float16'"):
+        to_huggingface(model, tmp_path, dtype="float15")
+
+
+def test_a_fresh_model_comes_back_in_float32(tmp_path):
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=3, qkv_bias=True, layer_types=("full_attention",))
+    model = Transformer(config, nnx.Rngs(0))
+    assert to_huggingface(model, tmp_path) == "qwen2"
+    again = from_huggingface(tmp_path)
+    for (path, ours), (_, theirs) in zip(
+        nnx.to_flat_state(nnx.state(model, nnx.Param)), nnx.to_flat_state(nnx.state(again, nnx.Param)), strict=True
+    ):
+        np.testing.assert_array_equal(ours.get_value(), theirs.get_value(), err_msg=str(path))
