@@ -238,8 +238,7 @@ def test_split_sequences_send_keys_around_and_reduce_gradients():
     assert total_bytes("collective-permute", *over, in_loop=False) == 0
     gathered = [row for row in compiled_for_hopper(*over)[0] if row.kind == "all-gather"]
     assert all(row.dtype == "s32" and row.payload_bytes == 4 * B * T for row in gathered), "segment ids only"
-    assert total_bytes("all-reduce", *over, in_loop=True) == 2 * LAYERS * LAYER
-    assert total_bytes("all-reduce", *over, in_loop=False) == about(4 * 2 * V * D + 4 * VECTORS)
+    assert total_bytes("all-reduce", *over, dtype="f32") == about(4 * PARAMETERS), "in float32, each once"
     assert all(row.axes == ("context",) for row in compiled_for_hopper(*over)[0])
 
 
