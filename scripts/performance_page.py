@@ -123,8 +123,7 @@ XLA's fusions against the bandwidth of a plain copy in the same run. The norm's 
 it; a kernel of our own for them is not written.
 """,
     "train_step": """\
-GPT-2 is behind compiled PyTorch: its kernels take less time than PyTorch's whole step, but between many short ones the
-GPU waits. `scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
+`scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
 """,
 }
 """Section -> what a reader of its table should know."""
