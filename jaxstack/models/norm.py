@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import rms_norm
+
 
 class Norm(Protocol):
     """A norm is built with `(size, eps)` and maps [..., size] to [..., size]."""
@@ -17,28 +19,24 @@ class Norm(Protocol):
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale (Zhang & Sennrich 2019)."""
 
+    offset = 0.0
+
     def __init__(self, size: int, eps: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=("norm",))
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        return (wide * self.gain()).astype(x.dtype)
-
-    def gain(self) -> jax.Array:
-        return self.scale[...]
+        return rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset)
 
 
 class UnitOffsetRMSNorm(RMSNorm):
     """RMSNorm whose gain is 1 + scale, with scale starting at 0 (Gemma)."""
 
+    offset = 1.0
+
     def __init__(self, size: int, eps: float):
         super().__init__(size, eps)
         self.scale = nnx.Param(jnp.zeros(size, jnp.float32), logical_axes=("norm",))
-
-    def gain(self) -> jax.Array:
-        return 1.0 + self.scale[...]
 
 
 class LayerNorm(nnx.Module):
