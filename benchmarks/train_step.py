@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from statistics import median
 
-BLOCKS, STEPS = 5, 4
+BLOCKS, STEPS = 4, 10
+"""Between blocks the device runs empty for a moment, which is no part of training: a block is many steps."""
 WORKS = {
     "gpt2-124m bf16": ["model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024"],
     "gpt2-350m bf16": ["model.preset=gpt2-350m", "train.global_batch_size=32", "train.sequence_length=1024"],
@@ -42,19 +43,27 @@ WORKS = {
         "train.sequence_length=4096",
     ],
 }  # fmt: skip
+UNROLLED, SCANNED = "model.scan_layers=false", "model.scan_layers=true"
+BFLOAT16_SUMS = "precision.reduce=bfloat16"
+WHOLE = ("parallel.fsdp=1", "parallel.data=4", "parallel.zero=2")
+"""In place of fsdp 4: each device gathers all weights once a step, and keeps them in bfloat16 until its end."""
 VARIANTS = {
-    "unrolled": ["model.scan_layers=false"],
-    "scanned": ["model.scan_layers=true"],
-    "unrolled, no overlap": ["model.scan_layers=false", "parallel.overlap=never"],
-    "scanned, no overlap": ["model.scan_layers=true", "parallel.overlap=never"],
-    "scanned, save_attention": ["model.scan_layers=true", "model.remat=save_attention"],
-    "unrolled, save_attention": ["model.scan_layers=false", "model.remat=save_attention"],
+    "unrolled": [UNROLLED],
+    "scanned": [SCANNED],
+    "unrolled, no overlap": [UNROLLED, "parallel.overlap=never"],
+    "scanned, no overlap": [SCANNED, "parallel.overlap=never"],
+    "scanned, save_attention": [SCANNED, "model.remat=save_attention"],
+    "unrolled, save_attention": [UNROLLED, "model.remat=save_attention"],
+    "unrolled, sums in bfloat16": [UNROLLED, BFLOAT16_SUMS],
+    "scanned, sums in bfloat16": [SCANNED, BFLOAT16_SUMS],
+    "unrolled, gathered once": [UNROLLED, *WHOLE],
+    "unrolled, gathered once, sums in bfloat16": [UNROLLED, *WHOLE, BFLOAT16_SUMS],
 }
 """Ways to run the same work; the fastest that fits is the one reported."""
 
 
 def measure_jaxstack(work: str, overrides: list[str]) -> dict:
-    """One row for our step."""
+    """One row for our step; overrides that begin with `xla_` are XLA's options for it."""
     import jax
 
     from jaxstack.data import open_data
@@ -65,17 +74,17 @@ def measure_jaxstack(work: str, overrides: list[str]) -> dict:
     from jaxstack.run_config import load_config, resolve_layout
     from jaxstack.startup import cache_compilations, start_devices
 
-    config = load_config(None, [*WORKS[work], "data.sources=[{path: synthetic}]", "data.packing=false", *overrides])
-    vocabulary = f"data.tokenizer.vocab_size={config.model.vocab_size}"
-    config = load_config(
-        None, [*WORKS[work], "data.sources=[{path: synthetic}]", "data.packing=false", vocabulary, *overrides]
-    )
+    options, settings = split_options(overrides)
+    settings = [*WORKS[work], "data.sources=[{path: synthetic}]", "data.packing=false", *settings]
+    vocabulary = f"data.tokenizer.vocab_size={load_config(None, settings).model.vocab_size}"
+    config = load_config(None, [*settings, vocabulary])
     config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     train = config.train
     data = open_data(config.data, sequence_length=train.sequence_length, seed=0)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
+    trainer.compiler_options.update(options)
     began = time.perf_counter()
     trainer.compile(trainer.peek_batch())
     compile_seconds = time.perf_counter() - began
@@ -104,6 +113,13 @@ def measure_jaxstack(work: str, overrides: list[str]) -> dict:
         "compile_seconds": compile_seconds, "first_loss": losses[0], "last_loss": losses[-1], "backends": backends,
         "matmuls": ran.get("matmuls"), "overrides": overrides,
     }  # fmt: skip
+
+
+def split_options(overrides: list[str]) -> tuple[dict[str, str | bool], list[str]]:
+    """XLA's options among the overrides, and the others."""
+    options = [override.split("=", 1) for override in overrides if override.startswith("xla_")]
+    values = {name: {"true": True, "false": False}.get(value, value) for name, value in options}
+    return values, [override for override in overrides if not override.startswith("xla_")]
 
 
 def measure_torch(work: str, overrides: list[str]) -> dict:
@@ -173,7 +189,7 @@ def main() -> None:
     parser.add_argument("works", nargs="*", help=f"of: {', '.join(WORKS)}")
     parser.add_argument("--rounds", type=int, default=1, help="how often each implementation takes its turn")
     parser.add_argument("--variants", nargs="+", default=["unrolled", "scanned"], choices=VARIANTS, help="ways to run")
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for every run of ours")
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for every run of ours: configuration, or an option of XLA")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
     parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -188,7 +204,8 @@ def main() -> None:
         for _ in range(args.rounds):
             for variant in args.variants:
                 row = run_worker("jaxstack", work, [*VARIANTS[variant], *args.set], args.timeout)
-                rows += [{**row, "variant": variant}] if row else []
+                named = ", ".join([variant, *args.set])
+                rows += [{**row, "variant": named}] if row else []
             if importlib.util.find_spec("torch") and work.startswith("gpt2"):
                 row = run_worker("torch", work, [], args.timeout)
                 rows += [row] if row else []

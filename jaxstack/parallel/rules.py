@@ -101,19 +101,26 @@ class AxisRules:
         if self.manual:
             return dataclasses.replace(self, manual=frozenset()).parameter_spec(names, shape)
         spec = list(self.spec(names or (None,) * len(shape), shape))
-        fsdp = self.mesh.shape["fsdp"]
-        taken = any("fsdp" in axes_of(part) for part in spec)
         matrix = is_matrix(names, shape)
-        if fsdp > 1 and matrix and not taken:
-            free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
-            dims = [d for d in free if shape[d] % fsdp == 0]
-            if dims:
-                spec[max(dims, key=lambda d: shape[d])] = "fsdp"
-        elif not matrix:
+        if not matrix:
             spec = [None if part == "fsdp" else part for part in spec]
+        elif self.mesh.shape["fsdp"] > 1:
+            self._split_over_fsdp(spec, names, shape)
         if self.mesh.shape["pipeline"] > 1 and matrix:
             self._store_over_stages(spec, names, shape)
         return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
+
+    def _split_over_fsdp(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
+        """Puts `fsdp` on the largest free dim if the logical axes leave it out, else moves it to the first if that is
+        free: whole rows travel as they lie, where a gradient split along another dim is transposed first."""
+        dims = [d for d in range(len(shape)) if not _is_stack(names, d)]
+        taken = [d for d in dims if "fsdp" in axes_of(spec[d])]
+        axes = spec[taken[0]] if taken else "fsdp"
+        free = [d for d in dims if spec[d] is None and shape[d] % self.degree(axes_of(axes)) == 0]
+        if not taken and free:
+            spec[max(free, key=lambda d: shape[d])] = axes
+        elif taken and dims[0] in free and "expert" not in (names or ()):
+            spec[dims[0]], spec[taken[0]] = axes, None
 
     def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
         """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
