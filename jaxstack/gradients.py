@@ -158,7 +158,7 @@ class Layout:
 class LocalGradients:
     """Each device runs the module on its own part of the batch, with its own shards of the parameters.
 
-    Over `fsdp` a gradient is summed where its weight was gathered. Over the other axes it is summed where the weight is
+    Over the `weight_axes` a gradient is summed where its weight was gathered. Over the other axes it is summed where the weight is
     used if there is one microbatch, so that the rest of the backward pass can run meanwhile, else once after all of
     them. With ZeRO 1 and 2 a copy in the compute dtype is gathered once a step, and gradients go back in parts: with 1
     after all microbatches, with 2 wherever the weight is used, so that whole gradients never exist.
@@ -268,7 +268,7 @@ class LocalGradients:
 
 def _parts_of(layout: Layout) -> Dims:
     """The dim that is split over `data` while the parameter is stored."""
-    return dims_of(layout.stored, "data")
+    return dims_of(layout.stored, ("data",))
 
 
 class GlobalGradients:
