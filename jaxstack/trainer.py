@@ -205,7 +205,7 @@ class Trainer:
     @functools.cached_property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options that the step is compiled with."""
-        return step_options(fp8=self.module.fp8_matmuls > 0, pipeline=self.pipeline is not None) if self._on_gpu else {}
+        return step_options(pipeline=self.pipeline is not None) if self._on_gpu else {}
 
     @property
     def _on_gpu(self) -> bool:
