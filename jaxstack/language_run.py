@@ -13,6 +13,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
+from jaxstack.data.atomic import write_file
 from jaxstack.errors import ConfigError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
@@ -158,7 +159,7 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
     except OSError as error:
         raise ConfigError(f"cannot write the run directory {directory}: {error}") from None

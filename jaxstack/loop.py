@@ -105,7 +105,7 @@ class Loop:
                 self.last_values = last_logged(self.run_dir)
             names = observe.trackers if self.run_dir is not None and self.first else ()
             self.trackers: Trackers = stack.enter_context(
-                contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings))
+                contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings, self._say))
             )
             self._prepare(start)
             stack.callback(self._report)
@@ -119,6 +119,7 @@ class Loop:
     def _restore(self) -> int:
         """Takes up the newest checkpoint, if there is one; returns the steps that are done."""
         self.signs.note("restore")
+        began = time.perf_counter()
         step = self.manager.latest_step() if self.manager is not None else None
         if self.manager is None or step is None:
             if self.settings.on_new_run is not None:
@@ -140,7 +141,9 @@ class Loop:
         self.skips = SkippedSteps(self.settings.resilience, extra.get("skipped"))
         self.saved_step = step
         self.signs.note(saved=step)
-        self._say(f"resuming from step {step} ({self.run_dir}/checkpoints)")
+        jax.block_until_ready(self.trainer.state.params)
+        seconds = time.perf_counter() - began
+        self._say(f"resuming from step {step} ({self.run_dir}/checkpoints, restored in {seconds:.1f} s)")
         return step
 
     def _accept_data(self, difference: str) -> None:

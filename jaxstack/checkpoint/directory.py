@@ -86,7 +86,7 @@ def put_in_place(staging: Path, final: Path) -> Path | None:
     if os.path.lexists(final):
         if _classify(final).kind == "committed":
             replaced = final.with_name(f".replaced-{final.name}")
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove_tree(replaced)
             os.rename(final, replaced)
         else:
             moved = final.with_name(f"{final.name}.moved-aside-{time.time_ns()}")
@@ -101,16 +101,19 @@ def delete(path: Path) -> None:
     """Takes a checkpoint away in one rename, then frees its space: it is never seen half deleted."""
     doomed = path.with_name(f".deleting-{path.name.lstrip('.').removeprefix('deleting-')}")
     if doomed != path:
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_tree(doomed)
         os.rename(path, doomed)
     remove_tree(doomed)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder though a writer that has failed may still be adding files to it for a moment."""
+    """Removes a folder (or a file of its name) though a writer that has failed may still be adding files to it for a moment."""
     for attempt in range(5):
-        shutil.rmtree(path, ignore_errors=True)
-        if not path.exists():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        if not os.path.lexists(path):
             return
         time.sleep(0.1 * 2**attempt)
 

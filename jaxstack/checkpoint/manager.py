@@ -188,7 +188,7 @@ class CheckpointManager:
 
         Raises JaxstackError where it is damaged.
         """
-        return self._checked_index(step)["extra"]
+        return self._checked_index(step).get("extra")
 
     def restore(
         self, step: int, abstract_tree: Any, *, subset: bool = False, later: _Fields | None = None
@@ -223,7 +223,7 @@ class CheckpointManager:
             raise JaxstackError(f"the checkpoint {source} could not be read: {reason}") from error
         loaded |= fresh
         leaves = [finish_leaf(name, loaded.get(name), leaf, held[name]) for name, leaf in wanted.items()]
-        return structure.unflatten(leaves), index["extra"]
+        return structure.unflatten(leaves), index.get("extra")
 
     def discard_newer(self, step: int) -> None:
         """Deletes the checkpoints after `step`, for a run that goes back to it.
@@ -341,7 +341,7 @@ class CheckpointManager:
     def _report(self, line: str) -> None:
         if processes.is_first() and line not in self._reported:
             self._reported.add(line)
-            self._write_line(line)
+            self._write_line(line.encode("utf-8", "backslashreplace").decode())  # names of files may be any bytes
 
     def _agreed_steps(self) -> Iterator[int]:
         """The committed steps, newest first, as the first process sees them."""

@@ -25,6 +25,7 @@ from jaxstack.errors import ConfigError
 MANIFEST = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 1
+_KEYS = {"format": int, "step": int, "leaves": dict, "files": dict}
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
 
 
@@ -161,6 +162,8 @@ def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if hashlib.sha256(content).hexdigest() != digests[INDEX]:
         raise Damaged(f"{INDEX}: it, or its line in {MANIFEST}, has changed (SHA-256 differs)")
     index = json.loads(content)
+    if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in _KEYS.items()):
+        raise Damaged(f"{INDEX}: it is not the index of a checkpoint")
     if index.get("format") != FORMAT:
         raise ConfigError(
             f"{root / INDEX} has format {index.get('format')}, this jaxstack reads {FORMAT}: use the one that saved it"
