@@ -63,6 +63,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         zero=parallel.zero,
         context_method=parallel.context_method,
         overlap=parallel.overlap,
+        pipeline=config.pipeline_plan(),
     )
 
 
@@ -81,7 +82,6 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 

@@ -107,7 +107,7 @@ def delete(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder (or a file of its name) though a writer that has failed may still be adding files to it for a moment."""
+    """Removes a folder, to which a writer that has failed may be adding files for a moment, or a file of that name."""
     for attempt in range(5):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
