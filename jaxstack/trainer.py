@@ -40,19 +40,18 @@ class Trainer:
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
         object with `batches(...)` such as `jaxstack.data.open_data` returns.
       optimizer: one of `jaxstack.optim`, or an optax transformation (then `schedule` is not used).
-      mesh: a mesh of `make_mesh`, or `AxisRules` on it; default: all devices on `data`.
+      mesh: a mesh of `make_mesh`, or `AxisRules` on it (`make_rules`), which also say how a batch goes through the
+        stages of a pipeline (only for `jaxstack.models.Transformer`); default: all devices on `data`.
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
       example_inputs: positional arguments that a Linen module is called with to learn its shapes.
       seed: of initial weights and of the loss function's keys.
-      pipeline: schedule and microbatches where the mesh has stages (only for `jaxstack.models.Transformer`); default:
-        1F1B, see `plan_pipeline`.
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         module: Any,
         loss_fn: Callable[..., Any],
@@ -65,13 +64,12 @@ class Trainer:
         eval_data: Any = None,
         example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
-        pipeline: PipelinePlan | None = None,
     ):
         self.train = train or TrainConfig()
         rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.rules, self.data = rules, as_source(data)
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
-        self.pipeline = pipeline or self._default_pipeline()
+        self.pipeline = rules.pipeline or self._default_pipeline()
         self.module = make_functional(module, example)
         if self.pipeline is not None:
             self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)

@@ -9,10 +9,13 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jaxstack.parallel.pipeline.plan import PipelinePlan
 
 Names = Sequence[str | None]
 
@@ -68,6 +71,8 @@ class AxisRules:
     """How attention sees the keys of other devices of `context`; None: by its shape."""
     overlap: str = "auto"
     """As `ParallelConfig.overlap`."""
+    pipeline: "PipelinePlan | None" = None
+    """How a batch goes through the stages of `pipeline`; None: 1F1B, see `plan_pipeline`."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -220,6 +225,7 @@ def make_rules(
     zero: int = 0,
     context_method: str | None = None,
     overlap: str = "auto",
+    pipeline: "PipelinePlan | None" = None,
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -230,6 +236,7 @@ def make_rules(
       zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
       context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
       overlap: as `ParallelConfig.overlap`.
+      pipeline: schedule and microbatches where the mesh has stages; None: 1F1B.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
@@ -237,7 +244,9 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap)
+    return AxisRules(
+        mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline
+    )
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
