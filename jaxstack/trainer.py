@@ -19,7 +19,7 @@ from jaxstack.feed import BatchShardings, abstract_batch, arrange, as_source, ba
 from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
-from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
+from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer, frozen_rule
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
 from jaxstack.run_config import TrainConfig
@@ -80,7 +80,10 @@ class Trainer:
             optimizer, schedule = optimizer or AdamW(), schedule or Cosine()
             multiplier, peak = schedule.multiplier(self.train.steps), optimizer.learning_rate
             self.learning_rate = lambda step: peak * multiplier(step)
-            self.optimizer = build_optimizer(optimizer, self.learning_rate, self.module.abstract_params)
+            everything = self.module.abstract_params
+            self.module.freeze(frozen_rule(optimizer, everything))
+            trained = self.module.split_frozen(everything)[0]
+            self.optimizer = build_optimizer(optimizer, self.learning_rate, trained, everything)
         self.steps = StepFunctions(
             self.module,
             loss_fn,
@@ -127,7 +130,7 @@ class Trainer:
             if isinstance(self.module, StagedModule):
                 params = self.module.stage_parameters(params)
             state = init_state(self.module, self.optimizer, key)
-            return state._replace(params=params, optimizer=self.optimizer.init(params))
+            return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
 
         create = jax.jit(create, out_shardings=self.shardings, donate_argnums=1)
         self._state = create(jax.random.key(self.seed), params)
