@@ -66,13 +66,13 @@ def make_program(args: argparse.Namespace, microbatches: int, schedule: Any) -> 
     model = model_config(args, args.layers if schedule else args.layers // args.stages)
     parallel = ParallelConfig(pipeline=stages, pipeline_schedule=schedule)
     train = TrainConfig(global_batch_size=microbatches, sequence_length=args.length, gradient_accumulation=microbatches)
+    plan = plan_pipeline(parallel, microbatches, microbatches) if schedule else None
     trainer = Trainer(
         lambda rngs: Transformer(model, rngs, dtype=jnp.bfloat16),
         language_model_loss,
         lambda step: None,
-        mesh=make_rules(make_mesh(parallel, jax.devices()[:stages])),
+        mesh=make_rules(make_mesh(parallel, jax.devices()[:stages]), pipeline=plan),
         train=train,
-        pipeline=plan_pipeline(parallel, microbatches, microbatches) if schedule else None,
     )
     return Program(trainer, schedule, microbatches)
 
