@@ -44,13 +44,13 @@ def build(args: argparse.Namespace, layers: int, microbatches: int, schedule: An
     stages = args.stages if schedule else 1
     parallel = ParallelConfig(pipeline=stages, pipeline_schedule=schedule)
     train = TrainConfig(global_batch_size=microbatches, sequence_length=args.length, gradient_accumulation=microbatches)
+    plan = plan_pipeline(parallel, microbatches, microbatches) if schedule else None
     return Trainer(
         lambda rngs: Transformer(model, rngs, dtype=jnp.bfloat16),
         language_model_loss,
         lambda step: None,
-        mesh=make_rules(make_mesh(parallel, jax.devices()[:stages])),
+        mesh=make_rules(make_mesh(parallel, jax.devices()[:stages]), pipeline=plan),
         train=train,
-        pipeline=plan_pipeline(parallel, microbatches, microbatches) if schedule else None,
     )
 
 

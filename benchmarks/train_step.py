@@ -34,6 +34,9 @@ WORKS = {
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=8", "train.sequence_length=8192",
         "precision.fp8=current",
     ],
+    "llama3-8b context4 65536 bf16": [
+        "model.preset=llama3-8b", "parallel.context=4", "train.global_batch_size=1", "train.sequence_length=65536",
+    ],
     "qwen3-30b-a3b of 6 layers bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",
     ],
