@@ -10,6 +10,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from jaxstack.errors import ConfigError
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, renewed
@@ -41,6 +42,7 @@ class FunctionalModule:
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)
         ]
+        self._is_frozen: Callable[[str], bool] = lambda path: False
         self._set_params(nnx.to_flat_state(params))
 
     def _set_params(self, params: Any) -> None:
@@ -59,6 +61,26 @@ class FunctionalModule:
     def merge(self, params: Dict, rest: Dict) -> Any:
         """The module with these arrays."""
         return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._rest, rest))
+
+    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+        """Parameters whose path this is true of take no part in training: no gradient, no optimizer state.
+
+        Raises:
+          ConfigError: that is all of them.
+        """
+        self._is_frozen = is_frozen
+        if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
+            raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
+
+    def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
+        """(what is trained, what is frozen) of the parameters, or of anything in their structure."""
+        flat = _flat(params)
+        frozen = {path: flat.pop(path) for path in list(flat) if self._is_frozen("/".join(path))}
+        return _nest(flat.items()), _nest(frozen.items())
+
+    def join_frozen(self, trained: Dict, frozen: Dict) -> Dict:
+        """What `split_frozen` took apart."""
+        return _nest([*_flat(trained).items(), *_flat(frozen).items()])
 
     def split_scaling(self, rest: Dict) -> tuple[Dict, Dict]:
         """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""

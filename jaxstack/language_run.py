@@ -13,6 +13,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
+from jaxstack.data.atomic import write_file
 from jaxstack.errors import ConfigError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
@@ -62,6 +63,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         zero=parallel.zero,
         context_method=parallel.context_method,
         overlap=parallel.overlap,
+        pipeline=config.pipeline_plan(),
     )
 
 
@@ -80,7 +82,6 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 
@@ -158,7 +159,7 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
     except OSError as error:
         raise ConfigError(f"cannot write the run directory {directory}: {error}") from None

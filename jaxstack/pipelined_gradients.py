@@ -20,9 +20,10 @@ from jaxstack.gradients import Batch, LossFunction, Sums, takes_key
 from jaxstack.loss import LossSum
 from jaxstack.models import Transformer
 from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
+from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline import PipelinePlan, Schedule, StageFunctions, execute, forward_only
-from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix, logical_axis_rules, restrict
-from jaxstack.parallel.weights import beside_tensor
+from jaxstack.parallel.rules import AxisRules, is_matrix, logical_axis_rules, restrict
+from jaxstack.parallel.weights import beside_tensor, dims_of
 from jaxstack.staged_module import StagedModule
 
 
@@ -57,16 +58,17 @@ class PipelinedGradients:
         stored = module.parameter_specs(rules)
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
         self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=is_spec)
+        self._trained_specs = module.split_frozen(self._specs)[0]
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         """The sums of the global batch; `rest` is returned as it is."""
-        schedule, specs = self._plan.table(), self._specs
+        schedule, specs = self._plan.table(), self._trained_specs
 
         def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> Sums:
             axes = tuple(axis for axis in self._split if axis != "pipeline")
             key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
             gradients, loss, weight = self._run(schedule, params, rest, batch, key)
-            gradients = jax.tree.map(self._sum, gradients, specs)
+            gradients = jax.tree.map(self._sum, self._module.split_frozen(gradients)[0], specs)
             return Sums(gradients, *jax.lax.psum((loss, weight), self._split))
 
         whole: Any = PartitionSpec()
@@ -140,7 +142,7 @@ class _Functions:
         self._model, self._loss, self._key = model, loss, key
         self._pieces = {name: x.reshape(microbatches, -1, *x.shape[1:]) for name, x in batch.items()}
         self._layer_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline"]))
-        self._end_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline", "fsdp"]))
+        self._end_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline", *rules.weight_axes]))
         self._context: Any = None
 
     def stages(self) -> StageFunctions:
@@ -188,24 +190,23 @@ def _map_parameters(change: Any, state: Any) -> Any:
     return jax.tree.map(lambda p: p.replace(change(p)), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
-def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Any]:
-    """How a parameter is stored, and the (dim, mesh axes) of it along which `axes` split it."""
+def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Dims]:
+    """How a parameter is stored, and along which dims `axes` split it."""
     known = parameter.get_metadata()
     stored = rules.stored_spec(known["logical_axes"], known["whole_shape"])
-    parts = [(dim, tuple(a for a in axes_of(part) if a in axes)) for dim, part in enumerate(stored)]
-    return stored, [(dim, own) for dim, own in parts if own]
+    return stored, dims_of(stored, axes)
 
 
 def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dtype: Any) -> jax.Array:
     """A matrix in the compute dtype and whole over `axes`, once a step; what is still a shard is cast when gathered."""
     x, known = parameter[...], parameter.get_metadata()
     stored, splits = _splits(parameter, rules, axes)
-    shard = "fsdp" not in axes and any("fsdp" in axes_of(part) for part in stored)
+    shard = not set(rules.weight_axes) <= set(axes) and bool(dims_of(stored, rules.weight_axes))
     if is_matrix(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
         x = x.astype(dtype)
 
     def gather(x: jax.Array) -> jax.Array:
-        for dim, own in splits:
+        for own, dim in splits:
             x = jax.lax.all_gather(x, own, axis=dim, tiled=True)
         return x
 
@@ -218,7 +219,7 @@ def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -
 
     def scatter(x: jax.Array) -> jax.Array:
         x = x.astype(rules.reduce)
-        for dim, own in splits:
+        for own, dim in splits:
             x = jax.lax.psum_scatter(x, own, scatter_dimension=dim, tiled=True)
         return x.astype(jnp.float32)
 

@@ -66,7 +66,6 @@ def make_trainer(
         train=config.train,
         eval_data=eval_data,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 

@@ -17,8 +17,9 @@ class GroupRule(Component):
     """Times the scheduled learning rate."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Instead of the optimizer's; left out: that one, which spares vectors."""
-    frozen: bool = False
-    """Never updated, and without optimizer state."""
+    frozen: bool | None = None
+    """Never updated, without gradients and optimizer state. Left out: what adapters are added to is frozen, all else
+    is not."""
 
     @field_validator("path")
     @classmethod
