@@ -148,11 +148,13 @@ class Stack(nnx.Module):
         self, parts: range, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         new, losses = [], []
+        runs: dict[Any, Callable[..., Any]] = {}
         for part in parts:
             graphdef, state = nnx.split(self.layers[part])
-            run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
+            if graphdef not in runs:  # layers alike are one function: traced, differentiated and lowered once
+                runs[graphdef] = jax.jit(rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False))
             cache = caches[part] if caches else None
-            x, cache, loss = run(x, state, cache, _fold(key, self.numbers(part)[0]))
+            x, cache, loss = runs[graphdef](x, state, cache, _fold(key, self.numbers(part)[0]))
             new.append(cache)
             losses.append(loss)
         return x, new, losses
