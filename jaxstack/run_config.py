@@ -241,12 +241,7 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
         if model.remat == "offload":
             raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
         lead, period = model.layer_pattern
-        if lead:
-            raise ConfigError(
-                f"the model begins with {lead} layers of another kind (model.moe.first_k_dense_replace), which a "
-                "pipeline cannot deal out; set it to 0, or parallel.pipeline=1."
-            )
-        StageLayout(model.num_layers // period, plan.stages, plan.chunks)
+        StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
     except ConfigError as error:
         return [str(error)]
     return []

@@ -112,11 +112,17 @@ class Stack(nnx.Module):
 
         Returns x, the caches, and the sum of the blocks' router losses (None where all are dense).
         """
-        x, new, losses = self._singly(range(self.scanned.start), x, context, caches, key, dtype)
+        x, new, losses = self.leading(x, context, caches, key, dtype)
         if self.scanned:
             x, found, of_scan = self._scan(x, context, caches, key, dtype)
             new, losses = new + found, losses + of_scan
         return self.remainder(x, context, caches, key, dtype, (new, losses))
+
+    def leading(
+        self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
+    ) -> tuple[jax.Array, list[Any], list[Any]]:
+        """x through the layers before the stacked ones, with their caches and router losses."""
+        return self._singly(range(self.scanned.start), x, context, caches, key, dtype)
 
     def remainder(
         self, x: jax.Array, context: Context, caches: Caches, *rest: Any
