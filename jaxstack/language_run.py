@@ -14,7 +14,7 @@ from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
 from jaxstack.data.atomic import write_file
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
@@ -162,7 +162,7 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
         write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
     except OSError as error:
-        raise ConfigError(f"cannot write the run directory {directory}: {error}") from None
+        raise cannot_write(f"the run directory {directory}", error) from None
 
 
 def _introduce(config: RunConfig, data: Data, flops: float) -> str:

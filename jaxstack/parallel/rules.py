@@ -259,9 +259,7 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(
-        mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline
-    )
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
