@@ -51,6 +51,10 @@ class ModelOnMesh:
         self.params = jax.tree.map(lambda x, wanted: x.astype(self.module.dtype) if wanted else x, params, cast)
         self.rest = rest
 
+    def unload(self) -> None:
+        """Lets the arrays go, until others are loaded."""
+        self.params = self.rest = None
+
     @property
     def batch_unit(self) -> int:
         """What a number of rows should be divisible by: the devices that have rows of their own."""

@@ -96,6 +96,6 @@ def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
         whole = store(cache, values, values, jnp.array([position + 1]), pinned)
         some = np.array(held) >= 0
         assert (np.asarray(whole.value[0, 0, :, 0]) - 1)[some].tolist() == np.array(held)[some].tolist()
-    queries = jnp.arange(20)[None]
-    together = put(empty_cache(heads, 1, slots, jnp.float32), values, values, CacheSlots(queries, jnp.array([0])), pinned)
+    all_at_once = CacheSlots(jnp.arange(20)[None], jnp.array([0]))
+    together = put(empty_cache(heads, 1, slots, jnp.float32), values, values, all_at_once, pinned)
     assert together.key.tolist() == cache.key.tolist()
