@@ -89,7 +89,8 @@ def _evaluation_data(config: RunConfig, args: argparse.Namespace) -> Data:
         folder = Path(args.run) / "tokenizer" if is_run(args.run) else Path(args.run)
         sources = tuple(SourceConfig(path=path, text_key=args.text_key) for path in args.data)
         tokenizer = TokenizerConfig(name="file", path=str(folder))
-        section = section.model_copy(update={"held_out": sources, "sources": sources, "tokenizer": tokenizer})
+        unused = (SourceConfig(path="synthetic"),)
+        section = section.model_copy(update={"held_out": sources, "sources": unused, "tokenizer": tokenizer})
     return open_data(
         section,
         sequence_length=config.train.sequence_length,

@@ -1,5 +1,6 @@
 """A run, or a Hugging Face checkpoint, opened for use: its configuration, tokenizer and parameters on a mesh."""
 
+import functools
 import json
 import math
 import sys
@@ -16,8 +17,8 @@ from jaxstack.data import Tokenizer, load_tokenizer
 from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional import FunctionalModule
-from jaxstack.generate import Decoder, TextGenerator
-from jaxstack.models import ModelConfig, Transformer
+from jaxstack.generate import Decoder, TextGenerator, in_compute_dtype
+from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.huggingface import read_parameters
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.precision import PrecisionConfig
@@ -179,8 +180,15 @@ def open_decoder(
     parallel = decoding_layout(config, devices, any(word.startswith("parallel.") for word in overrides))
     rules = make_rules(make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())]))
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = FunctionalModule(lambda rngs: Transformer(config.model, rngs, dtype=dtype))
-    params, rest, chosen = restore_parameters(directory, config.model, module, rules, step)
+    unrolled = config.model.model_copy(update={"scan_layers": False})
+    stored = config.model if is_run(directory) else unrolled  # a run keeps its layers as they were trained
+    module = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
+    params, rest, chosen = restore_parameters(directory, stored, module, rules, step)
+    if stored != unrolled:
+        params = in_compute_dtype(module, params, rules)
+        module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))
+        shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+        params = jax.jit(functools.partial(unroll_layers, stored), out_shardings=shardings)(params)
     return Decoder(module, params, rest, rules, vocab_size=vocab_size), chosen
 
 

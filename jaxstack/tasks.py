@@ -51,9 +51,8 @@ class TrainingTasks:
             return {}
         train, state = self._config.train, self._trainer.state
         if self._model is None:
-            decoder = Decoder(
-                self._trainer.module, state.params, state.rest, self._trainer.rules, vocab_size=self._tokenizer.vocab_size
-            )
+            size, module = self._tokenizer.vocab_size, self._trainer.module
+            decoder = Decoder(module, state.params, state.rest, self._trainer.rules, vocab_size=size)
             start = self._tokenizer.document_start
             size = train.eval_batch_size or train.global_batch_size // train.gradient_accumulation
             self._model = self._harness.HarnessModel(
