@@ -26,6 +26,7 @@ from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.starting_point import is_run
 from jaxstack.startup import cache_compilations, start_devices
+from jaxstack.tasks import TrainingTasks
 from jaxstack.trainer import Trainer
 
 _VOCABULARY_MULTIPLE = 64
@@ -114,7 +115,7 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     trainer = make_trainer(config, data)
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     say(_introduce(config, data, flops))
-    baselines = _Baselines(data)
+    baselines, tasks = _Baselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
         LoopSettings(
@@ -123,7 +124,10 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             resilience=config.resilience,
             flops_per_token=flops,
             settings=config.model_dump(mode="json", by_alias=True),
-            describe_evaluation=baselines.describe,
+            describe_evaluation=lambda values, max_tokens, alive: {
+                **baselines.describe(values, max_tokens),
+                **tasks.run(alive),
+            },
             on_start=lambda: _write_run_files(config, data),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,

@@ -67,6 +67,10 @@ class TrainConfig(Component):
     """Left out: global_batch_size / gradient_accumulation."""
     eval_tokens: int | None = Field(default=None, ge=1)
     """Of an evaluation during training; left out: all held-out tokens. The last evaluation always takes all."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks of the lm-evaluation-harness, by name or file, that every evaluation runs too."""
+    eval_tasks_limit: int | None = Field(default=None, ge=1)
+    """Questions of each task at most; left out: all."""
 
 
 class RunConfig(Component):
@@ -164,6 +168,11 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
     problems += _length_problems(config)
+    if train.eval_tasks and (parallel.pipeline > 1 or parallel.context > 1):
+        problems.append(
+            f"train.eval_tasks needs parallel.pipeline and parallel.context of 1; found {parallel.pipeline} and "
+            f"{parallel.context}; use jaxstack.evaluate on the checkpoints."
+        )
     return problems or (_pipeline_problems(config) if parallel.pipeline > 1 else [])
 
 
