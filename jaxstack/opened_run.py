@@ -18,7 +18,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.functional import FunctionalModule
 from jaxstack.generate import Decoder, Sampling
-from jaxstack.language_run import make_trainer
+from jaxstack.language_run import build_model, make_trainer
 from jaxstack.models import Transformer
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import RunConfig, load_config
@@ -103,8 +103,13 @@ def open_decoder(directory: str | Path, *, step: int | None = None, tensor: int 
     mesh = make_mesh(ParallelConfig(tensor=degree), jax.devices()[:degree])
     rules = make_rules(mesh)
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = FunctionalModule(lambda rngs: Transformer(config.model, rngs, dtype=dtype))
+    module = FunctionalModule(build_model(config, dtype))
     params, rest, chosen = restore_parameters(directory, module, rules, step)
+    if config.adapters:
+        plain = FunctionalModule(lambda rngs: Transformer(config.model, rngs, dtype=dtype))
+        layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
+        params = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)(params, rest)
+        module = plain
     return Decoder(module, params, rest, rules), chosen
 
 
