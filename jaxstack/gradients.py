@@ -123,8 +123,8 @@ class Microbatches:
         trained, frozen = self.module.split_frozen(params)
 
         def objective(trained: Any, scaling: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            params = self.module.join_frozen(trained, frozen)
-            loss, new = self.loss(use(params), self.module.join_scaling(scaling, others), batch, key)
+            params = self.module.join(trained, frozen)
+            loss, new = self.loss(use(params), self.module.join(scaling, others), batch, key)
             return loss.total, (loss.weight, new)
 
         compute = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)

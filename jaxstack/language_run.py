@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
@@ -19,7 +20,7 @@ from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
-from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
+from jaxstack.models import ModelConfig, Transformer, add_adapters, count_parameters, in_fp8, model_flops_per_token
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
@@ -68,6 +69,11 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
     )
 
 
+def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
+    """What makes the run's model, with its adapters."""
+    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters, rngs)
+
+
 def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
     """The trainer of a run whose layout and vocabulary are resolved."""
     mesh = make_mesh(config.parallel, devices)
@@ -75,7 +81,7 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
+        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         loss,
         data,
         optimizer=config.optimizer,
@@ -142,7 +148,8 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Gives a new run the parameters that `run.init_from` names."""
     source = config.run.init_from
     if source is not None:
-        trainer.start_from(initial_parameters(source, config.model, trainer.abstract_stored_state.params, say))
+        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
+        trainer.start_from(initial_parameters(source, config.model, wanted, say))
 
 
 def _join(config: RunConfig) -> list[str]:

@@ -124,11 +124,14 @@ class Trainer:
         self._state = state
 
     def start_from(self, params: Any) -> None:
-        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`; it takes over their buffers."""
+        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`, but without those of adapters,
+        which start new; it takes over their buffers.
+        """
 
         def create(key: jax.Array, params: Any) -> TrainState:
             if isinstance(self.module, StagedModule):
                 params = self.module.stage_parameters(params)
+            params = self.module.add_adapters(params, key)
             state = init_state(self.module, self.optimizer, key)
             return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
 

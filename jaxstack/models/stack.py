@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxstack.models.adapters import seed_adapters
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
@@ -192,7 +193,7 @@ def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Call
 
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
     def run(x: jax.Array, state: Any, cache: Any, key: jax.Array | None) -> Any:
-        block = nnx.merge(graphdef, gather_weights(state, dtype))
+        block = seed_adapters(nnx.merge(graphdef, gather_weights(state, dtype)), key)
         x = checkpoint_name(x, "block_input")
         return block(x, context, cache, key)
 

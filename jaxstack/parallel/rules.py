@@ -37,6 +37,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "expert": ("expert",),
     "router": (),
+    "rank": (),
     "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
