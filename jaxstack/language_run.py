@@ -3,12 +3,12 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
@@ -74,10 +74,21 @@ def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transform
     return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters, rngs)
 
 
-def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
-    """The trainer of a run whose layout and vocabulary are resolved."""
-    mesh = make_mesh(config.parallel, devices)
-    dtype = jnp.dtype(config.precision.compute_dtype(mesh.devices.flat[0].platform))
+def make_trainer(
+    config: RunConfig, data: Any, devices: Sequence[Any] | None = None, mesh: Mesh | AbstractMesh | None = None
+) -> Trainer:
+    """The trainer of a run whose layout and vocabulary are resolved.
+
+    Args:
+      data: what `Trainer` takes.
+      mesh: in place of one of `devices` (default: all); with one without devices nothing can run, but be described.
+    """
+    if isinstance(mesh, AbstractMesh):
+        platform, mesh = "gpu", cast(Mesh, mesh)
+    else:
+        mesh = mesh or make_mesh(config.parallel, devices)
+        platform = mesh.devices.flat[0].platform
+    dtype = jnp.dtype(config.precision.compute_dtype(platform))
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
