@@ -18,22 +18,27 @@ _PRODUCTS = 3
 def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     """The model with its dense layers' matmuls as `precision` says; changed in place.
 
+    The first and the last layer stay as they are unless a rule says otherwise, in a model of three layers or more where
+    no scan runs them together with others (`ModelConfig.single_layers`; a pipeline's stages always do).
+
     Raises:
       ConfigError: a rule tells apart layers that one scan runs, or matches no weight.
     """
     if precision.fp8 == "none":
         return model
     matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}
+    rules = precision.path_rules(_ends(model.decoder))
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
         names = _paths(model.decoder, path)
         seen.update(dict.fromkeys(names, 0))
-        chosen = {name: match(name, precision.path_rules) for name in names}
+        chosen = {name: match(name, rules) for name in names}
         if len(set(chosen.values())) > 1:
             fp8, plain = ([name for name in names if chosen[name] is wanted] for wanted in (True, False))
             raise ConfigError(
                 f"precision.fp8_rules: {fp8[0]} is to run in FP8 and {plain[0]} is not, but one scan runs both; "
-                "set model.scan_layers to false, or drop the layer's number from the rule."
+                "set model.single_layers to keep so many layers of each end out of the scan, set model.scan_layers to "
+                "false, or drop the layer's number from the rule."
             )
         return matmul if chosen[names[0]] else None
 
@@ -51,6 +56,14 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
             stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
             count += layer.kernel.shape[0] if stacked else 1
     return _PRODUCTS * count
+
+
+def _ends(stack: Stack) -> list[int]:
+    """The first and the last of at least three layers, where they are layers of the module of their own."""
+    numbers = [stack.numbers(index) for index in range(len(stack.layers))]
+    alone = {found[0] for found in numbers if len(found) == 1}
+    count = sum(map(len, numbers))
+    return sorted(alone & {0, count - 1}) if count > 2 else []
 
 
 def _paths(stack: Stack, path: tuple[Any, ...]) -> list[str]:
