@@ -121,9 +121,7 @@ class AxisRules:
             self._store_over_stages(spec, names, shape)
         return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
 
-    def _split_weight(
-        self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]
-    ) -> None:
+    def _split_weight(self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]) -> None:
         """Splits the largest free dim that can be over all these axes, or failing that over one of them."""
         free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
         for wanted in (axes, *((axis,) for axis in axes)):
@@ -254,9 +252,7 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(
-        mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline
-    )
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)

@@ -72,6 +72,7 @@ _COMPUTED_AGAIN = frozenset(
 )
 """The gather of weights, and operations of elements, which cost little beside what it costs to keep their results."""
 
+
 def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: the backward pass gathers weights again, and multiplies nothing again.
 
