@@ -43,7 +43,7 @@ Row = dict[str, Any]
 
 
 def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[str], devices: int) -> Row | None:
-    """A row of our step on so many devices, kept at once."""
+    """A row of our step on so many devices."""
     settings = {}
     if args.tiny:
         length = f"train.sequence_length={64 * devices}"

@@ -143,13 +143,15 @@ def measure_torch(overrides: Sequence[str]) -> dict[str, Any]:
     """One row for a compiled PyTorch model of the same shape, on one device."""
     import torch
 
-    from benchmarks.peers.torch_step import TorchStep
+    from benchmarks.peers.torch_step import TorchStep, make_module
     from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    step = TorchStep(config.model, config.train.sequence_length, compiled=True, device=device, autocast=torch.bfloat16)
+    torch.manual_seed(0)
+    module = make_module(config.model, config.train.sequence_length)
+    step = TorchStep(module, compiled=True, device=device, autocast=torch.bfloat16)
     generator = torch.Generator(device=device).manual_seed(0)
     size = (config.train.global_batch_size, config.train.sequence_length)
 
@@ -160,7 +162,7 @@ def measure_torch(overrides: Sequence[str]) -> dict[str, Any]:
     times = time_steps(one)
     name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
     return {
-        "implementation": f"PyTorch {torch.__version__} {step.title}, torch.compile",
+        "implementation": f"PyTorch {torch.__version__} {type(module).__name__.removeprefix('Torch')}, torch.compile",
         **rates(config, times["milliseconds"], 1, name), **times,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }  # fmt: skip

@@ -7,6 +7,7 @@ batch was put on the device while an earlier step ran.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.data.fingerprint import fingerprint_difference
+from jaxstack.data.fingerprint import fingerprint_difference, shared_keys
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.feed import items_in_batch
 from jaxstack.observe.config import ObserveConfig
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
 _IN_FLIGHT = 2
 """Steps that may be on the devices at once: one runs while the next waits behind it."""
+_DECIDING = ("model", "optimizer", "schedule", "precision")
+"""Sections of a configuration of which each checkpoint keeps a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +62,8 @@ class LoopSettings:
     """Model FLOPs an item; None: 6 x parameters."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
-    describe_evaluation: Callable[[dict[str, float], int | None], dict[str, float]] | None = None
-    """Adds values to an evaluation's line, e.g. bits per byte, given it and its `max_tokens`."""
+    describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
+    """Adds values to an evaluation's line, e.g. bits per byte, given it, its `max_tokens`, and a sign of life to give."""
     on_start: Callable[[], None] | None = None
     """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
     on_new_run: Callable[[], None] | None = None
@@ -139,6 +142,9 @@ class Loop:
             step, self.trainer.abstract_stored_state, later=LATER_FIELDS
         )
         self.skips = SkippedSteps(self.settings.resilience, extra.get("skipped"))
+        before = extra.get("settings") or {}
+        if changed := fingerprint_difference(before, shared_keys(before, self._what_is_trained())):
+            self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         self.saved_step = step
         self.signs.note(saved=step)
         jax.block_until_ready(self.trainer.state.params)
@@ -159,6 +165,10 @@ class Loop:
         """What the position in the data depends on."""
         known = getattr(self.trainer.data, "fingerprint", None) or {}
         return {**known, "global_batch_size": self.trainer.train.global_batch_size}
+
+    def _what_is_trained(self) -> dict[str, Any]:
+        """The part of the configuration that decides the result, beside the data."""
+        return {name: self.settings.settings[name] for name in _DECIDING if name in self.settings.settings}
 
     def _prepare(self, start: int) -> None:
         """Compiles the step and writes down what it will run."""
@@ -282,6 +292,7 @@ class Loop:
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
         extra = {"batches": step, "data": self._data_identity(), "skipped": self.skips.to_json()}
+        extra["settings"] = self._what_is_trained()
         self.manager.save(step, self.trainer.stored_state, extra)
         self.saved_step = step
         self.meter.exclude(time.perf_counter() - began)
@@ -324,7 +335,8 @@ class Loop:
         if values is None:
             return given_up
         if self.settings.describe_evaluation is not None:
-            values.update(self.settings.describe_evaluation(values, max_tokens))
+            alive = functools.partial(self.signs.note, "evaluate")
+            values.update(self.settings.describe_evaluation(values, max_tokens, alive))
         self.last_values = {**self.last_values, "step": step, **values}
         self.trackers.log(step, values)
         shown = [f"held-out loss {values['eval_loss']:.4f}"]

@@ -4,12 +4,12 @@ from typing import Any
 
 from flax import nnx
 
-from jaxstack.errors import ConfigError
+from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, use_fp8
-from jaxstack.tree_rules import check_patterns, match
+from jaxstack.tree_rules import check_patterns
 
 _PRODUCTS = 3
 """Matmuls of a layer in a step: forward, gradient of the input, gradient of the weight."""
@@ -30,17 +30,9 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     rules = precision.path_rules(_ends(model.decoder))
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
-        names = _paths(model.decoder, path)
+        names = weight_paths(model, path)
         seen.update(dict.fromkeys(names, 0))
-        chosen = {name: match(name, rules) for name in names}
-        if len(set(chosen.values())) > 1:
-            fp8, plain = ([name for name in names if chosen[name] is wanted] for wanted in (True, False))
-            raise ConfigError(
-                f"precision.fp8_rules: {fp8[0]} is to run in FP8 and {plain[0]} is not, but one scan runs both; "
-                "set model.single_layers to keep so many layers of each end out of the scan, set model.scan_layers to "
-                "false, or drop the layer's number from the rule."
-            )
-        return matmul if chosen[names[0]] else None
+        return matmul if choose_for_all(names, rules, "precision.fp8_rules", "run in FP8") else None
 
     use_fp8(model, choose, history=precision.fp8_history)
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
@@ -64,11 +56,3 @@ def _ends(stack: Stack) -> list[int]:
     alone = {found[0] for found in numbers if len(found) == 1}
     count = sum(map(len, numbers))
     return sorted(alone & {0, count - 1}) if count > 2 else []
-
-
-def _paths(stack: Stack, path: tuple[Any, ...]) -> list[str]:
-    """The weight's path in each layer of the model that this layer of the module stands for."""
-    if path[:2] != ("decoder", "layers"):
-        return ["/".join(map(str, (*path, "kernel")))]
-    numbers = stack.numbers(int(path[2]))
-    return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]

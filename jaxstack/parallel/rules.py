@@ -37,6 +37,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "expert": ("expert",),
     "router": (),
+    "rank": (),
     "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
@@ -217,8 +218,13 @@ def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
-    """Whether a parameter is used in the compute dtype and sharded: it has two dims beside that of the layers."""
+    """Whether a parameter is sharded: it has two dims beside that of the layers."""
     return len(shape) - ("layers" in (names or ())) > 1
+
+
+def is_cast(names: Names | None, shape: Sequence[int]) -> bool:
+    """Whether a parameter is used in the compute dtype: a matrix, but not that of a router, which scores in float32."""
+    return is_matrix(names, shape) and "router" not in (names or ())
 
 
 def _is_stack(names: Names | None, dim: int) -> bool:

@@ -68,7 +68,7 @@ def test_eight_devices_give_the_same_text(greedy, degrees):
 
 def test_experts_on_several_devices_give_the_same_text():
     moe = MoEConfig(num_experts=4, num_experts_per_tok=2, exchange_factor=1.0)
-    config = CONFIG.model_copy(update={"moe": moe, "num_layers": 2})
+    config = CONFIG.model_copy(update={"moe": moe, "num_layers": 2, "layer_types": ("full_attention",)})
     assert run(open_decoder(config, expert=4), PROMPTS, 6, GREEDY) == run(open_decoder(config), PROMPTS, 6, GREEDY)
 
 

@@ -73,7 +73,9 @@ def test_draws_follow_the_probabilities(temperature):
     np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.015)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}, {"min_p": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}, {"min_p": 2}]
+)
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)

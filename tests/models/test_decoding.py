@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.models import ModelConfig, Transformer
+from jaxstack.functional import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.attention_kinds.base import CacheSlots, Heads
 from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention, StridedPattern
 from jaxstack.models.attention_kinds.key_cache import empty_cache, held_positions, put, store
@@ -96,6 +97,23 @@ def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
         whole = store(cache, values, values, jnp.array([position + 1]), pinned)
         some = np.array(held) >= 0
         assert (np.asarray(whole.value[0, 0, :, 0]) - 1)[some].tolist() == np.array(held)[some].tolist()
-    queries = jnp.arange(20)[None]
-    together = put(empty_cache(heads, 1, slots, jnp.float32), values, values, CacheSlots(queries, jnp.array([0])), pinned)
+    all_at_once = CacheSlots(jnp.arange(20)[None], jnp.array([0]))
+    together = put(empty_cache(heads, 1, slots, jnp.float32), values, values, all_at_once, pinned)
     assert together.key.tolist() == cache.key.tolist()
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+def test_unrolled_layers_compute_the_same(lead):
+    """With a remainder after the stacked layers, and dense layers before them."""
+    moe = MoEConfig(num_experts=4, num_experts_per_tok=2, first_k_dense_replace=1) if lead else None
+    config = ModelConfig(**{**BASE, **WINDOWS, "num_layers": 5 + lead, "moe": moe})
+    unrolled = config.model_copy(update={"scan_layers": False})
+    modules = [FunctionalModule(lambda rngs, c=c: Transformer(c, rngs)) for c in (config, unrolled)]
+    params, rest = modules[0].init(jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 12)), jnp.int32)
+    scanned, single = (
+        jax.jit(lambda p, module=module: module.merge(p, rest)(tokens))(p)
+        for module, p in zip(modules, (params, unroll_layers(config, params)), strict=True)
+    )
+    assert modules[0].merge(params, rest).decoder.scanned
+    np.testing.assert_allclose(scanned, single, rtol=1e-5, atol=1e-5)

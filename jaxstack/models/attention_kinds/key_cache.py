@@ -30,7 +30,7 @@ def empty_cache(heads: Heads, batch: int, slots: int, dtype: jax.typing.DTypeLik
 
 
 def held_positions(seen: jax.Array, slots: int, pinned: int = 0) -> jax.Array:
-    """[B, S] int32: the position of the token in each slot after the first `seen` [B] tokens, -1 where there is none."""
+    """[B, S] int32: the position of the token in each slot after the first `seen` [B] tokens; -1: none."""
     pinned = _pinned(slots, pinned)
     newest, slot = seen[:, None] - 1, jnp.arange(slots, dtype=jnp.int32)[None]
     held = newest - jnp.mod(newest - slot, slots - pinned)
