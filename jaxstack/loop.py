@@ -7,6 +7,7 @@ batch was put on the device while an earlier step ran.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -61,8 +62,8 @@ class LoopSettings:
     """Model FLOPs an item; None: 6 x parameters."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
-    describe_evaluation: Callable[[dict[str, float], int | None], dict[str, float]] | None = None
-    """Adds values to an evaluation's line, e.g. bits per byte, given it and its `max_tokens`."""
+    describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
+    """Adds values to an evaluation's line, e.g. bits per byte, given it, its `max_tokens`, and a sign of life to give."""
     on_start: Callable[[], None] | None = None
     """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
     on_new_run: Callable[[], None] | None = None
@@ -334,7 +335,8 @@ class Loop:
         if values is None:
             return given_up
         if self.settings.describe_evaluation is not None:
-            values.update(self.settings.describe_evaluation(values, max_tokens))
+            alive = functools.partial(self.signs.note, "evaluate")
+            values.update(self.settings.describe_evaluation(values, max_tokens, alive))
         self.last_values = {**self.last_values, "step": step, **values}
         self.trackers.log(step, values)
         shown = [f"held-out loss {values['eval_loss']:.4f}"]

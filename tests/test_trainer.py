@@ -283,6 +283,7 @@ def test_metrics_have_the_contracts_keys(unbroken):
 def test_a_run_leaves_its_report_and_environment(unbroken):
     environment = json.loads((unbroken / "environment.json").read_text())
     assert environment["ran"]["kernels"] and "memory" in environment["ran"]
+    assert environment["ran"]["sharding"]["parameters"]
     page = (unbroken / "report.html").read_text()
     assert "<svg" in page and "loss" in page
 
