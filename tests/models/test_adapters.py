@@ -29,7 +29,7 @@ def moved(model: Transformer) -> Transformer:
         adapter = layer.adapter
         adapter.b[...] = jnp.asarray(random.normal(0, 0.1, adapter.b.shape), jnp.float32)
         if adapter.magnitude is not None:
-            adapter.magnitude[...] = adapter.magnitude[...] * jnp.asarray(random.uniform(0.5, 2, adapter.magnitude.shape))
+            adapter.magnitude[...] *= jnp.asarray(random.uniform(0.5, 2, adapter.magnitude.shape), jnp.float32)
     return model
 
 
