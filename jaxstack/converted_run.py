@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from jaxstack.functional import FunctionalModule
 from jaxstack.language_run import build_model
 from jaxstack.models import ModelConfig, Transformer, adapted_layers, count_parameters, from_huggingface
 from jaxstack.models.huggingface import nest, read_model_config, write_checkpoint
-from jaxstack.opened_run import choose_step, open_run
+from jaxstack.opened_run import GENERATION, choose_step, end_tokens, open_run
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.starting_point import is_run
@@ -68,6 +69,8 @@ def from_checkpoint(source: Path, output: Path, ignore: Sequence[str] = ()) -> N
             _warn(f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.vocab_size} rows for them")
     else:
         _warn(f"{source} has no tokenizer.json: put one at {output}/tokenizer to generate and evaluate text")
+    if ends := end_tokens(source):
+        write_file(output / GENERATION, (json.dumps({"eos_token_id": ends}) + "\n").encode())
     write_file(output / "config.yaml", dump_yaml(config).encode())
     print(f"{output}: {count_parameters(model).total:,} parameters of {source}")
 
@@ -90,6 +93,8 @@ def to_checkpoint(
     kind = write_checkpoint(
         _leaf_reader(manager, chosen, config), config.model, output, model_type, dtype, max_shard_bytes, ids
     )
+    if ends := end_tokens(source):
+        write_file(output / GENERATION, (json.dumps({"eos_token_id": ends}) + "\n").encode())
     if tokenizer is not None and (model_json := tokenizer.model_json()) is not None:
         write_file(output / "tokenizer.json", model_json.encode())
         write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.functional import FunctionalModule
 from jaxstack.loss import LossSum, as_loss_sum
 from jaxstack.parallel.exchange import Dims, Exchange, Held, sum_gradient
-from jaxstack.parallel.rules import AxisRules, Names, logical_axis_rules, restrict
+from jaxstack.parallel.rules import AxisRules, Names, is_cast, logical_axis_rules, restrict
 from jaxstack.parallel.weights import beside_tensor, dims_of, exchange_weight
 
 Batch = Mapping[str, jax.Array]
@@ -160,7 +160,7 @@ class Layout:
 class LocalGradients:
     """Each device runs the module on its own part of the batch, with its own shards of the parameters.
 
-    Over `fsdp` a gradient is summed where its weight was gathered. Over the other axes it is summed where the weight is
+    Over the `weight_axes` a gradient is summed where its weight was gathered. Over the other axes it is summed where the weight is
     used if there is one microbatch, so that the rest of the backward pass can run meanwhile, else once after all of
     them. With ZeRO 1 and 2 a copy in the compute dtype is gathered once a step, and gradients go back in parts: with 1
     after all microbatches, with 2 wherever the weight is used, so that whole gradients never exist.
@@ -235,8 +235,8 @@ class LocalGradients:
     def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> Layout:
         rules = self._rules
         spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape)
-        dtype = str(jnp.dtype(self._microbatches.module.dtype or jnp.float32))
-        return Layout(spec, stored, dtype, bool(metadata.get("sum_where_used")))
+        dtype = self._microbatches.module.dtype if is_cast(names, shape) else None
+        return Layout(spec, stored, str(jnp.dtype(dtype or jnp.float32)), bool(metadata.get("sum_where_used")))
 
     def _copy(self, x: jax.Array, layout: Layout) -> jax.Array:
         """A parameter as the microbatches use it: whole over `data`, in the compute dtype if it has to be gathered."""
@@ -272,7 +272,7 @@ class LocalGradients:
 
 def _parts_of(layout: Layout) -> Dims:
     """The dim that is split over `data` while the parameter is stored."""
-    return dims_of(layout.stored, "data")
+    return dims_of(layout.stored, ("data",))
 
 
 class GlobalGradients:

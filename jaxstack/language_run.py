@@ -3,18 +3,19 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
-from jaxstack.errors import ConfigError
+from jaxstack.data.atomic import write_file
+from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
@@ -26,6 +27,7 @@ from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.starting_point import is_run
 from jaxstack.startup import cache_compilations, start_devices
+from jaxstack.tasks import TrainingTasks
 from jaxstack.trainer import Trainer
 
 _VOCABULARY_MULTIPLE = 64
@@ -63,6 +65,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         zero=parallel.zero,
         context_method=parallel.context_method,
         overlap=parallel.overlap,
+        pipeline=config.pipeline_plan(),
     )
 
 
@@ -71,10 +74,21 @@ def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transform
     return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters, rngs)
 
 
-def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
-    """The trainer of a run whose layout and vocabulary are resolved."""
-    mesh = make_mesh(config.parallel, devices)
-    dtype = jnp.dtype(config.precision.compute_dtype(mesh.devices.flat[0].platform))
+def make_trainer(
+    config: RunConfig, data: Any, devices: Sequence[Any] | None = None, mesh: Mesh | AbstractMesh | None = None
+) -> Trainer:
+    """The trainer of a run whose layout and vocabulary are resolved.
+
+    Args:
+      data: what `Trainer` takes.
+      mesh: in place of one of `devices` (default: all); with one without devices nothing can run, but be described.
+    """
+    if isinstance(mesh, AbstractMesh):
+        platform, mesh = "gpu", cast(Mesh, mesh)
+    else:
+        mesh = mesh or make_mesh(config.parallel, devices)
+        platform = mesh.devices.flat[0].platform
+    dtype = jnp.dtype(config.precision.compute_dtype(platform))
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
@@ -86,7 +100,6 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 
@@ -119,7 +132,7 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     trainer = make_trainer(config, data)
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     say(_introduce(config, data, flops))
-    baselines = _Baselines(data)
+    baselines, tasks = _Baselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
         LoopSettings(
@@ -128,7 +141,10 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             resilience=config.resilience,
             flops_per_token=flops,
             settings=config.model_dump(mode="json", by_alias=True),
-            describe_evaluation=baselines.describe,
+            describe_evaluation=lambda values, max_tokens, alive: {
+                **baselines.describe(values, max_tokens),
+                **tasks.run(alive),
+            },
             on_start=lambda: _write_run_files(config, data),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
@@ -165,10 +181,10 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
     except OSError as error:
-        raise ConfigError(f"cannot write the run directory {directory}: {error}") from None
+        raise cannot_write(f"the run directory {directory}", error) from None
 
 
 def _introduce(config: RunConfig, data: Data, flops: float) -> str:

@@ -68,6 +68,10 @@ class TrainConfig(Component):
     """Left out: global_batch_size / gradient_accumulation."""
     eval_tokens: int | None = Field(default=None, ge=1)
     """Of an evaluation during training; left out: all held-out tokens. The last evaluation always takes all."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks of the lm-evaluation-harness, by name or file, that every evaluation runs too."""
+    eval_tasks_limit: int | None = Field(default=None, ge=1)
+    """Questions of each task at most; left out: all."""
 
 
 class RunConfig(Component):
@@ -168,6 +172,11 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
     problems += _length_problems(config)
+    if train.eval_tasks and (parallel.pipeline > 1 or parallel.context > 1):
+        problems.append(
+            f"train.eval_tasks needs parallel.pipeline and parallel.context of 1; found {parallel.pipeline} and "
+            f"{parallel.context}; use jaxstack.evaluate on the checkpoints."
+        )
     return problems or (_pipeline_problems(config) if parallel.pipeline > 1 else [])
 
 
@@ -247,12 +256,7 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
         if model.remat == "offload":
             raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
         lead, period = model.layer_pattern
-        if lead:
-            raise ConfigError(
-                f"the model begins with {lead} layers of another kind (model.moe.first_k_dense_replace), which a "
-                "pipeline cannot deal out; set it to 0, or parallel.pipeline=1."
-            )
-        StageLayout(model.num_layers // period, plan.stages, plan.chunks)
+        StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
     except ConfigError as error:
         return [str(error)]
     return []

@@ -31,6 +31,11 @@ class TrainState(NamedTuple):
     """Loss and gradient norm of the last steps taken."""
 
 
+LATER_FIELDS = {"history": StepHistory.empty}
+"""Fields that came after the first release, and what each is where a checkpoint was saved before it was there. A new
+field gets a row, and older checkpoints load."""
+
+
 def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """A fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
     init_key, run_key = jax.random.split(key)

@@ -23,6 +23,7 @@ from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer, 
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
 from jaxstack.run_config import TrainConfig
+from jaxstack.shardings import describe_shardings
 from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
@@ -40,19 +41,18 @@ class Trainer:
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
         object with `batches(...)` such as `jaxstack.data.open_data` returns.
       optimizer: one of `jaxstack.optim`, or an optax transformation (then `schedule` is not used).
-      mesh: a mesh of `make_mesh`, or `AxisRules` on it; default: all devices on `data`.
+      mesh: a mesh of `make_mesh`, or `AxisRules` on it (`make_rules`), which also say how a batch goes through the
+        stages of a pipeline (only for `jaxstack.models.Transformer`); default: all devices on `data`.
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
       example_inputs: positional arguments that a Linen module is called with to learn its shapes.
       seed: of initial weights and of the loss function's keys.
-      pipeline: schedule and microbatches where the mesh has stages (only for `jaxstack.models.Transformer`); default:
-        1F1B, see `plan_pipeline`.
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         module: Any,
         loss_fn: Callable[..., Any],
@@ -65,13 +65,12 @@ class Trainer:
         eval_data: Any = None,
         example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
-        pipeline: PipelinePlan | None = None,
     ):
         self.train = train or TrainConfig()
         rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.rules, self.data = rules, as_source(data)
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
-        self.pipeline = pipeline or self._default_pipeline()
+        self.pipeline = rules.pipeline or self._default_pipeline()
         self.module = make_functional(module, example)
         if self.pipeline is not None:
             self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
@@ -211,7 +210,7 @@ class Trainer:
     @functools.cached_property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options that the step is compiled with."""
-        return step_options(fp8=self.module.fp8_matmuls > 0, pipeline=self.pipeline is not None) if self._on_gpu else {}
+        return step_options(pipeline=self.pipeline is not None) if self._on_gpu else {}
 
     @property
     def _on_gpu(self) -> bool:
@@ -222,7 +221,16 @@ class Trainer:
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
         ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
         ran["compiler_options"] = self.compiler_options
-        return ran if self.pipeline is None else {**ran, "pipeline": describe_schedule(self.pipeline.table())}
+        ran["sharding"] = self.describe_sharding()
+        return ran if self.pipeline is None else {**ran, "pipeline": self.describe_pipeline()}
+
+    def describe_sharding(self) -> dict[str, Any]:
+        """Where every parameter lies, and what a device holds of the state: see `jaxstack.shardings`."""
+        return describe_shardings(self.module, self.optimizer, self.rules, self.shardings)
+
+    def describe_pipeline(self) -> dict[str, Any]:
+        """The schedule of the stages; empty without a pipeline."""
+        return {} if self.pipeline is None else describe_schedule(self.pipeline.table())
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""

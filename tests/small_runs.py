@@ -27,6 +27,12 @@ SMALL = (
 )
 
 
+def unpacked_batch_at(step: int, rows: int, length: int, vocabulary: int) -> dict[str, np.ndarray]:
+    """`batch_at` with one document a row."""
+    batch = batch_at(step, rows, length, vocabulary)
+    return {name: batch[name] for name in ("tokens", "labels")}
+
+
 def batch_at(step: int, rows: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> dict[str, np.ndarray]:
     """Batch `step`: packed documents, small ids more often than large, rows that differ in how many labels count."""
     random = np.random.default_rng(step)
@@ -66,15 +72,19 @@ def make_trainer(
         train=config.train,
         eval_data=eval_data,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 
 def run_steps(trainer: Trainer, steps: int, start: int = 0) -> list[float]:
     """The losses of `steps` steps from batch `start` on."""
+    return [m["loss"] for m in metrics_of_steps(trainer, steps, start)]
+
+
+def metrics_of_steps(trainer: Trainer, steps: int, start: int = 0) -> list[dict[str, float]]:
+    """The metrics of `steps` steps from batch `start` on."""
     batches = trainer.batches(start)
     try:
         metrics = [trainer.train_step(next(batches)[0]) for _ in range(steps)]
     finally:
         batches.close()
-    return [float(m["loss"]) for m in metrics]
+    return [{name: float(value) for name, value in m.items()} for m in metrics]

@@ -33,6 +33,8 @@ class Tokenizer(ABC):
     document_start: int
     chat: ChatFormat | None = None
     """How chats are written for it; no part of its hash."""
+    writes_bytes = True
+    """Whether a token stands for the same bytes wherever it stands, so that texts can be joined token by token."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -140,6 +142,7 @@ class SyntheticTokenizer(Tokenizer):
     """The stand-in for random ids, which mean no text: encodes bytes modulo V, decodes to the numbers."""
 
     kind = "synthetic"
+    writes_bytes = False
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
