@@ -11,13 +11,14 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from jaxstack import convert
 from jaxstack.data import load_tokenizer
+from jaxstack.generate import ChatGenerator
 from jaxstack.generate import command as generate
 from jaxstack.language_run import train_language_model
 from jaxstack.models import from_huggingface
-from jaxstack.opened_run import decode_stream, open_decoder
+from jaxstack.opened_run import open_decoder, open_generator
 
 FIXTURE = Path(__file__).parent / "models" / "huggingface" / "qwen3"
-WORDS = "what is a of the in one two three four plus five six seven eight nine it no yes and".split()
+WORDS = [*"abcdef", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "what", "is", "plus", "it"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}" + (
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
@@ -39,8 +40,9 @@ def folder(tmp_path_factory) -> Path:
     (source / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": TEMPLATE}))
     chats = []
     for i in range(40):
-        talk = [("user", f"what is {WORDS[6 + i % 9]} plus one"), ("assistant", f"it is {WORDS[7 + i % 9]} {WORDS[i % 20]}")]
-        chats.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}))
+        question = {"role": "user", "content": f"what is {WORDS[6 + i % 8]} plus {WORDS[i % 6]}"}
+        answer = {"role": "assistant", "content": f"it is {WORDS[7 + i % 8]} {WORDS[i % 6]}"}
+        chats.append(json.dumps({"messages": [question, answer]}))
     (place / "chats.jsonl").write_text("\n".join(chats))
     config = {
         "run": {"dir": str(place), "name": "tuned", "init_from": str(source)},
@@ -52,8 +54,8 @@ def folder(tmp_path_factory) -> Path:
         "train": {"steps": 4, "global_batch_size": 8, "sequence_length": 32},
         "schedule": {"name": "constant"},
         "optimizer": {"learning_rate": 0.02},
-        "adapters": [{"path": "attention", "rank": 4}, {"path": "mlp", "method": "dora", "rank": 2}],
-        "parallel": {"fsdp": 2, "data": 2, "simulate_devices": 4},
+        "adapters": {"rules": [{"path": "attention", "rank": 4}, {"path": "mlp", "method": "dora", "rank": 2}]},
+        "parallel": {"fsdp": 4, "data": 2},
         "checkpoint": {"every_steps": 2},
         "observe": {"trackers": ["jsonl"], "log_every": 1, "progress": False},
     }
@@ -117,17 +119,9 @@ def test_a_run_may_start_from_what_another_tuned(folder, tuned):
 def test_a_question_is_asked_by_the_template(folder, tuned, capsys):
     ask = ["--run", str(folder / "tuned"), "--chat", "--prompt", "what is one plus one", "--temperature", "0"]
     assert generate.main([*ask, "--max-tokens", "8"]) == 0
-    assert "it" in capsys.readouterr().out
-
-
-def test_an_answer_ends_at_its_end_text_wherever_tokens_cut_it():
-    class Letters:
-        document_start, vocab_size, special_tokens = 0, 256, {}
-
-        def decode_bytes(self, ids):
-            return bytes(ids)
-
-    text = "say <|e and <|end|> more"
-    assert "".join(decode_stream(iter(text.encode()), Letters(), "<|end|>")) == "say <|e and "
-    assert "".join(decode_stream(iter(text.encode()), Letters())) == text
-    assert "".join(decode_stream(iter(b"cut <|en"), Letters(), "<|end|>")) == "cut <|en"
+    assert capsys.readouterr().out.startswith("what is one plus one\n")
+    generator, _ = open_generator(folder / "tuned")
+    chat = ChatGenerator(generator)
+    ids = generator.tokenizer.special_tokens
+    assert chat.encode("what is one")[0] == ids["<|im_start|>"] and chat.encode("one")[-1] == 2
+    assert chat.stop_tokens >= {ids["<|im_end|>"], ids["<|endoftext|>"]}

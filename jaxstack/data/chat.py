@@ -226,8 +226,8 @@ class _Reader:
         found = self._special.search(text) if self._special else None
         if found:
             raise ConfigError(
-                f"{where}: its text holds {found[0]!r}, a special token, with which the text could pass for another turn; "
-                "leave the line out, or write that differently"
+                f"{where}: its text holds {found[0]!r}, a special token, with which the text could pass for another "
+                "turn; leave the line out, or write that differently"
             )
 
     def _end(self, text: str, end: int) -> int:
@@ -269,7 +269,9 @@ def _messages(record: dict, where: str) -> list[dict[str, Any]]:
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(sorted({message["role"] for message in messages}))
-        raise ConfigError(f"{where} has no message of the role assistant, so that nothing is to be learnt; roles: {roles}")
+        raise ConfigError(
+            f"{where} has no message of the role assistant, so that nothing is to be learnt; roles: {roles}"
+        )
     return messages[: answers[-1] + 1]
 
 

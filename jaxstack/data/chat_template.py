@@ -47,8 +47,8 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False):
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 class ChatTemplate:
@@ -133,9 +133,8 @@ class ChatTemplate:
 
     def _render(self, messages: Messages, tools: Any, prompt: bool) -> str:
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages], tools=tools, documents=None, add_generation_prompt=prompt
-            )
+            chat = [dict(message) for message in messages]
+            return self._template.render(messages=chat, tools=tools, documents=None, add_generation_prompt=prompt)
         except Exception as error:  # a template is a program
             reason = str(error).rstrip(".") or type(error).__name__
             raise ChatError(f"the chat template cannot write this chat: {reason}") from None
@@ -156,7 +155,9 @@ def choose_template(wanted: str, own: ChatFormat | None, date: datetime.date) ->
     named = ", ".join(template_names())
     if wanted == "auto":
         if own.template is None:
-            raise ConfigError(f"the tokenizer has no chat template; set data.chat.template to one of {named}, or a file.")
+            raise ConfigError(
+                f"the tokenizer has no chat template; set data.chat.template to one of {named}, or to a file."
+            )
         return ChatTemplate(own.template, own.tokens, date)
     path = FOLDER / f"{wanted}.jinja" if wanted in template_names() else Path(wanted).expanduser()
     if not path.is_file():

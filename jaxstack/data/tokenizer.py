@@ -50,7 +50,7 @@ class Tokenizer(ABC):
         """`encode` of many texts at once, on all cores where the implementation can."""
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids [n] of each text, in which special tokens are written out, and the characters [n, 2] that each stands for.
+        """Ids [n] of each text, in which special tokens are written out, and the characters [n, 2] that they stand for.
 
         Raises:
           ConfigError: this kind of tokenizer has no text.
