@@ -91,7 +91,7 @@ class FunctionalModule:
         return _nest(flat.items()), _nest(adapters.items())
 
     def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
-        """All parameters, from those of the module without its adapters, whose results they do not change. Traceable."""
+        """All parameters, from those without adapters; the new ones change no result. Traceable."""
         fresh, rest = self.init(key)
         adapters = self.split_adapters(fresh)[1]
         if not adapters:

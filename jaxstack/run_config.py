@@ -11,7 +11,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.config import Component, build_component, load_yaml, merge_overrides, merge_trees
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapters import AdapterRule
+from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.observe.config import ObserveConfig
@@ -85,9 +85,7 @@ class RunConfig(Component):
     schedule: AnySchedule = Cosine()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    adapters: tuple[AdapterRule, ...] = ()
-    """Dense layers that get an adapter; then all other parameters are frozen, unless `optimizer.groups` say otherwise.
-    """
+    adapters: AdapterConfig = AdapterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
@@ -251,7 +249,7 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
     try:
         plan = config.pipeline_plan()
         assert plan is not None
-        if config.adapters:
+        if config.adapters.rules:
             raise ConfigError("adapters do not go through a pipeline; use fsdp or tensor, or drop the adapters.")
         if model.remat == "offload":
             raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")

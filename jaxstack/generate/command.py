@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--prompts", metavar="FILE", help='prompts, one JSON object a line: {"prompt": "Once"}')
     text.add_argument("--samples", type=int, default=1, metavar="N", help="texts for each prompt (default 1)")
+    text.add_argument("--chat", action="store_true", help="ask the prompts by the tokenizer's chat template")
     text.add_argument(
         "--no-document-start", action="store_true", help="do not put the tokenizer's document-start id before a prompt"
     )

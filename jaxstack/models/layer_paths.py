@@ -1,4 +1,4 @@
-"""Path rules for dense layers, which know them by the numbers of the model's layers, whatever one scan runs together."""
+"""Path rules for dense layers: they go by the numbers of the model's layers, whichever of these one scan runs."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -14,7 +14,7 @@ _PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
 
 
 class Fp8Rule(PathRule):
-    """Whether the matmul of a weight's path, such as decoder/layers/3/mlp/down_proj/kernel (scanned or not), is in FP8."""
+    """Which matmuls run in FP8, by paths of weights such as decoder/layers/3/mlp/down_proj/kernel (scanned or not)."""
 
     fp8: bool
 
