@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
         return list(map(int, self.generator.tokenizer.encode(string)))
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         rows = []
         for _, context, wanted in requests:
@@ -185,7 +185,7 @@ def run_tasks(
     *,
     num_fewshot: int | None = None,
     limit: int | None = None,
-    include_path: str | None = None,
+    manager: TaskManager | None = None,
 ) -> dict[str, Any]:
     """The harness's results, plain data: `results` has the metrics of each task.
 
@@ -193,24 +193,32 @@ def run_tasks(
       tasks: names, or paths of task files.
       num_fewshot: examples before each question; default: as the task says.
       limit: questions of each task at most.
-      include_path: directory with further task files.
+      manager: what `find_tasks` returned for them.
 
     Raises:
       ConfigError: there is no such task.
       JaxstackError: a task or its data cannot be loaded.
     """
-    manager = check_tasks(tasks, include_path)
+    manager = manager or find_tasks(tasks)
     found = simple_evaluate(
         model=model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
     )
     return dict(found or {})
 
 
-def check_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
-    """What loads the tasks. Raises ConfigError where there is no such task."""
-    manager = _Tasks(include_path=include_path)
-    for name in tasks:
-        if name not in manager.all_tasks and not Path(name).is_file():
+def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
+    """What loads the tasks; the harness's own, of which it reads thousands of files, only where a name asks for them.
+
+    Args:
+      include_path: directory with further task files.
+
+    Raises:
+      ConfigError: there is no such task.
+    """
+    names = [name for name in tasks if not Path(name).is_file()]
+    manager = _Tasks(include_path=include_path, include_defaults=bool(names))
+    for name in names:
+        if name not in manager.all_tasks:
             raise ConfigError(f"there is no task {name!r} and no such file; {nearest(name, manager.all_tasks)}")
     return manager
 
