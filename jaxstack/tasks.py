@@ -1,6 +1,8 @@
 """Tasks of the lm-evaluation-harness while a model trains: `train.eval_tasks`."""
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,9 @@ def open_harness() -> Any:
     Raises:
       ConfigError: the lm-evaluation-harness is not installed.
     """
+    if not sys.stderr.isatty():  # its progress bars are for terminals
+        for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     try:
         return importlib.import_module("jaxstack.harness")
     except ModuleNotFoundError as error:
