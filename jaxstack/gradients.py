@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.functional import FunctionalModule
 from jaxstack.loss import LossSum, as_loss_sum
 from jaxstack.parallel.exchange import Dims, Exchange, Held, sum_gradient
-from jaxstack.parallel.rules import AxisRules, Names, logical_axis_rules, restrict
+from jaxstack.parallel.rules import AxisRules, Names, is_cast, logical_axis_rules, restrict
 from jaxstack.parallel.weights import beside_tensor, dims_of, exchange_weight
 
 Batch = Mapping[str, jax.Array]
@@ -123,8 +123,8 @@ class Microbatches:
         trained, frozen = self.module.split_frozen(params)
 
         def objective(trained: Any, scaling: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            params = self.module.join_frozen(trained, frozen)
-            loss, new = self.loss(use(params), self.module.join_scaling(scaling, others), batch, key)
+            params = self.module.join(trained, frozen)
+            loss, new = self.loss(use(params), self.module.join(scaling, others), batch, key)
             return loss.total, (loss.weight, new)
 
         compute = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
@@ -235,8 +235,8 @@ class LocalGradients:
     def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> Layout:
         rules = self._rules
         spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape)
-        dtype = str(jnp.dtype(self._microbatches.module.dtype or jnp.float32))
-        return Layout(spec, stored, dtype, bool(metadata.get("sum_where_used")))
+        dtype = self._microbatches.module.dtype if is_cast(names, shape) else None
+        return Layout(spec, stored, str(jnp.dtype(dtype or jnp.float32)), bool(metadata.get("sum_where_used")))
 
     def _copy(self, x: jax.Array, layout: Layout) -> jax.Array:
         """A parameter as the microbatches use it: whole over `data`, in the compute dtype if it has to be gathered."""

@@ -3,23 +3,24 @@
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
 from jaxstack.data.atomic import write_file
-from jaxstack.errors import ConfigError
+from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
-from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
+from jaxstack.models import ModelConfig, Transformer, add_adapters, count_parameters, in_fp8, model_flops_per_token
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
@@ -68,14 +69,30 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
     )
 
 
-def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
-    """The trainer of a run whose layout and vocabulary are resolved."""
-    mesh = make_mesh(config.parallel, devices)
-    dtype = jnp.dtype(config.precision.compute_dtype(mesh.devices.flat[0].platform))
+def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
+    """What makes the run's model, with its adapters."""
+    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters, rngs)
+
+
+def make_trainer(
+    config: RunConfig, data: Any, devices: Sequence[Any] | None = None, mesh: Mesh | AbstractMesh | None = None
+) -> Trainer:
+    """The trainer of a run whose layout and vocabulary are resolved.
+
+    Args:
+      data: what `Trainer` takes.
+      mesh: in place of one of `devices` (default: all); with one without devices nothing can run, but be described.
+    """
+    if isinstance(mesh, AbstractMesh):
+        platform, mesh = "gpu", cast(Mesh, mesh)
+    else:
+        mesh = mesh or make_mesh(config.parallel, devices)
+        platform = mesh.devices.flat[0].platform
+    dtype = jnp.dtype(config.precision.compute_dtype(platform))
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
+        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         loss,
         data,
         optimizer=config.optimizer,
@@ -142,7 +159,8 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Gives a new run the parameters that `run.init_from` names."""
     source = config.run.init_from
     if source is not None:
-        trainer.start_from(initial_parameters(source, config.model, trainer.abstract_stored_state.params, say))
+        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
+        trainer.start_from(initial_parameters(source, config.model, wanted, say))
 
 
 def _join(config: RunConfig) -> list[str]:
@@ -166,7 +184,7 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
         write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
     except OSError as error:
-        raise ConfigError(f"cannot write the run directory {directory}: {error}") from None
+        raise cannot_write(f"the run directory {directory}", error) from None
 
 
 def _introduce(config: RunConfig, data: Data, flops: float) -> str:

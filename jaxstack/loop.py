@@ -18,7 +18,7 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.data.fingerprint import fingerprint_difference
+from jaxstack.data.fingerprint import fingerprint_difference, shared_keys
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.feed import items_in_batch
 from jaxstack.observe.config import ObserveConfig
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 _IN_FLIGHT = 2
 """Steps that may be on the devices at once: one runs while the next waits behind it."""
+_DECIDING = ("model", "optimizer", "schedule", "precision")
+"""Sections of a configuration of which each checkpoint keeps a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,9 @@ class Loop:
             step, self.trainer.abstract_stored_state, later=LATER_FIELDS
         )
         self.skips = SkippedSteps(self.settings.resilience, extra.get("skipped"))
+        before = extra.get("settings") or {}
+        if changed := fingerprint_difference(before, shared_keys(before, self._what_is_trained())):
+            self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         self.saved_step = step
         self.signs.note(saved=step)
         jax.block_until_ready(self.trainer.state.params)
@@ -160,6 +165,10 @@ class Loop:
         """What the position in the data depends on."""
         known = getattr(self.trainer.data, "fingerprint", None) or {}
         return {**known, "global_batch_size": self.trainer.train.global_batch_size}
+
+    def _what_is_trained(self) -> dict[str, Any]:
+        """The part of the configuration that decides the result, beside the data."""
+        return {name: self.settings.settings[name] for name in _DECIDING if name in self.settings.settings}
 
     def _prepare(self, start: int) -> None:
         """Compiles the step and writes down what it will run."""
@@ -283,6 +292,7 @@ class Loop:
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
         extra = {"batches": step, "data": self._data_identity(), "skipped": self.skips.to_json()}
+        extra["settings"] = self._what_is_trained()
         self.manager.save(step, self.trainer.stored_state, extra)
         self.saved_step = step
         self.meter.exclude(time.perf_counter() - began)

@@ -18,6 +18,7 @@ from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional import FunctionalModule
 from jaxstack.generate import Decoder, TextGenerator, in_compute_dtype
+from jaxstack.language_run import build_model
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.huggingface import read_parameters
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
@@ -182,8 +183,13 @@ def open_decoder(
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     unrolled = config.model.model_copy(update={"scan_layers": False})
     stored = config.model if is_run(directory) else unrolled  # a run keeps its layers as they were trained
-    module = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
+    module = FunctionalModule(build_model(config.model_copy(update={"model": stored}), dtype))
     params, rest, chosen = restore_parameters(directory, stored, module, rules, step)
+    if config.adapters:
+        plain = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
+        layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
+        params = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)(params, rest)
+        module = plain
     if stored != unrolled:
         params = in_compute_dtype(module, params, rules)
         module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))

@@ -22,7 +22,7 @@ from jaxstack.models import Transformer
 from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
 from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline import PipelinePlan, Schedule, StageFunctions, execute, forward_only
-from jaxstack.parallel.rules import AxisRules, is_matrix, logical_axis_rules, restrict
+from jaxstack.parallel.rules import AxisRules, is_cast, logical_axis_rules, restrict
 from jaxstack.parallel.weights import beside_tensor, dims_of
 from jaxstack.staged_module import StagedModule
 
@@ -54,6 +54,8 @@ class PipelinedGradients:
         self._module, self._rules, self._plan = module, rules, plan
         self._loss = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
         self._split = ("pipeline", *rules.batch_axes)
+        # Experts stay where they are, also those of a layer that runs with the head.
+        self._of_ends = tuple(axis for axis in self._split if axis != "expert")
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         stored = module.parameter_specs(rules)
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
@@ -109,15 +111,17 @@ class PipelinedGradients:
         dtype = model.dtype
         with logical_axis_rules(rules):
             layers = _map_parameters(lambda p: _gathered(p, rules, ("data",), dtype), layers)
-            ends = _map_parameters(lambda p: _gathered(p, rules, self._split, dtype), ends)
+            ends = _map_parameters(lambda p: _gathered(p, rules, self._of_ends, dtype), ends)
         parts = (graph, (layers, ends), others)
         functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, rules)
         totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
         if totals.layers is None:
             return None, totals.loss, totals.weight
         with logical_axis_rules(rules):
-            layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), totals.layers)
-            ends = _map_parameters(lambda p: _scattered(p, rules, self._split), totals.ends)
+            layers = totals.layers
+            if rules.zero < 2:  # else scattered as they were made
+                layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), layers)
+            ends = _map_parameters(lambda p: _scattered(p, rules, self._of_ends), totals.ends)
         gradients = self._module.split_stage(nnx.merge(graph, layers, ends, others))
         return gradients, totals.loss, totals.weight
 
@@ -146,11 +150,22 @@ class _Functions:
         self._context: Any = None
 
     def stages(self) -> StageFunctions:
-        return StageFunctions(self._first, self._shared, self._layer, self._last)
+        alone = self._merge(None).decoder.scanned.start == 0
+        return StageFunctions(
+            self._first, self._shared, self._layer, self._last, is_lookup=alone, sum_layer=self._sum_layer
+        )
 
-    def _first(self, ends: Any, microbatch: jax.Array) -> jax.Array:
+    def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         with logical_axis_rules(self._end_rules):
-            return inputs_of_layers(self._merge(ends), self._loss_of(microbatch))[0]
+            x, own = inputs_of_layers(self._merge(ends), self._loss_of(microbatch))
+        return x, own if self._key is not None else None
+
+    def _sum_layer(self, gradients: Any) -> Any:
+        """With ZeRO-2 the gradients of a layer in parts over `data`, so that no stage ever has all of them whole."""
+        rules = self._layer_rules
+        if rules.zero < 2:
+            return gradients
+        return _map_parameters(lambda p: _scattered(p, rules, ("data",), row=True), gradients)
 
     def _last(self, ends: Any, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, jax.Array]:
         with logical_axis_rules(self._end_rules):
@@ -202,7 +217,7 @@ def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dt
     x, known = parameter[...], parameter.get_metadata()
     stored, splits = _splits(parameter, rules, axes)
     shard = not set(rules.weight_axes) <= set(axes) and bool(dims_of(stored, rules.weight_axes))
-    if is_matrix(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
+    if is_cast(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
         x = x.astype(dtype)
 
     def gather(x: jax.Array) -> jax.Array:
@@ -213,9 +228,16 @@ def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dt
     return beside_tensor(gather, stored, rules)(x) if splits else x
 
 
-def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> jax.Array:
-    """The inverse of `_gathered` for a gradient: this device's part of the sum."""
+def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], row: bool = False) -> Any:
+    """The inverse of `_gathered` for a gradient, or None: this device's part of the sum.
+
+    Args:
+      row: the gradient is that of one of the stacked layers that the parameter holds.
+    """
+    gradient = parameter.get_raw_value()
     stored, splits = _splits(parameter, rules, axes)
+    if row:
+        stored, splits = PartitionSpec(*stored[1:]), tuple((own, dim - 1) for own, dim in splits)
 
     def scatter(x: jax.Array) -> jax.Array:
         x = x.astype(rules.reduce)
@@ -223,4 +245,4 @@ def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -
             x = jax.lax.psum_scatter(x, own, scatter_dimension=dim, tiled=True)
         return x.astype(jnp.float32)
 
-    return beside_tensor(scatter, stored, rules)(parameter[...]) if splits else parameter[...]
+    return beside_tensor(scatter, stored, rules)(gradient) if splits and gradient is not None else gradient

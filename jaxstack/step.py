@@ -76,7 +76,7 @@ class StepFunctions:
         skipped = jnp.where(taken, 0, state.skipped + 1)
         new = TrainState(
             state.step + 1,
-            self.module.join_frozen(keep(new_trained, trained), frozen),
+            self.module.join(keep(new_trained, trained), frozen),
             keep(rest, state.rest),
             keep(optimizer, state.optimizer),
             state.key,

@@ -23,6 +23,7 @@ from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer, 
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
 from jaxstack.run_config import TrainConfig
+from jaxstack.shardings import describe_shardings
 from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
@@ -124,11 +125,14 @@ class Trainer:
         self._state = state
 
     def start_from(self, params: Any) -> None:
-        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`; it takes over their buffers."""
+        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`, but without those of adapters,
+        which start new; it takes over their buffers.
+        """
 
         def create(key: jax.Array, params: Any) -> TrainState:
             if isinstance(self.module, StagedModule):
                 params = self.module.stage_parameters(params)
+            params = self.module.add_adapters(params, key)
             state = init_state(self.module, self.optimizer, key)
             return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
 
@@ -217,7 +221,16 @@ class Trainer:
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
         ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
         ran["compiler_options"] = self.compiler_options
-        return ran if self.pipeline is None else {**ran, "pipeline": describe_schedule(self.pipeline.table())}
+        ran["sharding"] = self.describe_sharding()
+        return ran if self.pipeline is None else {**ran, "pipeline": self.describe_pipeline()}
+
+    def describe_sharding(self) -> dict[str, Any]:
+        """Where every parameter lies, and what a device holds of the state: see `jaxstack.shardings`."""
+        return describe_shardings(self.module, self.optimizer, self.rules, self.shardings)
+
+    def describe_pipeline(self) -> dict[str, Any]:
+        """The schedule of the stages; empty without a pipeline."""
+        return {} if self.pipeline is None else describe_schedule(self.pipeline.table())
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""

@@ -16,7 +16,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import JaxstackError, cannot_write
 
 _ARRAYS = "arrays"
 _Fields = Mapping[str, Callable[[], Any]]
@@ -101,7 +101,7 @@ class CheckpointManager:
             try:
                 self._take_lock()
             except OSError as error:
-                failure = ConfigError(f"{self.directory} cannot be written: {error.strerror}; choose another run.dir")
+                failure = cannot_write(self.directory, error)
             except JaxstackError as error:
                 failure = error
         if not processes.all_true(failure is None):

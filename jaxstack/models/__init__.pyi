@@ -1,3 +1,7 @@
+from .adapters import AdapterRule as AdapterRule
+from .adapters import adapted_layers as adapted_layers
+from .adapters import add_adapters as add_adapters
+from .adapters import merge_adapters as merge_adapters
 from .config import ModelConfig as ModelConfig
 from .config import RopeScaling as RopeScaling
 from .count import count_parameters as count_parameters

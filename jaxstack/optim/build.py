@@ -1,6 +1,5 @@
 """From an optimizer's and a schedule's configuration to one optax transformation."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +7,9 @@ import jax
 import optax
 
 from jaxstack.optim.base import GroupRule, Optimizer
-from jaxstack.tree_rules import check_patterns, map_by_path, match
+from jaxstack.tree_rules import ADAPTER, check_patterns, map_by_path, match
 
 BALANCE = r"(^|/)balance_bias$"
-ADAPTER = r"(^|/)adapter/"
 
 
 def build_optimizer(
@@ -72,11 +70,11 @@ def build_optimizer(
 def frozen_rule(optimizer: Optimizer, params: Any) -> Callable[[str], bool]:
     """Whether the parameter of a path is frozen: as its group says, else where there are adapters and it is none."""
     rules = [(group.path, group.frozen) for group in optimizer.groups]
-    adapted = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(re.search(ADAPTER, path)), params)))
+    adapted = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
 
     def is_frozen(path: str) -> bool:
         chosen = match(path, [*rules, (".*", None)])
-        return chosen if chosen is not None else adapted and not re.search(ADAPTER, path)
+        return chosen if chosen is not None else adapted and not ADAPTER.search(path)
 
     return is_frozen
 
@@ -104,8 +102,8 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-    """Whether weight decay applies. Scales and biases are vectors even where a layer stack gives them a second dim."""
-    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias")
+    """Whether weight decay applies. Scales, biases and magnitudes are vectors even where a layer stack gives them a second dim."""
+    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
 
 
 def _per_parameter(apply: Callable[[Any, Any, float], Any], constants: Any) -> optax.GradientTransformation:

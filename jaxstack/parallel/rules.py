@@ -37,6 +37,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "expert": ("expert",),
     "router": (),
+    "rank": (),
     "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
@@ -115,6 +116,8 @@ class AxisRules:
             spec = list(restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - set(self.weight_axes)))
         elif lacking := self.lacking(PartitionSpec(*spec), self.weight_axes):
             self._split_weight(spec, names, shape, lacking)
+        elif self.weight_axes and "expert" not in (names or ()):
+            self._split_first(spec, names, shape)
         if self.mesh.shape["pipeline"] > 1 and matrix:
             self._store_over_stages(spec, names, shape)
         return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
@@ -129,6 +132,14 @@ class AxisRules:
             if dims:
                 spec[max(dims, key=lambda d: shape[d])] = wanted
                 return
+
+    def _split_first(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
+        """Moves the split over the `weight_axes` to the first dim where that is free: whole rows travel as they lie,
+        where a gradient that is split along another dim is transposed first."""
+        first = next(d for d in range(len(shape)) if not _is_stack(names, d))
+        taken = next((d for d, part in enumerate(spec) if set(self.weight_axes) <= set(axes_of(part))), first)
+        if spec[first] is None and shape[first] % self.degree(axes_of(spec[taken])) == 0:
+            spec[first], spec[taken] = spec[taken], None
 
     def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
         """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
@@ -209,8 +220,13 @@ def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
-    """Whether a parameter is used in the compute dtype and sharded: it has two dims beside that of the layers."""
+    """Whether a parameter is sharded: it has two dims beside that of the layers."""
     return len(shape) - ("layers" in (names or ())) > 1
+
+
+def is_cast(names: Names | None, shape: Sequence[int]) -> bool:
+    """Whether a parameter is used in the compute dtype: a matrix, but not that of a router, which scores in float32."""
+    return is_matrix(names, shape) and "router" not in (names or ())
 
 
 def _is_stack(names: Names | None, dim: int) -> bool:
@@ -244,9 +260,7 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(
-        mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline
-    )
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.parallel.exchange import Dims, Exchange, Held, exchange
-from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is_matrix, placed, restrict
+from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is_cast, placed, restrict
 
 
 def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
@@ -39,17 +39,16 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     """
     rules, known = current_rules(), parameter.get_metadata()
     names = known.get("logical_axes")
-    if names and "router" in names:
-        dtype = None
     if rules is None or "fsdp" not in rules.manual:
         if names and ("expert" in names or "router" in names):
             return parameter[...]  # `with_local_tokens` casts and gathers them
         return gather_weight(parameter[...], names, dtype)
     value = parameter.get_raw_value()
-    shape = known.get("whole_shape") or value.shape
+    stored = value.shard if isinstance(value, Held) else value
+    shape = known.get("whole_shape") or stored.shape
     spec = rules.parameter_spec(names, shape)
     how = Exchange(
-        dtype=str(jax.numpy.dtype(dtype if is_matrix(names, shape) and dtype is not None else value.dtype)),
+        dtype=str(jax.numpy.dtype(dtype if is_cast(names, shape) and dtype is not None else stored.dtype)),
         reduce=rules.reduce,
         gathered=dims_of(spec, rules.weight_axes),
         scattered=dims_of(rules.stored_spec(names, shape), ("data",)) if isinstance(value, Held) else (),

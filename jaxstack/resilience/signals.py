@@ -3,6 +3,7 @@
 import itertools
 import signal
 import threading
+import time
 from types import FrameType
 
 from jaxstack import processes
@@ -10,6 +11,8 @@ from jaxstack.errors import JaxstackError
 
 _POLL_SECONDS = 0.25
 _AGREE_SECONDS = 120
+_SAME_SECONDS = 5.0
+"""A scheduler that signals all processes of a job reaches this one directly and through the launcher."""
 _NEVER = 2**62
 _numbers = itertools.count()
 
@@ -23,7 +26,7 @@ class Interrupted(JaxstackError):
 
 
 class StopRequest:
-    """Within it, the first SIGTERM or SIGINT is a request to stop; a second SIGINT interrupts at once.
+    """Within it, the first SIGTERM or SIGINT is a request to stop; a SIGINT some seconds later interrupts at once.
 
     One process stops at its next tick. Of several, each tells the others the next tick at which it could stop and
     goes no further until all have spoken; all stop at the latest of these. The talk happens in a thread, so that it
@@ -32,6 +35,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._heard = 0.0
         self._before: dict[int, object] = {}
         self._index, self._count = processes.position()
         self._name = f"stop-{next(_numbers)}"
@@ -77,9 +81,10 @@ class StopRequest:
         return here == self._agreed
 
     def _receive(self, signum: int, _: FrameType | None) -> None:
-        if self.signum is not None and signum == signal.SIGINT:
+        if self.signum is None:
+            self.signum, self._heard = signum, time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() - self._heard > _SAME_SECONDS:
             raise KeyboardInterrupt
-        self.signum = signum
 
     def _watch(self) -> None:
         try:
