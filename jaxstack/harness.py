@@ -85,24 +85,21 @@ class HarnessModel(TemplateLM):
                 raise ConfigError(f"an answer of {len(wanted)} tokens exceeds the model's {self.max_length}.")
             ids = [*before, *wanted][-(self.max_length + 1) :]
             rows.append((ids, len(ids) - len(wanted)))
-        scores = self.scorer.score(rows, self._progress("scored", len(rows), disable_tqdm))
-        found = [(score.log_probability, score.is_greedy) for score in scores]
+        found = self._scores(rows, disable_tqdm)
         for (words, *_), one in zip(requests, found, strict=True):
-            if words is not None:
-                self.cache_hook.add_partial("loglikelihood", words, one)
+            self.cache_hook.add_partial("loglikelihood", words, one)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        windows, owners = [], []
+        rows, owners = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            first = self._opened([])[-1]
-            for window in get_rolling_token_windows(ids, first, self.max_length, 1):
+            for window in get_rolling_token_windows(ids, self._opened([])[-1], self.max_length, 1):
                 context, wanted = make_disjoint_window(window)
-                windows.append((None, context, wanted))
+                rows.append(([*context, *wanted], len(context)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, (value, _) in zip(owners, self._loglikelihood_windows(windows, disable_tqdm), strict=True):
+        for number, (value, _) in zip(owners, self._scores(rows, disable_tqdm), strict=True):
             totals[number] += value
         return totals
 
@@ -139,10 +136,8 @@ class HarnessModel(TemplateLM):
             opening = []
         return [*opening, *context] or [self.eot_token_id]
 
-    def _loglikelihood_windows(self, windows: Sequence[Any], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """As `_loglikelihood_tokens`, of contexts that stand in the middle of a text."""
-        rows = [([*context, *wanted], len(context)) for _, context, wanted in windows]
-        scores = self.scorer.score(rows, self._progress("scored", len(rows), disable_tqdm))
+    def _scores(self, rows: Sequence[tuple[Sequence[int], int]], quiet: bool) -> list[tuple[float, bool]]:
+        scores = self.scorer.score(rows, self._progress("scored", len(rows), quiet))
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _question(self, number: int, context: str, settings: dict[str, Any]) -> _Question:
