@@ -26,7 +26,7 @@ def run_cell(text: str, names: dict[str, Any]) -> str:
 
     def run_code() -> None:
         with contextlib.redirect_stdout(printed):
-            exec("\n".join(code), names)
+            exec(compile("\n".join(code), "notebook", "exec"), names)
         code.clear()
 
     for line in text.replace("\\\n", "").splitlines():
