@@ -1,5 +1,6 @@
 """The frame of every command: `jaxstack <subcommand>`, exit codes, one clear message instead of a traceback."""
 
+import errno
 import importlib
 import os
 import sys
@@ -20,6 +21,12 @@ COMMANDS = {
     "schema": ("jaxstack.schema", "print the JSON schema of configuration files, for editors"),
 }
 """Subcommand -> (module with `main(argv) -> int`, what it does)."""
+
+
+_DISK = frozenset(
+    [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE]
+)
+"""Errors of the disk and of permissions: no fault of the program's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +65,13 @@ def run_command(name: str, body: Callable[[], int | None]) -> int:
         return 1
     except MemoryError:
         print(f"{name}: out of host memory", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in _DISK:
+            traceback.print_exc()
+            return 1
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"{name}: {error.strerror}{place}: mend it, and give the same command again", file=sys.stderr)
         return 1
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):

@@ -7,24 +7,27 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
-from jaxstack.errors import ConfigError
+from jaxstack.data.atomic import write_file
+from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
-from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
+from jaxstack.models import ModelConfig, Transformer, add_adapters, count_parameters, in_fp8, model_flops_per_token
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.starting_point import is_run
 from jaxstack.startup import cache_compilations, start_devices
+from jaxstack.tasks import TrainingTasks
 from jaxstack.trainer import Trainer
 
 _VOCABULARY_MULTIPLE = 64
@@ -62,7 +65,13 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         zero=parallel.zero,
         context_method=parallel.context_method,
         overlap=parallel.overlap,
+        pipeline=config.pipeline_plan(),
     )
+
+
+def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
+    """What makes the run's model, with its adapters."""
+    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters, rngs)
 
 
 def make_trainer(
@@ -83,7 +92,7 @@ def make_trainer(
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
+        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         loss,
         data,
         optimizer=config.optimizer,
@@ -91,7 +100,6 @@ def make_trainer(
         mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 
@@ -124,7 +132,7 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     trainer = make_trainer(config, data)
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     say(_introduce(config, data, flops))
-    baselines = _Baselines(data)
+    baselines, tasks = _Baselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
         LoopSettings(
@@ -133,7 +141,10 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             resilience=config.resilience,
             flops_per_token=flops,
             settings=config.model_dump(mode="json", by_alias=True),
-            describe_evaluation=baselines.describe,
+            describe_evaluation=lambda values, max_tokens, alive: {
+                **baselines.describe(values, max_tokens),
+                **tasks.run(alive),
+            },
             on_start=lambda: _write_run_files(config, data),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
@@ -148,7 +159,8 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Gives a new run the parameters that `run.init_from` names."""
     source = config.run.init_from
     if source is not None:
-        trainer.start_from(initial_parameters(source, config.model, trainer.abstract_stored_state.params, say))
+        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
+        trainer.start_from(initial_parameters(source, config.model, wanted, say))
 
 
 def _join(config: RunConfig) -> list[str]:
@@ -169,10 +181,10 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
     except OSError as error:
-        raise ConfigError(f"cannot write the run directory {directory}: {error}") from None
+        raise cannot_write(f"the run directory {directory}", error) from None
 
 
 def _introduce(config: RunConfig, data: Data, flops: float) -> str:

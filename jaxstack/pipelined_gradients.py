@@ -20,9 +20,10 @@ from jaxstack.gradients import Batch, LossFunction, Sums, takes_key
 from jaxstack.loss import LossSum
 from jaxstack.models import Transformer
 from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
+from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline import PipelinePlan, Schedule, StageFunctions, execute, forward_only
-from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix, logical_axis_rules, restrict
-from jaxstack.parallel.weights import beside_tensor
+from jaxstack.parallel.rules import AxisRules, is_cast, logical_axis_rules, restrict
+from jaxstack.parallel.weights import beside_tensor, dims_of
 from jaxstack.staged_module import StagedModule
 
 
@@ -53,20 +54,23 @@ class PipelinedGradients:
         self._module, self._rules, self._plan = module, rules, plan
         self._loss = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
         self._split = ("pipeline", *rules.batch_axes)
+        # Experts stay where they are, also those of a layer that runs with the head.
+        self._of_ends = tuple(axis for axis in self._split if axis != "expert")
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         stored = module.parameter_specs(rules)
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
         self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=is_spec)
+        self._trained_specs = module.split_frozen(self._specs)[0]
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         """The sums of the global batch; `rest` is returned as it is."""
-        schedule, specs = self._plan.table(), self._specs
+        schedule, specs = self._plan.table(), self._trained_specs
 
         def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> Sums:
             axes = tuple(axis for axis in self._split if axis != "pipeline")
             key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
             gradients, loss, weight = self._run(schedule, params, rest, batch, key)
-            gradients = jax.tree.map(self._sum, gradients, specs)
+            gradients = jax.tree.map(self._sum, self._module.split_frozen(gradients)[0], specs)
             return Sums(gradients, *jax.lax.psum((loss, weight), self._split))
 
         whole: Any = PartitionSpec()
@@ -107,15 +111,17 @@ class PipelinedGradients:
         dtype = model.dtype
         with logical_axis_rules(rules):
             layers = _map_parameters(lambda p: _gathered(p, rules, ("data",), dtype), layers)
-            ends = _map_parameters(lambda p: _gathered(p, rules, self._split, dtype), ends)
+            ends = _map_parameters(lambda p: _gathered(p, rules, self._of_ends, dtype), ends)
         parts = (graph, (layers, ends), others)
         functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, rules)
         totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
         if totals.layers is None:
             return None, totals.loss, totals.weight
         with logical_axis_rules(rules):
-            layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), totals.layers)
-            ends = _map_parameters(lambda p: _scattered(p, rules, self._split), totals.ends)
+            layers = totals.layers
+            if rules.zero < 2:  # else scattered as they were made
+                layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), layers)
+            ends = _map_parameters(lambda p: _scattered(p, rules, self._of_ends), totals.ends)
         gradients = self._module.split_stage(nnx.merge(graph, layers, ends, others))
         return gradients, totals.loss, totals.weight
 
@@ -140,15 +146,26 @@ class _Functions:
         self._model, self._loss, self._key = model, loss, key
         self._pieces = {name: x.reshape(microbatches, -1, *x.shape[1:]) for name, x in batch.items()}
         self._layer_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline"]))
-        self._end_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline", "fsdp"]))
+        self._end_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline", *rules.weight_axes]))
         self._context: Any = None
 
     def stages(self) -> StageFunctions:
-        return StageFunctions(self._first, self._shared, self._layer, self._last)
+        alone = self._merge(None).decoder.scanned.start == 0
+        return StageFunctions(
+            self._first, self._shared, self._layer, self._last, is_lookup=alone, sum_layer=self._sum_layer
+        )
 
-    def _first(self, ends: Any, microbatch: jax.Array) -> jax.Array:
+    def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         with logical_axis_rules(self._end_rules):
-            return inputs_of_layers(self._merge(ends), self._loss_of(microbatch))[0]
+            x, own = inputs_of_layers(self._merge(ends), self._loss_of(microbatch))
+        return x, own if self._key is not None else None
+
+    def _sum_layer(self, gradients: Any) -> Any:
+        """With ZeRO-2 the gradients of a layer in parts over `data`, so that no stage ever has all of them whole."""
+        rules = self._layer_rules
+        if rules.zero < 2:
+            return gradients
+        return _map_parameters(lambda p: _scattered(p, rules, ("data",), row=True), gradients)
 
     def _last(self, ends: Any, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, jax.Array]:
         with logical_axis_rules(self._end_rules):
@@ -188,38 +205,44 @@ def _map_parameters(change: Any, state: Any) -> Any:
     return jax.tree.map(lambda p: p.replace(change(p)), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
 
 
-def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Any]:
-    """How a parameter is stored, and the (dim, mesh axes) of it along which `axes` split it."""
+def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Dims]:
+    """How a parameter is stored, and along which dims `axes` split it."""
     known = parameter.get_metadata()
     stored = rules.stored_spec(known["logical_axes"], known["whole_shape"])
-    parts = [(dim, tuple(a for a in axes_of(part) if a in axes)) for dim, part in enumerate(stored)]
-    return stored, [(dim, own) for dim, own in parts if own]
+    return stored, dims_of(stored, axes)
 
 
 def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dtype: Any) -> jax.Array:
     """A matrix in the compute dtype and whole over `axes`, once a step; what is still a shard is cast when gathered."""
     x, known = parameter[...], parameter.get_metadata()
     stored, splits = _splits(parameter, rules, axes)
-    shard = "fsdp" not in axes and any("fsdp" in axes_of(part) for part in stored)
-    if is_matrix(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
+    shard = not set(rules.weight_axes) <= set(axes) and bool(dims_of(stored, rules.weight_axes))
+    if is_cast(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
         x = x.astype(dtype)
 
     def gather(x: jax.Array) -> jax.Array:
-        for dim, own in splits:
+        for own, dim in splits:
             x = jax.lax.all_gather(x, own, axis=dim, tiled=True)
         return x
 
     return beside_tensor(gather, stored, rules)(x) if splits else x
 
 
-def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> jax.Array:
-    """The inverse of `_gathered` for a gradient: this device's part of the sum."""
+def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], row: bool = False) -> Any:
+    """The inverse of `_gathered` for a gradient, or None: this device's part of the sum.
+
+    Args:
+      row: the gradient is that of one of the stacked layers that the parameter holds.
+    """
+    gradient = parameter.get_raw_value()
     stored, splits = _splits(parameter, rules, axes)
+    if row:
+        stored, splits = PartitionSpec(*stored[1:]), tuple((own, dim - 1) for own, dim in splits)
 
     def scatter(x: jax.Array) -> jax.Array:
         x = x.astype(rules.reduce)
-        for dim, own in splits:
+        for own, dim in splits:
             x = jax.lax.psum_scatter(x, own, scatter_dimension=dim, tiled=True)
         return x.astype(jnp.float32)
 
-    return beside_tensor(scatter, stored, rules)(parameter[...]) if splits else parameter[...]
+    return beside_tensor(scatter, stored, rules)(gradient) if splits and gradient is not None else gradient

@@ -11,6 +11,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.config import Component, build_component, load_yaml, merge_overrides, merge_trees
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
+from jaxstack.models.adapters import AdapterRule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.observe.config import ObserveConfig
@@ -68,6 +69,10 @@ class TrainConfig(Component):
     """Left out: global_batch_size / gradient_accumulation."""
     eval_tokens: int | None = Field(default=None, ge=1)
     """Of an evaluation during training; left out: all held-out tokens. The last evaluation always takes all."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks of the lm-evaluation-harness, by name or file, that every evaluation runs too."""
+    eval_tasks_limit: int | None = Field(default=None, ge=1)
+    """Questions of each task at most; left out: all."""
 
 
 class RunConfig(Component):
@@ -81,6 +86,9 @@ class RunConfig(Component):
     schedule: AnySchedule = Cosine()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    adapters: tuple[AdapterRule, ...] = ()
+    """Dense layers that get an adapter; then all other parameters are frozen, unless `optimizer.groups` say otherwise.
+    """
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
@@ -165,6 +173,11 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
     problems += _length_problems(config)
+    if train.eval_tasks and (parallel.pipeline > 1 or parallel.context > 1):
+        problems.append(
+            f"train.eval_tasks needs parallel.pipeline and parallel.context of 1; found {parallel.pipeline} and "
+            f"{parallel.context}; use jaxstack.evaluate on the checkpoints."
+        )
     return problems or (_pipeline_problems(config) if parallel.pipeline > 1 else [])
 
 
@@ -239,15 +252,12 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
     try:
         plan = config.pipeline_plan()
         assert plan is not None
+        if config.adapters:
+            raise ConfigError("adapters do not go through a pipeline; use fsdp or tensor, or drop the adapters.")
         if model.remat == "offload":
             raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
         lead, period = model.layer_pattern
-        if lead:
-            raise ConfigError(
-                f"the model begins with {lead} layers of another kind (model.moe.first_k_dense_replace), which a "
-                "pipeline cannot deal out; set it to 0, or parallel.pipeline=1."
-            )
-        StageLayout(model.num_layers // period, plan.stages, plan.chunks)
+        StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
     except ConfigError as error:
         return [str(error)]
     return []

@@ -20,6 +20,7 @@ from jaxstack.functional import Dict, FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.parallel.pipeline import StageLayout
 from jaxstack.state import abstract_state
+from jaxstack.tree_rules import path_name
 
 _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
 """The name of a leaf of a layer, also within an optimizer's state."""
@@ -49,11 +50,22 @@ class StagedModule(FunctionalModule):
         scanned = config.model_copy(update={"scan_layers": True})
         super().__init__(lambda rngs: Transformer(scanned, rngs, dtype=dtype))
         stack = self.merge_stage(self.abstract_params, self.abstract_rest).decoder
-        self._period = stack.period
+        self._lead, self._period = stack.scanned.start, stack.period
         self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
         rows = self.layout.order.size
         stacked = [(path, _with_rows(v, rows) if _is_stacked(v) else v) for path, v in self._params]
         self._set_params(stacked)
+
+    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+        for path in (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.plain.abstract_params)):
+            staged = self._staged_name(path)[0]
+            if is_frozen(path) != is_frozen(staged):
+                raise ConfigError(
+                    f"optimizer.groups: the pipeline stores {path} with other layers, as {staged}, and only one of the "
+                    "two paths is frozen; drop the layer's number from the rule."
+                )
+        self.plain.freeze(is_frozen)
+        super().freeze(is_frozen)
 
     def stage_parameters(self, params: Dict) -> Dict:
         """The plain module's parameters in the order of the stages. Traceable."""
@@ -132,12 +144,15 @@ class StagedModule(FunctionalModule):
         if match is None:
             return name, None
         before, index, after = match[1], int(match[2]), match[3]
-        scanned = self._period * self.layout.groups
+        place = index - self._lead
         if not self.unrolled:
-            return name, 0 if index < self._period else None
-        if index >= scanned:
-            return f"{before}decoder/layers/{self._period + index - scanned}/{after}", None
-        return f"{before}decoder/layers/{index % self._period}/{after}", index // self._period
+            return name, 0 if 0 <= place < self._period else None
+        stacked = self._period * self.layout.groups
+        if place < 0:
+            return name, None
+        if place >= stacked:
+            return f"{before}decoder/layers/{index - stacked + self._period}/{after}", None
+        return f"{before}decoder/layers/{self._lead + place % self._period}/{after}", place // self._period
 
 
 def _pick_rows(x: Any, rows: np.ndarray) -> Any:

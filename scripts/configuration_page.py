@@ -26,6 +26,7 @@ SEE = {
     "model.moe": "[Models](models.md#mixtures-of-experts), and below",
     "model.attention_implementation": "[Kernels](kernels.md)",
     "model.remat": "[Models](models.md#memory)",
+    "train.eval_tasks": "[Evaluation](evaluation.md)",
     "parallel.overlap": "[Overlap](parallelism.md#overlap)",
     "precision.fp8": "[Precision and FP8](precision.md)",
 }

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstack.language_run import layout_rules
+from jaxstack.language_run import build_model, layout_rules
 from jaxstack.loss import language_model_loss
-from jaxstack.models import Transformer, in_fp8
+from jaxstack.models import in_fp8
 from jaxstack.parallel import make_mesh
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
@@ -25,6 +25,12 @@ SMALL = (
     "optimizer.learning_rate=0.01",
     "train.steps=10",
 )
+
+
+def unpacked_batch_at(step: int, rows: int, length: int, vocabulary: int) -> dict[str, np.ndarray]:
+    """`batch_at` with one document a row."""
+    batch = batch_at(step, rows, length, vocabulary)
+    return {name: batch[name] for name in ("tokens", "labels")}
 
 
 def batch_at(step: int, rows: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> dict[str, np.ndarray]:
@@ -57,7 +63,7 @@ def make_trainer(
     mesh = make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size])
     rows = config.train.global_batch_size
     return Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
+        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         language_model_loss,
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
@@ -66,15 +72,19 @@ def make_trainer(
         train=config.train,
         eval_data=eval_data,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 
 def run_steps(trainer: Trainer, steps: int, start: int = 0) -> list[float]:
     """The losses of `steps` steps from batch `start` on."""
+    return [m["loss"] for m in metrics_of_steps(trainer, steps, start)]
+
+
+def metrics_of_steps(trainer: Trainer, steps: int, start: int = 0) -> list[dict[str, float]]:
+    """The metrics of `steps` steps from batch `start` on."""
     batches = trainer.batches(start)
     try:
         metrics = [trainer.train_step(next(batches)[0]) for _ in range(steps)]
     finally:
         batches.close()
-    return [float(m["loss"]) for m in metrics]
+    return [{name: float(value) for name, value in m.items()} for m in metrics]

@@ -76,7 +76,8 @@ def test_site_has_every_page_and_brings_in_what_lies_outside(site):
 @needs_mkdocs
 @needs_chromium
 def test_pages_of_the_site_in_a_browser(site, browser):
-    pages = sorted(set(site.glob("*.html")) - {site / "404.html"})  # that one is for servers: its links begin at their root
+    # That one is for servers: its links begin at their root.
+    pages = sorted(set(site.glob("*.html")) - {site / "404.html"})
     assert len(pages) > 25
     for page in pages:
         check_page(browser, page)

@@ -24,10 +24,10 @@ class SubwordTokenizer(Tokenizer):
         self.document_start = document_start
         self.vocab_size = max(file_vocab_size(model), document_start + 1)
         self._json = model.to_str()
-        self._byte_level = is_byte_level(self._json)
+        self.writes_bytes = is_byte_level(self._json)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [chunks(t) if self._byte_level else [t] for t in map(valid_unicode, texts)]
+        parts = [chunks(t) if self.writes_bytes else [t] for t in map(valid_unicode, texts)]
         flat = [p for document in parts for p in document]
         encoded = iter(self._model.encode_batch_fast(flat, add_special_tokens=False))
         result = []
@@ -44,7 +44,7 @@ class SubwordTokenizer(Tokenizer):
 
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
         array = checked_ids(ids, self.vocab_size)
-        if self._byte_level:
+        if self.writes_bytes:
             table = self._token_bytes
             return b"".join([table[i] for i in array])
         cuts = np.flatnonzero(array == self.document_start)
@@ -61,7 +61,7 @@ class SubwordTokenizer(Tokenizer):
         for token, i in self._model.get_vocab(with_added_tokens=True).items():
             if i in added:
                 table[i] = b"" if added[i].special else added[i].content.encode()
-            elif self._byte_level and all(c in to_byte for c in token):
+            elif self.writes_bytes and all(c in to_byte for c in token):
                 table[i] = bytes(to_byte[c] for c in token)
             else:
                 table[i] = token.replace("\u2581", " ").encode()

@@ -29,6 +29,8 @@ class Tokenizer(ABC):
     vocab_size: int
     """V: every id is below it, the document-start id included."""
     document_start: int
+    writes_bytes = True
+    """Whether a token stands for the same bytes wherever it stands, so that texts can be joined token by token."""
 
     @property
     def dtype(self) -> np.dtype:
@@ -113,6 +115,7 @@ class SyntheticTokenizer(Tokenizer):
     """The stand-in for random ids, which mean no text: encodes bytes modulo V, decodes to the numbers."""
 
     kind = "synthetic"
+    writes_bytes = False
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size

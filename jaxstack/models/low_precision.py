@@ -4,12 +4,11 @@ from typing import Any
 
 from flax import nnx
 
-from jaxstack.errors import ConfigError
-from jaxstack.models.stack import Stack
+from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.transformer import Transformer
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, use_fp8
-from jaxstack.tree_rules import check_patterns, match
+from jaxstack.tree_rules import check_patterns
 
 _PRODUCTS = 3
 """Matmuls of a layer in a step: forward, gradient of the input, gradient of the weight."""
@@ -26,16 +25,9 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
-        names = _paths(model.decoder, path)
+        names = weight_paths(model, path)
         seen.update(dict.fromkeys(names, 0))
-        chosen = {name: match(name, precision.path_rules) for name in names}
-        if len(set(chosen.values())) > 1:
-            fp8, plain = ([name for name in names if chosen[name] is wanted] for wanted in (True, False))
-            raise ConfigError(
-                f"precision.fp8_rules: {fp8[0]} is to run in FP8 and {plain[0]} is not, but one scan runs both; "
-                "set model.scan_layers to false, or drop the layer's number from the rule."
-            )
-        return matmul if chosen[names[0]] else None
+        return matmul if choose_for_all(names, precision.path_rules, "precision.fp8_rules", "run in FP8") else None
 
     use_fp8(model, choose, history=precision.fp8_history)
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
@@ -51,11 +43,3 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
             stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
             count += layer.kernel.shape[0] if stacked else 1
     return _PRODUCTS * count
-
-
-def _paths(stack: Stack, path: tuple[Any, ...]) -> list[str]:
-    """The weight's path in each layer of the model that this layer of the module stands for."""
-    if path[:2] != ("decoder", "layers"):
-        return ["/".join(map(str, (*path, "kernel")))]
-    numbers = stack.numbers(int(path[2]))
-    return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxstack.models.adapters import seed_adapters
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
@@ -112,11 +113,17 @@ class Stack(nnx.Module):
 
         Returns x, the caches, and the sum of the blocks' router losses (None where all are dense).
         """
-        x, new, losses = self._singly(range(self.scanned.start), x, context, caches, key, dtype)
+        x, new, losses = self.leading(x, context, caches, key, dtype)
         if self.scanned:
             x, found, of_scan = self._scan(x, context, caches, key, dtype)
             new, losses = new + found, losses + of_scan
         return self.remainder(x, context, caches, key, dtype, (new, losses))
+
+    def leading(
+        self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
+    ) -> tuple[jax.Array, list[Any], list[Any]]:
+        """x through the layers before the stacked ones, with their caches and router losses."""
+        return self._singly(range(self.scanned.start), x, context, caches, key, dtype)
 
     def remainder(
         self, x: jax.Array, context: Context, caches: Caches, *rest: Any
@@ -148,11 +155,13 @@ class Stack(nnx.Module):
         self, parts: range, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         new, losses = [], []
+        runs: dict[Any, Callable[..., Any]] = {}
         for part in parts:
             graphdef, state = nnx.split(self.layers[part])
-            run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
+            if graphdef not in runs:  # layers alike are one function: traced, differentiated and lowered once
+                runs[graphdef] = jax.jit(rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False))
             cache = caches[part] if caches else None
-            x, cache, loss = run(x, state, cache, _fold(key, self.numbers(part)[0]))
+            x, cache, loss = runs[graphdef](x, state, cache, _fold(key, self.numbers(part)[0]))
             new.append(cache)
             losses.append(loss)
         return x, new, losses
@@ -184,7 +193,7 @@ def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Call
 
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
     def run(x: jax.Array, state: Any, cache: Any, key: jax.Array | None) -> Any:
-        block = nnx.merge(graphdef, gather_weights(state, dtype))
+        block = seed_adapters(nnx.merge(graphdef, gather_weights(state, dtype)), key)
         x = checkpoint_name(x, "block_input")
         return block(x, context, cache, key)
 

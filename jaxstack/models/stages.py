@@ -33,16 +33,22 @@ def is_stacked(path: Any, variable: Any) -> bool:
 
 
 class _Reached(Exception):
-    def __init__(self, x: jax.Array, inputs: LayerInputs):
+    def __init__(self, x: jax.Array, loss: jax.Array | None, inputs: LayerInputs):
         super().__init__()
-        self.x, self.inputs = x, inputs
+        self.x, self.loss, self.inputs = x, loss, inputs
 
 
 class _Outlet(nnx.Module):
-    """In the layers' place: stops, with what reached them."""
+    """In the layers' place: stops, with what reached the stacked ones of `stack`, or all without it."""
+
+    def __init__(self, stack: Stack | None = None):
+        self.stack = stack
 
     def __call__(self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any) -> Any:
-        raise _Reached(x, LayerInputs(context, key))
+        losses: list[Any] = []
+        if self.stack is not None:
+            x, _, losses = self.stack.leading(x, context, caches, key, dtype)
+        raise _Reached(x, add_losses(losses), LayerInputs(context, key))
 
 
 class _Inlet(nnx.Module):
@@ -74,20 +80,25 @@ def _replace(model: Transformer, **parts: Any) -> None:
         setattr(model, name, part)
 
 
-def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[jax.Array, LayerInputs]:
-    """(the residual stream that enters the layers, what they share) when `run` is run on the model."""
-    _replace(model, decoder=_Outlet())
+def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[jax.Array, jax.Array | None]:
+    """(the residual stream that enters the stacked layers, router losses of those before) of `run` on the model."""
+    reached = _reach(model, run, _Outlet(model.decoder))
+    return reached.x, reached.loss
+
+
+def _reach(model: Transformer, run: RunLoss, outlet: _Outlet) -> _Reached:
+    _replace(model, decoder=outlet)
     try:
         run(model)
     except _Reached as reached:
-        return reached.x, reached.inputs
+        return reached
     raise TypeError("the loss function never ran the layers of the model.")
 
 
 def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
     """What the layers share when `run` is run on the model; nothing is embedded."""
     _replace(model, embedding=_no_lookup(model), position_embedding=None)
-    return inputs_of_layers(model, run)[1]
+    return _reach(model, run, _Outlet()).inputs
 
 
 def loss_of_outputs(model: Transformer, run: RunLoss, x: jax.Array) -> Any:

@@ -36,15 +36,32 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _rewrite(self.path, lambda line: _keeps(line, start_step))
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._pending = b""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Lines that a full disk refuses are kept, and written with the first one that it takes again."""
         record = {"step": int(step)} | {key: _plain(value) for key, value in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(self._pending):
+                written += self._file.write(self._pending[written:]) or 0
+        except OSError:
+            self._file.truncate(end)  # no torn line
+            raise
+        self._pending = b""
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            if self._pending:
+                self._write()
+        finally:
+            self._file.close()
 
 
 def _plain(value: Any) -> Any:
@@ -228,14 +245,22 @@ TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
 
 
 class Trackers:
-    """Several trackers as one."""
+    """Several trackers as one. What the disk refuses is said once and does not end the run."""
 
-    def __init__(self, trackers: Mapping[str, Tracker]):
-        self._trackers = dict(trackers)
+    def __init__(self, trackers: Mapping[str, Tracker], say: Callable[[str], None] = print):
+        self._trackers, self._say = dict(trackers), say
+        self._failing: set[str] = set()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        for tracker in self._trackers.values():
-            tracker.log(step, values)
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.log(step, values)
+            except OSError as error:
+                if name not in self._failing:
+                    self._say(f"warning: the metrics of step {step} could not be written ({name}): {error}")
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
 
     def close(self) -> None:
         """Closes every tracker, also when one of them fails; raises the first failure then."""
@@ -255,12 +280,14 @@ def open_trackers(
     run_dir: str | Path,
     start_step: int = 0,
     settings: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = print,
 ) -> Trackers:
     """Opens the named trackers of `TRACKERS`, in the table's order, for the run in `run_dir`.
 
     Args:
         start_step: completed steps that the run goes on from; what was logged after it is dropped.
         settings: the run's configuration, for trackers that show it.
+        say: takes warnings.
     Raises:
         ConfigError: a tracker's package is not installed. Trackers opened before it are closed.
     """
@@ -272,4 +299,4 @@ def open_trackers(
     except BaseException:
         Trackers(opened).close()
         raise
-    return Trackers(opened)
+    return Trackers(opened, say)

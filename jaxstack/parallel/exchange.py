@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-Dims = tuple[tuple[str, int], ...]
-"""Mesh axes, each with the dim of the array that it splits."""
+Dims = tuple[tuple[tuple[str, ...], int], ...]
+"""Mesh axes, major to minor, and the dim of the array that they split."""
 
 
 class Exchange(NamedTuple):
@@ -76,8 +76,8 @@ def _use_held_forward(shard: jax.Array, copy: jax.Array, how: Exchange) -> tuple
 
 def _use_held_backward(how: Exchange, _: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape = list(gradient.shape)
-    for axis, dim in how.gathered:
-        shape[dim] //= jax.lax.axis_size(axis)
+    for axes, dim in how.gathered:
+        shape[dim] //= jax.lax.axis_size(axes)
     return sum_gradient(gradient, how).astype(jnp.float32), jnp.zeros(shape, how.dtype)
 
 
@@ -86,14 +86,14 @@ _use_held.defvjp(_use_held_forward, _use_held_backward)
 
 def _gather(weight: jax.Array, how: Exchange) -> jax.Array:
     weight = weight.astype(how.dtype)
-    for axis, dim in how.gathered:
-        weight = jax.lax.all_gather(weight, axis, axis=dim, tiled=True)
+    for axes, dim in how.gathered:
+        weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
     return weight
 
 
 def sum_gradient(gradient: jax.Array, how: Exchange) -> jax.Array:
     """The gradient of a used weight, as the stored weight lies, in the dtype `how.reduce`."""
     gradient = gradient.astype(how.reduce)
-    for axis, dim in (*how.gathered, *how.scattered):
-        gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+    for axes, dim in (*how.gathered, *how.scattered):
+        gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
     return jax.lax.psum(gradient, how.summed) if how.summed else gradient

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxstack.parallel.rules import AxisRules, Names, current_rules, logical_axis_rules
+from jaxstack.parallel.weights import dims_of
 
 Parameters = Mapping[str, tuple[jax.Array, Names]]
 """Name -> (stored array, its logical axes)."""
@@ -32,7 +33,7 @@ def with_local_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """`function(x, parameters, split)`, computed on each device's tokens with the parameters that it holds.
 
-    Along the axis `expert`, parameters with that logical axis stay apart; they are gathered over `fsdp`. Along `tensor`
+    Along the axis `expert`, parameters with that logical axis stay apart; they are gathered over the `weight_axes`. Along `tensor`
     they keep their part of `mlp`, every device has the same tokens, and the results are summed.
 
     Args:
@@ -80,6 +81,7 @@ class _Layout(NamedTuple):
     sequence: tuple[str, ...]
     partial_sums: bool
     """Whether experts are split along `tensor`."""
+    weight_axes: tuple[str, ...]
 
     @classmethod
     def of(cls, rules: AxisRules, x: jax.Array, parameters: Parameters) -> "_Layout":
@@ -102,7 +104,7 @@ class _Layout(NamedTuple):
             for axis, part in zip(named[name], specs[name], strict=True)
         )
         tokens = PartitionSpec(batch or None, residual or None, None)
-        return cls(free, tokens, specs, named, (*batch, *kept), gathered, (*kept, *held), summed)
+        return cls(free, tokens, specs, named, (*batch, *kept), gathered, (*kept, *held), summed, rules.weight_axes)
 
 
 def _local(
@@ -111,9 +113,8 @@ def _local(
     parameters = {}
     for name, value in stored.items():
         value = _cast(value, layout.names[name], dtype)
-        for dim, part in enumerate(layout.specs[name]):
-            if "fsdp" in _axes(part):
-                value = jax.lax.all_gather(value, "fsdp", axis=dim, tiled=True)
+        for axes, dim in dims_of(layout.specs[name], layout.weight_axes):
+            value = jax.lax.all_gather(value, axes, axis=dim, tiled=True)
         parameters[name] = value
     if layout.gathered:
         x = jax.lax.all_gather(x, layout.gathered, axis=1, tiled=True)

@@ -26,7 +26,7 @@ def with_local_batch(
     """`function(weight, *batched)`, computed on each device's rows of the batch and part of the length.
 
     Args:
-      function: gets the weight in `dtype`, whole over `fsdp`, and arrays with this device's tokens; returns an array
+      function: gets the weight in `dtype`, whole over the `weight_axes`, and arrays with this device's tokens; returns an array
         [b, t, ...] of these, or [1, 1] for something of all of them, as a sum. With `tensor`, its weight is this
         device's part along the tensor axis, and its result must be equal on all devices of that axis. With `as_stored`
         its weight has the stored dtype unless it is gathered, so that the gradient need not be rounded to `dtype`.
@@ -38,17 +38,17 @@ def with_local_batch(
         return function(parameter[...] if as_stored else gather_parameter(parameter, dtype), *batched)
     known = parameter.get_metadata()
     stored = rules.parameter_spec(known["logical_axes"], known.get("whole_shape", parameter.shape))
-    gathered = dims_of(stored, "fsdp")
+    gathered = dims_of(stored, rules.weight_axes)
     if as_stored and not gathered:
         dtype = parameter[...].dtype
     wanted = ("data", "fsdp", "expert", "context", *(["tensor"] if tensor else []))
     axes = [a for a in wanted if rules.splits(a)]
     # A gather in the island would first make the weight whole over a tensor axis that XLA still partitions.
-    inside = bool(gathered) and "fsdp" in axes and (tensor or not rules.splits("tensor"))
+    inside = bool(gathered) and set(rules.weight_axes) <= set(axes) and (tensor or not rules.splits("tensor"))
     weight = parameter[...] if inside else gather_parameter(parameter, dtype)
     if not axes:
         return function(weight, *batched)
-    held = restrict(stored, [a for a in axes if a != "fsdp" or inside])
+    held = restrict(stored, [a for a in axes if inside or a not in rules.weight_axes])
     rows = restrict(rules.spec(("batch", "length")), axes)
     inner = rules.within(axes)
 

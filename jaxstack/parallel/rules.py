@@ -9,27 +9,35 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jaxstack.parallel.pipeline.plan import PipelinePlan
 
 Names = Sequence[str | None]
 
 SEQUENCES = ("tokens", "labels", "segment_ids", "positions")
 """Arrays [B, T] of a batch that are split along their length where the mesh splits it."""
 
+WEIGHT_AXES = ("fsdp", "context")
+"""Axes over which matrices are stored in parts, and gathered where they are used. Devices that share a sequence use
+the same weights as those that share a batch do, and have as little need of a copy each."""
+
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
-    "embed": ("fsdp",),
+    "embed": WEIGHT_AXES,
     "head_dim": (),
     "position": (),
     "norm": (),
     "expert": ("expert",),
     "router": (),
+    "rank": (),
     "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
@@ -64,6 +72,8 @@ class AxisRules:
     """How attention sees the keys of other devices of `context`; None: by its shape."""
     overlap: str = "auto"
     """As `ParallelConfig.overlap`."""
+    pipeline: "PipelinePlan | None" = None
+    """How a batch goes through the stages of `pipeline`; None: 1F1B, see `plan_pipeline`."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -92,28 +102,44 @@ class AxisRules:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """The layout of a whole parameter of this shape: its logical axes, and `fsdp` on the largest free dim if they
-        leave it out. Axes that a `shard_map` has taken count too.
+        """The layout of a whole parameter of this shape: its logical axes, and the `weight_axes` on the largest free dim
+        if those leave them out. Axes that a `shard_map` has taken count too.
 
-        A parameter without logical axes (somebody else's module) gets `fsdp` alone. Vectors stay whole: they are small,
-        and gathering them costs latency only.
+        A parameter without logical axes (somebody else's module) gets the `weight_axes` alone. Vectors stay whole: they
+        are small, and gathering them costs latency only.
         """
         if self.manual:
             return dataclasses.replace(self, manual=frozenset()).parameter_spec(names, shape)
         spec = list(self.spec(names or (None,) * len(shape), shape))
-        fsdp = self.mesh.shape["fsdp"]
-        taken = any("fsdp" in axes_of(part) for part in spec)
         matrix = is_matrix(names, shape)
-        if fsdp > 1 and matrix and not taken:
-            free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
-            dims = [d for d in free if shape[d] % fsdp == 0]
-            if dims:
-                spec[max(dims, key=lambda d: shape[d])] = "fsdp"
-        elif not matrix:
-            spec = [None if part == "fsdp" else part for part in spec]
+        if not matrix:
+            spec = list(restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - set(self.weight_axes)))
+        elif lacking := self.lacking(PartitionSpec(*spec), self.weight_axes):
+            self._split_weight(spec, names, shape, lacking)
+        elif self.weight_axes and "expert" not in (names or ()):
+            self._split_first(spec, names, shape)
         if self.mesh.shape["pipeline"] > 1 and matrix:
             self._store_over_stages(spec, names, shape)
         return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
+
+    def _split_weight(
+        self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]
+    ) -> None:
+        """Splits the largest free dim that can be over all these axes, or failing that over one of them."""
+        free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
+        for wanted in (axes, *((axis,) for axis in axes)):
+            dims = [d for d in free if shape[d] % self.degree(wanted) == 0]
+            if dims:
+                spec[max(dims, key=lambda d: shape[d])] = wanted
+                return
+
+    def _split_first(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
+        """Moves the split over the `weight_axes` to the first dim where that is free: whole rows travel as they lie,
+        where a gradient that is split along another dim is transposed first."""
+        first = next(d for d in range(len(shape)) if not _is_stack(names, d))
+        taken = next((d for d, part in enumerate(spec) if set(self.weight_axes) <= set(axes_of(part))), first)
+        if spec[first] is None and shape[first] % self.degree(axes_of(spec[taken])) == 0:
+            spec[first], spec[taken] = spec[taken], None
 
     def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
         """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
@@ -130,7 +156,8 @@ class AxisRules:
 
     def stored_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
         """`parameter_spec` as a parameter and its optimizer state are stored between steps: with ZeRO 1 and 2 matrices
-        are split over `data` too, along a dim of their own if there is one that it divides, else along that of `fsdp`.
+        are split over `data` too, along a dim of their own if there is one that it divides, else along that of the
+        `weight_axes`.
         """
         if self.manual:
             return dataclasses.replace(self, manual=frozenset()).stored_spec(names, shape)
@@ -138,7 +165,7 @@ class AxisRules:
         if not self.zero or data == 1 or not is_matrix(names, shape):
             return PartitionSpec(*spec)
         fits = [d for d, part in enumerate(spec) if shape[d] % (self.degree(axes_of(part)) * data) == 0]
-        fits = [d for d in fits if axes_of(spec[d]) in ((), ("fsdp",)) and not _is_stack(names, d)]
+        fits = [d for d in fits if set(axes_of(spec[d])) <= set(self.weight_axes) and not _is_stack(names, d)]
         if fits:
             dim = min(fits, key=lambda d: spec[d] is not None)
             spec[dim] = (*axes_of(spec[dim]), "data") if spec[dim] else "data"
@@ -148,6 +175,11 @@ class AxisRules:
         """Those of `axes` that split no dim of `spec`."""
         used = {axis for part in spec for axis in axes_of(part)}
         return tuple(axis for axis in axes if axis not in used)
+
+    @property
+    def weight_axes(self) -> tuple[str, ...]:
+        """Those of `WEIGHT_AXES` with more than one device."""
+        return tuple(a for a in WEIGHT_AXES if self.mesh.shape[a] > 1)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -188,8 +220,13 @@ def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
-    """Whether a parameter is used in the compute dtype and sharded: it has two dims beside that of the layers."""
+    """Whether a parameter is sharded: it has two dims beside that of the layers."""
     return len(shape) - ("layers" in (names or ())) > 1
+
+
+def is_cast(names: Names | None, shape: Sequence[int]) -> bool:
+    """Whether a parameter is used in the compute dtype: a matrix, but not that of a router, which scores in float32."""
+    return is_matrix(names, shape) and "router" not in (names or ())
 
 
 def _is_stack(names: Names | None, dim: int) -> bool:
@@ -204,6 +241,7 @@ def make_rules(
     zero: int = 0,
     context_method: str | None = None,
     overlap: str = "auto",
+    pipeline: "PipelinePlan | None" = None,
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -214,6 +252,7 @@ def make_rules(
       zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
       context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
       overlap: as `ParallelConfig.overlap`.
+      pipeline: schedule and microbatches where the mesh has stages; None: 1F1B.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
@@ -221,7 +260,7 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap)
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)

@@ -1,29 +1,30 @@
-"""A stored parameter made ready for use: cast to the compute dtype, and whole over `fsdp`."""
+"""A stored parameter made ready for use: cast to the compute dtype, and whole over the `weight_axes`."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxstack.parallel.exchange import Exchange, Held, exchange
-from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is_matrix, placed, restrict
+from jaxstack.parallel.exchange import Dims, Exchange, Held, exchange
+from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is_cast, placed, restrict
 
 
 def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """A whole stored parameter as the computation wants it: cast (vectors are not), and gathered over `fsdp`.
+    """A whole stored parameter as the computation wants it: cast (vectors are not), and gathered over the `weight_axes`.
 
     Its gradient lies as it is stored. Does no more than cast outside of `logical_axis_rules`.
     """
     rules = current_rules()
     if dtype is not None and x.ndim > 1:
         x = x.astype(dtype)
-    if rules is None or not rules.splits("fsdp"):
+    if rules is None or not any(map(rules.splits, rules.weight_axes)):
         return x
     stored = rules.parameter_spec(names, x.shape)
-    whole = restrict(stored, set(rules.free) - {"fsdp"})
+    whole = restrict(stored, set(rules.free) - set(rules.weight_axes))
     stored = restrict(stored, rules.free)
     # The cast value is pinned to the stored layout first. Without that pin XLA gathers float32 (twice the bytes), or
     # moves activations instead of weights when the use is inside a layer scan.
@@ -34,52 +35,63 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
     """The array of a Flax parameter as the computation wants it, see `gather_weight`.
 
     Inside the `shard_map` of a train step the parameter holds this device's shard, and its gradient is summed over
-    `fsdp` where it is gathered; where its metadata say `sum_where_used`, over the rules' `summed` axes too.
+    the `weight_axes` where it is gathered; where its metadata say `sum_where_used`, over the rules' `summed` axes too.
     """
     rules, known = current_rules(), parameter.get_metadata()
     names = known.get("logical_axes")
-    if names and "router" in names:
-        dtype = None
     if rules is None or "fsdp" not in rules.manual:
         if names and ("expert" in names or "router" in names):
             return parameter[...]  # `with_local_tokens` casts and gathers them
         return gather_weight(parameter[...], names, dtype)
     value = parameter.get_raw_value()
-    shape = known.get("whole_shape") or value.shape
+    stored = value.shard if isinstance(value, Held) else value
+    shape = known.get("whole_shape") or stored.shape
     spec = rules.parameter_spec(names, shape)
     how = Exchange(
-        dtype=str(jax.numpy.dtype(dtype if is_matrix(names, shape) and dtype is not None else value.dtype)),
+        dtype=str(jax.numpy.dtype(dtype if is_cast(names, shape) and dtype is not None else stored.dtype)),
         reduce=rules.reduce,
-        gathered=dims_of(spec, "fsdp"),
-        scattered=dims_of(rules.stored_spec(names, shape), "data") if isinstance(value, Held) else (),
+        gathered=dims_of(spec, rules.weight_axes),
+        scattered=dims_of(rules.stored_spec(names, shape), ("data",)) if isinstance(value, Held) else (),
         summed=rules.lacking(spec, rules.summed) if known.get("sum_where_used") else (),
     )
     return exchange_weight(value, how, spec, rules)
 
 
 def gathers_shards() -> bool:
-    """Whether `gather_parameter` gathers over `fsdp` inside a `shard_map`, so that `save_all_but_gathered` applies."""
+    """Whether `gather_parameter` gathers shards inside a `shard_map`, so that `save_all_but_gathered` applies."""
     rules = current_rules()
-    return rules is not None and "fsdp" in rules.manual and rules.mesh.shape["fsdp"] > 1
+    return rules is not None and "fsdp" in rules.manual and bool(rules.weight_axes)
 
 
-_NOT_SAVED = ("all_gather", "concatenate", "convert_element_type", "reshape", "transpose")
-"""The gather, and what costs nothing to repeat: saved in its place, these would keep the gathered weight."""
-
+_COMPUTED_AGAIN = frozenset(
+    """abs add add_any all_gather and broadcast_in_dim concatenate convert_element_type copy cos div dynamic_slice eq erf
+    erfc exp exp2 expand_dims expm1 ge gt integer_pow iota le log log1p logistic lt max min mul ne neg not or pad pow
+    random_bits random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left
+    shift_right_logical sign sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor""".split()
+)
+"""The gather of weights, and operations of elements, which cost little beside what it costs to keep their results."""
 
 def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint`: the backward pass gathers weights again, and recomputes nothing that costs time.
+    """A policy for `jax.checkpoint`: the backward pass gathers weights again, and multiplies nothing again.
 
-    Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind.
+    Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind. What a matmul
+    or a kernel gives is kept, and sums, and what passes `keep`. Operations of elements are done again, as part of what
+    uses them: kept, each would be an array of its own, mostly in float32.
     """
-    return primitive.name not in _NOT_SAVED
+    return primitive.name not in _COMPUTED_AGAIN
+
+
+def keep(x: jax.Array) -> jax.Array:
+    """x, the result of operations of elements which `save_all_but_gathered` keeps all the same."""
+    return checkpoint_name(x, "kept")
 
 
 def exchange_weight(value: jax.Array | Held, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
     """`exchange` of a weight of this layout, see `beside_tensor`."""
     if not isinstance(value, Held) and not how.gathered and not how.summed:
         return value.astype(how.dtype)
-    summed = tuple(axis for axis in how.summed if axis not in dict(how.scattered))
+    scattered = {axis for axes, _ in how.scattered for axis in axes}
+    summed = tuple(axis for axis in how.summed if axis not in scattered)
     return beside_tensor(lambda x: exchange(x, how._replace(summed=summed)), spec, rules)(value)
 
 
@@ -89,14 +101,15 @@ def beside_tensor(function: Callable[[Any], jax.Array], spec: PartitionSpec, rul
     Collectives along other axes would otherwise be of the weight made whole over the tensor axis.
     """
     parts = restrict(spec, ("tensor",))
-    if not rules.splits("tensor") or not dims_of(parts, "tensor"):
+    if not rules.splits("tensor") or not dims_of(parts, ("tensor",)):
         return function
     return jax.shard_map(function, in_specs=parts, out_specs=parts, axis_names={"tensor"}, check_vma=False)
 
 
-def dims_of(spec: PartitionSpec, axis: str) -> tuple[tuple[str, int], ...]:
-    """(axis, dim) for the dim that the axis splits, if any."""
-    return tuple((axis, dim) for dim, part in enumerate(spec) if axis in axes_of(part))
+def dims_of(spec: PartitionSpec, axes: Collection[str]) -> Dims:
+    """(those of the mesh axes that split it, dim) for each dim that any of them split."""
+    parts = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
+    return tuple((own, dim) for dim, own in enumerate(parts) if own)
 
 
 Placement = NamedSharding | PartitionSpec

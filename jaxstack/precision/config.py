@@ -3,31 +3,19 @@
 Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case.
 """
 
-import re
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from jaxstack.config import Component
+from jaxstack.config import Component, PathRule
 
 _PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
 
 
-class Fp8Rule(Component):
-    """Matmuls of the layers whose weight's path the regular expression is found in; the first that matches holds."""
+class Fp8Rule(PathRule):
+    """Whether the matmul of a weight's path, such as decoder/layers/3/mlp/down_proj/kernel (scanned or not), is in FP8."""
 
-    path: str
-    """Such as `layers/0/` or `down_proj`; a path is decoder/layers/3/mlp/down_proj/kernel, whether scanned or not."""
     fp8: bool
-
-    @field_validator("path")
-    @classmethod
-    def _compiles(cls, path: str) -> str:
-        try:
-            re.compile(path)
-        except re.error as error:
-            raise ValueError(f"{path!r} is not a regular expression: {error}.") from None
-        return path
 
 
 class PrecisionConfig(Component):

@@ -1,4 +1,4 @@
-"""Weights gathered over `fsdp` as FP8 bytes: each device quantises its shard before it is moved.
+"""Weights gathered as FP8 bytes: each device quantises its shard before it is moved.
 
 The gradient of such a weight goes the way of `gather_parameter`: summed to where the weight is stored.
 """
@@ -16,8 +16,6 @@ from pallas_kernels import QuantizedWeight
 from pallas_kernels.fp8.blockwise import BLOCK, quantize_weight
 from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quantize
 
-_AXIS = "fsdp"
-
 
 def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) -> jax.Array | QuantizedWeight:
     """A stored weight as an FP8 product wants it; what is whole on each device comes in `dtype`, not quantised.
@@ -32,7 +30,7 @@ def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) ->
     rules, known, own = current_rules(), parameter.get_metadata(), parameter.get_raw_value()
     own = own.copy if isinstance(own, Held) else own
     names, shape = known.get("logical_axes"), tuple(known.get("whole_shape", own.shape))
-    if rules is None or rules.mesh.shape[_AXIS] == 1 or not dims_of(rules.parameter_spec(names, shape), _AXIS):
+    if rules is None or not dims_of(rules.parameter_spec(names, shape), rules.weight_axes):
         return carrier
     own = jax.lax.stop_gradient(own).astype(dtype)
     if blockwise:
@@ -45,13 +43,13 @@ def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) ->
 def _gather_whole(own: jax.Array, rules: AxisRules, names: Names | None, shape: tuple[int, ...]) -> Quantized:
     """With one scale: that of the whole weight, on every device."""
     spec = rules.parameter_spec(names, shape)
-    if _AXIS in rules.manual:
-        amax = jax.lax.pmax(absolute_maximum(own), _AXIS)
+    if "fsdp" in rules.manual:
+        ((axes, dim),) = dims_of(spec, rules.weight_axes)
+        amax = jax.lax.pmax(absolute_maximum(own), axes)
         values, inverse_scale = quantize(own, E4M3, amax)
-        ((axis, dim),) = dims_of(spec, _AXIS)
-        gather = beside_tensor(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), spec, rules)
+        gather = beside_tensor(lambda x: jax.lax.all_gather(x, axes, axis=dim, tiled=True), spec, rules)
         return Quantized(gather(values), inverse_scale)
-    stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - {_AXIS})
+    stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - set(rules.weight_axes))
     # Pinned twice, as a plain gather: XLA would move the values before they are rounded.
     values, inverse_scale = quantize(jax.lax.with_sharding_constraint(own, placed(rules, stored)), E4M3)
     for layout in (stored, whole):
@@ -63,12 +61,12 @@ def _gather_blocks(
     own: jax.Array, rules: AxisRules, names: Names | None, shape: tuple[int, ...], contracted: int
 ) -> Quantized | None:
     """With scales of blocks of the matrix [D, outputs]; None where a shard is not one of whole blocks."""
-    ((_, dim),) = dims_of(rules.parameter_spec(names, shape), _AXIS)
-    if _AXIS not in rules.manual or rules.splits("tensor") or dim not in (0, contracted):
+    ((axes, dim),) = dims_of(rules.parameter_spec(names, shape), rules.weight_axes)
+    if "fsdp" not in rules.manual or rules.splits("tensor") or dim not in (0, contracted):
         return None
     matrix = own.reshape(math.prod(own.shape[:contracted]), -1)
     axis = 0 if dim < contracted else 1
     if matrix.shape[axis] % BLOCK:
         return None
-    values, inverse_scale = (jax.lax.all_gather(x, _AXIS, axis=axis, tiled=True) for x in quantize_weight(matrix))
+    values, inverse_scale = (jax.lax.all_gather(x, axes, axis=axis, tiled=True) for x in quantize_weight(matrix))
     return Quantized(values.reshape(shape), inverse_scale)

@@ -32,6 +32,32 @@ def test_jsonl_writes_each_line_at_once(tmp_path):
     assert _records(tracker.path)[1] == {"step": 2, "eval_loss": 1.5, "tokens": 7}
 
 
+FULL_DISK = """
+import resource, sys
+from jaxstack.observe.trackers import JsonLines, Trackers
+path, said = sys.argv[1], []
+trackers = Trackers({"jsonl": JsonLines(path)}, said.append)
+trackers.log(1, {"loss": 1.0})
+full = (40, resource.RLIM_INFINITY)  # what a disk of 40 bytes would do, and needs no root
+resource.setrlimit(resource.RLIMIT_FSIZE, full)
+for step in (2, 3, 4):
+    trackers.log(step, {"loss": 1.0})
+assert open(path).read().count("\\n") == 1 and open(path).read().endswith("\\n"), "no torn line"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+trackers.log(5, {"loss": 1.0})
+trackers.close()
+print(said)
+"""
+
+
+def test_a_full_disk_is_said_once_and_loses_no_line(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "metrics.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("could not be written") == 1 and "of step 2 " in done.stdout
+    assert [record["step"] for record in _records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
 def test_jsonl_stays_strict_json_when_a_loss_blows_up(tmp_path):
     tracker = JsonLines(tmp_path / "metrics.jsonl")
     tracker.log(1, {"a": math.nan, "b": math.inf, "c": np.float32(-math.inf)})

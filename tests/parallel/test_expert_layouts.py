@@ -10,8 +10,8 @@ import pytest
 from jaxstack.errors import ConfigError
 from jaxstack.models.moe.exchange import compute_apart, compute_here, slots_of
 from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules, with_local_tokens
-from jaxstack.state import TrainState
-from tests.small_runs import make_trainer, run_steps, small_config
+from tests.parallel.test_layouts import assert_trains_as_one_device
+from tests.small_runs import small_config
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -28,33 +28,6 @@ DEEPSEEK = (
 )
 FEW_SLOTS = ("model.moe.exchange_factor=0.3",)
 CAPACITY = ("model.moe.capacity_factor=0.8",)
-
-
-@functools.cache
-def initial_state(*overrides: str) -> TrainState:
-    return jax.device_get(make_trainer(small_config(*overrides)).state)
-
-
-def train(*overrides: str, shape: tuple[str, ...] = ()):
-    """Ten losses, and parameters and last metrics, from the same initial state in every layout."""
-    shape = ("optimizer.eps=1e-4", *shape)
-    trainer = make_trainer(small_config(*shape, *overrides))
-    start = initial_state(*shape)
-    trainer.state = jax.device_put(start._replace(key=jax.random.clone(start.key)), trainer.shardings)
-    return run_steps(trainer, 10), jax.device_get(trainer.state.params)
-
-
-@functools.cache
-def reference(*shape: str):
-    return train(shape=shape)
-
-
-def assert_trains_as_one_device(*overrides: str, shape: tuple[str, ...] = MIXTURE) -> None:
-    losses, params = train(*overrides, shape=shape)
-    wanted, wanted_params = reference(*shape)
-    assert wanted[-1] < wanted[0] - 0.02, "the reference learns"
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4), params, wanted_params)
 
 
 def layout(**degrees: int) -> tuple[str, ...]:
@@ -84,7 +57,7 @@ def slow(*layouts: tuple[str, ...]):
     ids=" ".join,
 )
 def test_every_layout_gives_the_loss_curve_of_one_device(overrides):
-    assert_trains_as_one_device(*overrides)
+    assert_trains_as_one_device(*overrides, shape=MIXTURE)
 
 
 @pytest.mark.slow

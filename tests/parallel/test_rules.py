@@ -9,8 +9,9 @@ from jaxstack.errors import ConfigError
 from jaxstack.parallel import AXES, ParallelConfig, logical_axis_rules, make_mesh, make_rules, shard
 
 
-def rules(data: int = 1, fsdp: int = 1, tensor: int = 1, **more):
-    return make_rules(make_mesh(ParallelConfig(data=data, fsdp=fsdp, tensor=tensor)), **more)
+def rules(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, **more):
+    degrees = ParallelConfig(data=data, fsdp=fsdp, tensor=tensor, context=context)
+    return make_rules(make_mesh(degrees), **more)
 
 
 def test_the_mesh_has_all_axes_in_order():
@@ -50,6 +51,18 @@ def test_parameters():
         "fsdp does not divide the only free dim"
     )
     assert both.parameter_spec(("position", "embed"), (64, 30)) == P("fsdp", None), "the largest dim that it divides"
+
+
+def test_devices_that_share_a_sequence_share_the_parameters_too():
+    both = rules(fsdp=2, context=4)
+    assert both.weight_axes == ("fsdp", "context")
+    assert both.parameter_spec(("embed", "mlp"), (32, 64)) == P(("fsdp", "context"), None)
+    assert both.parameter_spec(("embed", "mlp"), (12, 64)) == P(None, ("fsdp", "context")), "8 divides 64 only"
+    assert both.parameter_spec(("embed", "mlp"), (12, 63)) == P("fsdp", None), "no dim has 8 parts, one has 2"
+    assert both.parameter_spec(("norm",), (32,)) == P(None)
+    with_data = rules(data=2, context=4, zero=1)
+    assert with_data.stored_spec(("embed", "mlp"), (32, 64)) == P("context", "data")
+    assert with_data.stored_spec(("embed", "mlp"), (32, 63)) == P(("context", "data"), None)
 
 
 def test_somebody_elses_parameters_get_fsdp_on_their_largest_dim():

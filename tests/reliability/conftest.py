@@ -20,6 +20,12 @@ def pytest_addoption(parser):
     parser.addoption("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
 
 
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--full", default=False):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(7200))
+
+
 @pytest.fixture(scope="session")
 def full(pytestconfig) -> bool:
     """Whether to run at full length."""

@@ -26,14 +26,18 @@ from jaxstack.parallel.pipeline.stages import StageLayout
 class StageFunctions:
     """A model cut into pure functions of weights; `microbatch` is an int32 scalar, x the residual stream."""
 
-    first: Callable[[Any, jax.Array], jax.Array]
-    """(weights of the ends, microbatch) -> x."""
+    first: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array | None]]
+    """(weights of the ends, microbatch) -> (x, loss of its own or None)."""
     context: Callable[[jax.Array], Any]
     """microbatch -> what all its layers share (positions, masks, random keys)."""
     layer: Layer
     """(weights of one row, x, context, index of the layer group) -> (x, loss of its own or None)."""
     last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     """(weights of the ends, x, microbatch) -> (loss sum, its weight), float32 scalars."""
+    is_lookup: bool = True
+    """Whether `first` costs next to nothing, so that stages that do not need it may run it too."""
+    sum_layer: Callable[[Any], Any] = lambda gradients: gradients
+    """What is done with the gradients of a row's weights (None where they are not made yet) before they are added up."""
 
 
 class Totals(NamedTuple):
@@ -106,7 +110,7 @@ class _Executor:
         self.up = [(s, (s + 1) % size) for s in range(size if ring else size - 1)]
         self.down = [(after, before) for before, after in self.up]
         zero = jnp.zeros((), jnp.int32)
-        self.x = jax.eval_shape(functions.first, ends, zero)
+        self.x = jax.eval_shape(functions.first, ends, zero)[0]
         self.split: SplitLayer | None = None
         self.late: SplitBackward | None = None
         if self.trains:
@@ -138,7 +142,7 @@ class _Executor:
         pending = [buffer(program.weight_gradients, rows, *s.shape, dtype=s.dtype) for s in late]
         zero = jnp.zeros((), jnp.float32)
         sums = lambda tree: jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), tree)  # noqa: E731
-        totals = Totals(*((sums(self.layers), sums(self.ends)) if self.trains else (None, None)), zero, zero)
+        totals = Totals(*((self._zero_sums(), sums(self.ends)) if self.trains else (None, None)), zero, zero)
         return _State(
             buffer(program.activations + 1, *like.shape),
             buffer(program.gradients + 1, *like.shape),
@@ -147,6 +151,14 @@ class _Executor:
             jnp.zeros(like.shape, like.dtype),
             totals,
         )
+
+    def _zero_sums(self) -> Any:
+        """For the gradients of this stage's rows."""
+        row = jax.eval_shape(lambda: self.functions.sum_layer(self._row(0)))
+        if self.unroll:
+            return [jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), row) for _ in self.layers]
+        rows = self.layout.chunks * self.layout.rows
+        return jax.tree.map(lambda w: jnp.zeros((rows, *w.shape), jnp.float32), row)
 
     def _tick(self, state: _State, row: dict[str, jax.Array]) -> _State:
         # Slot 0, while the gradients of the tick before travel down.
@@ -167,25 +179,48 @@ class _Executor:
         return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
 
     def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
+        # A branch gets and returns what it changes alone: XLA would copy buffers that merely pass through.
+        microbatch, chunk, start = row["microbatch0"], row["chunk0"], state.totals.loss
         nothing = jnp.zeros(self.x.shape, self.x.dtype)
 
-        def idle(state: _State) -> tuple[jax.Array, _State]:
-            return nothing, state
+        def idle(residuals: Any, total: Any) -> Any:
+            return nothing, residuals, total, start
 
-        def forward(state: _State) -> tuple[jax.Array, _State]:
-            # Every stage looks the tokens up: that is cheaper than another conditional.
-            received = _take(state.activations, row["activation"])
-            x = jnp.where(row["first"] == 1, self.functions.first(self.ends, row["microbatch0"]), received)
-            return self._forward(state, x, row["microbatch0"], row["chunk0"], row["residual0"])
+        def forward(residuals: Any, total: Any) -> Any:
+            x, loss = self._entering(state.activations, start, row)
+            x, residuals, loss = self._forward(residuals, x, loss, microbatch, chunk, row["residual0"])
+            return x, residuals, total, loss
 
-        branches = [idle, forward]
-        if self.late is not None:
-            branches.append(lambda state: (nothing, self._weights(state, row["chunk0"], row["pending0"])))
-        return lax.switch(row["slot0"], branches, state)
+        def weights(residuals: Any, total: Any) -> Any:
+            return nothing, residuals, self._weights(total, state.pending, chunk, row["pending0"]), start
+
+        late = self.late is not None
+        changed = state.residuals, state.totals.layers if late else None
+        y, residuals, total, loss = lax.switch(row["slot0"], [idle, forward, *([weights] if late else [])], *changed)
+        totals = state.totals._replace(loss=loss, **({"layers": total} if late else {}))
+        return y, state._replace(residuals=residuals, totals=totals)
+
+    def _entering(
+        self, activations: jax.Array, loss: jax.Array, row: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """What enters the layers of a virtual stage, and the loss with that of what came before them."""
+        functions = self.functions
+
+        def first() -> tuple[jax.Array, jax.Array]:
+            x, own = functions.first(self.ends, row["microbatch0"])
+            return x, loss if own is None else loss + own
+
+        def received() -> tuple[jax.Array, jax.Array]:
+            return _take(activations, row["activation"]), loss
+
+        if not functions.is_lookup:
+            return lax.cond(row["first"] == 1, first, received)
+        # Every stage looks the tokens up: that is cheaper than another conditional.
+        return jnp.where(row["first"] == 1, first()[0], received()[0]), loss
 
     def _forward(
-        self, state: _State, x: jax.Array, microbatch: jax.Array, chunk: jax.Array, entry: jax.Array
-    ) -> tuple[jax.Array, _State]:
+        self, residuals: Any, x: jax.Array, loss: jax.Array, microbatch: jax.Array, chunk: jax.Array, entry: jax.Array
+    ) -> tuple[jax.Array, Any, jax.Array]:
         context = self.functions.context(microbatch)
 
         def step(i: Any, carry: Any) -> Any:
@@ -199,37 +234,43 @@ class _Executor:
                 residuals = [_put_row(b, s, entry, i) for b, s in zip(residuals, saved, strict=True)]
             return x, residuals, loss if own is None else loss + own
 
-        totals = state.totals
-        x, residuals, loss = self._for_rows(chunk, step, (x, state.residuals, totals.loss))
-        return x, state._replace(residuals=residuals, totals=totals._replace(loss=loss))
+        return self._for_rows(chunk, step, (x, residuals, loss))
 
     def _ends_slot(self, state: _State, y: jax.Array, row: dict[str, jax.Array]) -> _State:
         """The loss and its gradient on the last virtual stage, the embedding's gradient on the first one."""
-        functions, microbatch = self.functions, row["ends_microbatch"]
+        functions, microbatch, totals = self.functions, row["ends_microbatch"], state.totals
 
-        def add(totals: Totals, loss: Any, weight: Any, gradients: Any) -> Totals:
-            ends = jax.tree.map(lambda total, g: total + g.astype(total.dtype), totals.ends, gradients)
-            return totals._replace(ends=ends, loss=totals.loss + loss, weight=totals.weight + weight)
+        def add(total: Any, gradients: Any) -> Any:
+            return jax.tree.map(lambda total, g: total + g.astype(total.dtype), total, gradients)
 
-        def head(state: _State) -> _State:
+        def nothing(arrived: Any, total: Any) -> Any:
+            return arrived, total, totals.loss, totals.weight
+
+        def head(arrived: Any, total: Any) -> Any:
             if not self.trains:
                 loss, weight = functions.last(self.ends, y, microbatch)
-                return state._replace(totals=add(state.totals, loss, weight, None))
-            objective = jax.value_and_grad(lambda ends, y: functions.last(ends, y, microbatch), (0, 1), has_aux=True)
-            (loss, weight), (gradients, dy) = objective(self.ends, y)
-            arrived = _put(state.gradients, dy.astype(y.dtype), row["ends_gradient"])
-            return state._replace(gradients=arrived, totals=add(state.totals, loss, weight, gradients))
+            else:
+                objective = jax.value_and_grad(lambda ends, y: functions.last(ends, y, microbatch), (0, 1), True)
+                (loss, weight), (gradients, dy) = objective(self.ends, y)
+                arrived, total = _put(arrived, dy.astype(y.dtype), row["ends_gradient"]), add(total, gradients)
+            return arrived, total, totals.loss + loss, totals.weight + weight
 
-        def embedding(state: _State) -> _State:
-            _, pullback = jax.vjp(lambda ends: functions.first(ends, microbatch), self.ends)
-            return state._replace(totals=add(state.totals, 0.0, 0.0, pullback(state.dx)[0]))
+        def embedding(arrived: Any, total: Any) -> Any:
+            (_, own), pullback = jax.vjp(lambda ends: functions.first(ends, microbatch), self.ends)
+            (gradients,) = pullback((state.dx, None if own is None else jnp.ones_like(own)))
+            return arrived, add(total, gradients), totals.loss, totals.weight
 
-        branches = [lambda state: state, head, *([embedding] if self.trains else [])]
-        return lax.switch(row["ends"], branches, state)
+        branches = [nothing, head, *([embedding] if self.trains else [])]
+        arrived, total, loss, weight = lax.switch(row["ends"], branches, state.gradients, totals.ends)
+        return state._replace(gradients=arrived, totals=totals._replace(ends=total, loss=loss, weight=weight))
 
     def _backward_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
-        def backward(state: _State) -> _State:
-            chunk, entry, late = row["chunk1"], row["residual1"], row["pending1"]
+        chunk, entry, late = row["chunk1"], row["residual1"], row["pending1"]
+
+        def idle(dx: jax.Array, total: Any, pending: Any) -> Any:
+            return dx, total, pending
+
+        def backward(dx: jax.Array, total: Any, pending: Any) -> Any:
             context = self.functions.context(row["microbatch1"])
             count = self._count(chunk)
 
@@ -247,31 +288,32 @@ class _Executor:
                 pending = [_put_row(b, k, late, i) for b, k in zip(pending, kept, strict=True)]
                 return dx, self._add_row(total, found, place), pending
 
-            start = (_take(state.gradients, row["gradient"]), state.totals.layers, state.pending)
-            dx, total, pending = self._for_rows(chunk, step, start)
-            return state._replace(dx=dx, pending=pending, totals=state.totals._replace(layers=total))
+            return self._for_rows(chunk, step, (_take(state.gradients, row["gradient"]), total, pending))
 
-        branches: list[Callable[[_State], _State]] = [lambda state: state, backward]
-        if self.late is not None:
-            branches.append(lambda state: self._weights(state, row["chunk1"], row["pending1"]))
-        return lax.switch(row["slot1"], branches, state)
+        def weights(dx: jax.Array, total: Any, pending: Any) -> Any:
+            return dx, self._weights(total, pending, chunk, late), pending
+
+        branches = [idle, backward, *([weights] if self.late is not None else [])]
+        dx, total, pending = lax.switch(row["slot1"], branches, state.dx, state.totals.layers, state.pending)
+        return state._replace(dx=dx, pending=pending, totals=state.totals._replace(layers=total))
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array], slot: int) -> _State:
-        run = row[f"slot{slot}"] != 0
-        return lax.cond(run, lambda s: self._weights(s, row[f"chunk{slot}"], row[f"pending{slot}"]), lambda s: s, state)
+        def weights(total: Any) -> Any:
+            return self._weights(total, state.pending, row[f"chunk{slot}"], row[f"pending{slot}"])
 
-    def _weights(self, state: _State, chunk: jax.Array, entry: jax.Array) -> _State:
-        """Weight gradients that an earlier backward left to be done."""
+        total = lax.cond(row[f"slot{slot}"] != 0, weights, lambda total: total, state.totals.layers)
+        return state._replace(totals=state.totals._replace(layers=total))
+
+    def _weights(self, total: Any, pending: list[jax.Array], chunk: jax.Array, entry: jax.Array) -> Any:
+        """The totals with the weight gradients that an earlier backward left to be done."""
         late = self.late
         assert late is not None
 
         def step(i: Any, total: Any) -> Any:
-            place = self._place(chunk, i)
-            kept = [_take_row(b, entry, i) for b in state.pending]
-            return self._add_row(total, late.weights(kept), place)
+            kept = [_take_row(b, entry, i) for b in pending]
+            return self._add_row(total, late.weights(kept), self._place(chunk, i))
 
-        total = self._for_rows(chunk, step, state.totals.layers)
-        return state._replace(totals=state.totals._replace(layers=total))
+        return self._for_rows(chunk, step, total)
 
     def _for_rows(self, chunk: jax.Array, step: Callable[[Any, Any], Any], start: Any) -> Any:
         if self.layout.rows == 1 or self.unroll:
@@ -295,6 +337,7 @@ class _Executor:
 
     def _add_row(self, totals: Any, found: Any, place: Any) -> Any:
         """Adds the gradients of one row; those that are None are not made yet."""
+        found = self.functions.sum_layer(found)
         if self.unroll:
             changed = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), totals[place], found)
             return [*totals[:place], changed, *totals[place + 1 :]]
