@@ -29,6 +29,7 @@ class RunSection(Component):
     """Where the run is kept, and its seed."""
 
     name: str = "run"
+    """Folder of the run. Without it, a run from a file is called after the file."""
     dir: str = "runs"
     """The run directory is dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**32)
