@@ -102,8 +102,8 @@ class AxisRules:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """The layout of a whole parameter of this shape: its logical axes, and the `weight_axes` on the largest free dim
-        if those leave them out. Axes that a `shard_map` has taken count too.
+        """The layout of a whole parameter of this shape: its logical axes, and the `weight_axes` on the largest free
+        dim if those leave them out. Axes that a `shard_map` has taken count too.
 
         A parameter without logical axes (somebody else's module) gets the `weight_axes` alone. Vectors stay whole: they
         are small, and gathering them costs latency only.
