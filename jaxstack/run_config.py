@@ -29,6 +29,7 @@ class RunSection(Component):
     """Where the run is kept, and its seed."""
 
     name: str = "run"
+    """Folder of the run. Without it, a run from a file is called after the file."""
     dir: str = "runs"
     """The run directory is dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -296,10 +297,22 @@ def config_from_tree(tree: dict[str, Any], origin: str = "the configuration") ->
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         tree["model"] = merge_trees(load_preset(model["preset"]), model)
+    if _leaves_ends_plain(tree) and isinstance(tree.setdefault("model", {}), dict):
+        tree["model"] = {"single_layers": 1, **tree["model"]}
     for section, default in (("optimizer", "adamw"), ("schedule", "cosine")):
         if isinstance(tree.get(section), dict):
             tree[section] = {"name": default, **tree[section]}
     return build_component(RunConfig, tree, origin)
+
+
+def _leaves_ends_plain(tree: dict[str, Any]) -> bool:
+    """Whether the first and the last layer stay out of FP8, and so out of the scan; a pipeline has no single layers."""
+
+    def value(section: str, key: str, default: Any) -> Any:
+        found = tree.get(section)
+        return found.get(key, default) if isinstance(found, dict) else default
+
+    return value("precision", "fp8", "none") != "none" and value("parallel", "pipeline", 1) == 1
 
 
 def config_schema() -> dict[str, Any]:

@@ -86,15 +86,17 @@ class DataConfig(Component):
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of documents held out, chosen by a hash of their content. Not read where held_out is given."""
     held_out_max_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Evaluation reads at most about so many bytes of held-out text; None: all of it."""
+    """Evaluation reads at most about so many bytes of held-out text; left out: all of it."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """`byte`, `bpe`, `file`, or `auto`."""
     chat: ChatConfig = ChatConfig()
+    """Of sources of `format: chat`, see [Fine-tuning](finetuning.md#data)."""
     packing: bool = True
-    """True: segment ids and positions restart at every document. False: one stream, attention crosses
+    """true: segment ids and positions restart at every document. false: one stream, attention crosses
     documents. Of chats: several a row, or one.
     """
     shuffle: bool = True
-    """Read rows in a new pseudo-random order every epoch; False: in the order of the stream."""
+    """Read rows in a new pseudo-random order every epoch; false: in the order of the stream."""
     cache_dir: str | None = None
     """Where tokens made from raw text are kept; default ~/.cache/jaxstack/data (created with mode 0700)."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 2**24

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; found {value}.")
         if not 0 <= args.seed < 2**32 - args.samples:
             raise ConfigError(f"--seed must be at least 0 and below 2^32 - samples; found {args.seed}.")
-        if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character shows another
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows another
             sys.stdout.reconfigure(errors="replace")
         importlib.import_module("jaxstack.generated_text").generate_text(args)
 

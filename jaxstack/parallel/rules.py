@@ -122,9 +122,7 @@ class AxisRules:
             self._store_over_stages(spec, names, shape)
         return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
 
-    def _split_weight(
-        self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]
-    ) -> None:
+    def _split_weight(self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]) -> None:
         """Splits the largest free dim that can be over all these axes, or failing that over one of them."""
         free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
         for wanted in (axes, *((axis,) for axis in axes)):

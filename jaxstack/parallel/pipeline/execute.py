@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.parallel.pipeline.buffers import Program, make_program
+from jaxstack.parallel.pipeline.buffers import RUN, WEIGHTS, Program, make_program
 from jaxstack.parallel.pipeline.layer import Layer, SplitLayer, split_layer
 from jaxstack.parallel.pipeline.schedule import Schedule
 from jaxstack.parallel.pipeline.split import SplitBackward, split_backward
@@ -173,7 +173,7 @@ class _Executor:
         if self.trains:
             state = self._backward_slot(state, row)
             if self.late is not None:
-                state = self._weights_slot(state, row, 2)
+                state = self._weights_slot(state, row)
             arriving, dx = lax.optimization_barrier((arriving, state.dx))
             state = state._replace(dx=dx)
         return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
@@ -290,18 +290,25 @@ class _Executor:
 
             return self._for_rows(chunk, step, (_take(state.gradients, row["gradient"]), total, pending))
 
-        def weights(dx: jax.Array, total: Any, pending: Any) -> Any:
-            return dx, self._weights(total, pending, chunk, late), pending
-
-        branches = [idle, backward, *([weights] if self.late is not None else [])]
-        dx, total, pending = lax.switch(row["slot1"], branches, state.dx, state.totals.layers, state.pending)
+        changed = state.dx, state.totals.layers, state.pending
+        dx, total, pending = lax.cond(row["slot1"] == RUN, backward, idle, *changed)
         return state._replace(dx=dx, pending=pending, totals=state.totals._replace(layers=total))
 
-    def _weights_slot(self, state: _State, row: dict[str, jax.Array], slot: int) -> _State:
-        def weights(total: Any) -> Any:
-            return self._weights(total, state.pending, row[f"chunk{slot}"], row[f"pending{slot}"])
+    def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
+        """Weight gradients of slot 2, and of slot 1: its own branches hand on what these read, so XLA would copy it."""
+        of_slot_1 = row["slot1"] == WEIGHTS
 
-        total = lax.cond(row[f"slot{slot}"] != 0, weights, lambda total: total, state.totals.layers)
+        def weights(total: Any, *where: str) -> Any:
+            chunk, entry = (jnp.where(of_slot_1, row[f"{name}{where[0]}"], row[f"{name}{where[-1]}"]) for name in _WHERE)
+            return self._weights(total, state.pending, chunk, entry)
+
+        branches = [
+            lambda total: total,
+            lambda total: weights(total, "1", "2"),
+            lambda total: weights(weights(total, "1"), "2"),
+        ]
+        count = of_slot_1.astype(jnp.int32) + (row["slot2"] != 0)
+        total = lax.switch(count, branches, state.totals.layers)
         return state._replace(totals=state.totals._replace(layers=total))
 
     def _weights(self, total: Any, pending: list[jax.Array], chunk: jax.Array, entry: jax.Array) -> Any:
@@ -348,6 +355,10 @@ class _Executor:
             return _put(total, _take(total, place) + g.astype(total.dtype), place)
 
         return jax.tree.map(add, totals, found)
+
+
+_WHERE = ("chunk", "pending")
+"""Columns that say which weight gradient a slot makes."""
 
 
 def _take(buffer: jax.Array, entry: jax.Array) -> jax.Array:
