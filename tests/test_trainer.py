@@ -334,6 +334,19 @@ def test_a_checkpoint_from_before_a_field_was_added_loads(tmp_path):
     assert any("is older than 'history', which begins anew" in line for line in said)
 
 
+def test_a_changed_configuration_is_told_and_a_grown_one_is_not(tmp_path):
+    def fit(steps: int, **model) -> list[str]:
+        said = []
+        described = {"model": model, "observe": {"log_every": steps}}
+        own_trainer(steps=steps).fit(tmp_path, dataclasses.replace(settings(), settings=described, say=said.append))
+        return [line for line in said if "not as checkpoint" in line]
+
+    assert fit(4, rope_theta=1e4) == []
+    assert fit(4, rope_theta=1e4, since_a_later_version=1) == []
+    (line,) = fit(4, rope_theta=500.0)
+    assert line == "warning: not as checkpoint 4 was trained: model.rope_theta was 10000.0, is 500.0"
+
+
 def test_throughput_counts_rows_where_there_are_no_tokens():
     values = own_trainer(steps=3).fit()
     assert values["tokens"] == 48
