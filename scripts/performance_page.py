@@ -142,8 +142,8 @@ weights, gradient and moments once would take at the speed of the copy; it is no
 Whole steps in parallel layouts. `efficiency` is tokens/s a device against one device with as many tokens a device.
 """,
     "pipeline": """\
-The gradients of a step, without optimizer, against one stage's layers on one device. `bubble` is the time lost, in
-parts of that; `simulated bubble` is the schedule's own.
+The gradients of a step, without optimizer. `bubble` is the time in which stages wait, in parts of the work: the work of
+a microbatch is what a step takes longer with one more. `simulated bubble` is the schedule's own.
 """,
     "attention_kinds": """\
 `density` is the share of the causal pairs of query and key that a kind computes, `speedup` is against flash attention
