@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[s
         length = f"train.sequence_length={64 * devices}"
         overrides = [*overrides, *TINY, length, f"parallel.simulate_devices={devices}"]
     elif devices < args.devices:
-        settings = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
+        settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
     row = run_worker(f"{work}, {variant}", "jaxstack", [*overrides, *args.set], args.timeout, settings)
     return row and {"work": work, "variant": variant, **row}
 

@@ -1,10 +1,12 @@
 """Whole training steps, each measured in a process of its own, so that no framework holds memory while another runs.
 
-`run_worker` is what train_step.py, parallel.py and ablation.py call; this file is also the program that it starts.
+`run_worker` is what train_step.py and parallel.py call; this file is also the program that it starts. ablation.py and
+convergence.py, which train on real text, take `open_run` and `run_process`.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,18 +34,25 @@ def run_worker(
     timeout: float,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | None:
-    """A row without `work` and `variant`; None, and the reason printed, where the measurement fails.
+    """A row without `work` and `variant`; None where the measurement fails. See `run_process`.
 
     Args:
         title: of the measurement, for messages.
         implementation: a name of `IMPLEMENTATIONS`.
-        overrides: the run's configuration, `section.key=value`, and options of XLA, `xla_...=value`.
+        overrides: the run's configuration, `section.key=value`.
         timeout: seconds after which the process is killed.
         environment: variables that are set for it.
     """
-    command = [sys.executable, __file__, implementation, *overrides]
+    return run_process(title, [__file__, implementation, *overrides], timeout, environment)
+
+
+def run_process(
+    title: str, arguments: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
+    """The row that a Python program prints last; None, and the reason printed, where it fails."""
     # The default of three quarters of a GPU's memory is too little for the largest works.
     variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, **(environment or {})}
+    command = [sys.executable, *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
     except subprocess.TimeoutExpired:
@@ -91,27 +100,23 @@ def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[s
     }  # fmt: skip
 
 
-def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
-    """The resolved configuration of a run on synthetic tokens, and its trainer."""
+def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
+    """The resolved configuration of a run, and its data."""
     from jaxstack.data import open_data
-    from jaxstack.language_run import make_trainer, resolve_model
+    from jaxstack.language_run import resolve_model
     from jaxstack.run_config import load_config, resolve_layout
     from jaxstack.startup import cache_compilations, start_devices
 
-    vocabulary = load_config(None, [*SYNTHETIC, *overrides]).model.vocab_size
-    config = load_config(None, [*SYNTHETIC, f"data.tokenizer.vocab_size={vocabulary}", *overrides])
+    config = load_config(None, list(overrides))
     config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
-    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=0)
-    config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
-    return config, make_trainer(config, data)
+    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed)
+    return config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)}), data
 
 
-def split_options(overrides: Sequence[str]) -> tuple[dict[str, str | bool], list[str]]:
-    """XLA's options (`xla_...=value`) among the overrides, and the others."""
-    options = dict(override.split("=", 1) for override in overrides if override.startswith("xla_"))
-    values = {name: {"true": True, "false": False}.get(value, value) for name, value in options.items()}
-    return values, [override for override in overrides if not override.startswith("xla_")]
+def set_variables() -> dict[str, str]:
+    """Variables of the environment that change how XLA and NCCL work."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "NCCL_", "JAX_ENABLE"))}
 
 
 def measure_jaxstack(overrides: Sequence[str]) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def measure_jaxstack(overrides: Sequence[str]) -> dict[str, Any]:
         **rates(config, times["milliseconds"], jax.device_count(), jax.devices()[0].device_kind),
         **times, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
         "backends": {kernel["operation"]: kernel["backend"] for kernel in ran["kernels"]},
-        "matmuls": ran.get("matmuls"), "overrides": list(overrides),
+        "matmuls": ran.get("matmuls"), "overrides": list(overrides), "environment": set_variables(),
     }  # fmt: skip
 
 
@@ -168,9 +173,34 @@ def measure_torch(overrides: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_torchtitan(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for torchtitan's step."""
+    from benchmarks.peers import torchtitan_step
+    from jaxstack.run_config import load_config
+
+    config = load_config(None, list(overrides))
+    found, devices = torchtitan_step.measure(config), math.prod(config.parallel.degrees.values())
+    return {**found, **rates(config, found["milliseconds"], devices, found["device"])}
+
+
+def measure_maxtext(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for MaxText's step."""
+    import jax
+
+    from benchmarks.peers import maxtext_step
+    from jaxstack.run_config import load_config
+
+    config = load_config(None, list(overrides))
+    found, devices = maxtext_step.measure(config), math.prod(config.parallel.degrees.values())
+    # Only now: the peer's process needs the memory that JAX takes in this one.
+    return {**found, **rates(config, found["milliseconds"], devices, jax.devices()[0].device_kind)}
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
     "jaxstack": measure_jaxstack,
     "torch": measure_torch,
+    "torchtitan": measure_torchtitan,
+    "maxtext": measure_maxtext,
 }
 
 

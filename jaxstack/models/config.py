@@ -115,6 +115,9 @@ class ModelConfig(Component):
     """Attention backend by name; left out: the first of the table that can do it. An explicit one never falls back."""
     scan_layers: bool = True
     """One compiled layer run in a loop (compiles fast) instead of all layers unrolled (runs fastest)."""
+    single_layers: int = Field(default=0, ge=0)
+    """Of the layers at each end, how many stay out of the loop of `scan_layers`; with FP8, which leaves the first and
+    the last layer in bfloat16, 1 where it is left out."""
     remat: Literal["none", "full", "save_attention", "save_dots", "offload"] = "none"
     """What the backward pass finds saved: everything; layer inputs only; also attention outputs; also matmul outputs;
     layer inputs in host memory."""
@@ -206,16 +209,22 @@ class ModelConfig(Component):
     def layer_pattern(self) -> tuple[int, int]:
         """(layers before it, length) of the pattern that, repeated, gives the rest; that with the fewest single layers.
 
-        The last repetition may be cut short.
+        The last repetition may be cut short, and ends before the `ends`.
         """
-        kinds = self.layer_kinds()
+        kinds = self.layer_kinds()[self.ends : self.num_layers - self.ends]
 
-        def period(kinds: list[Any]) -> int:
+        def repeats_after(kinds: list[Any]) -> int:
             fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
             return next(fits, len(kinds))
 
-        found = [(lead, period(kinds[lead:])) for lead in range(len(kinds))]
-        return min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+        found = [(lead, repeats_after(kinds[lead:])) for lead in range(len(kinds))]
+        lead, period = min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+        return self.ends + lead, period
+
+    @property
+    def ends(self) -> int:
+        """`single_layers`, but for what a model of so few layers has not."""
+        return min(self.single_layers, (self.num_layers - 1) // 2)
 
 
 def _near_divisors(number: int, near: int) -> str:
