@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--processes", type=_count, default=1, metavar="N", help="on this node; they divide its GPUs (1)"
     )
     parser.add_argument(
-        "--max-restarts", type=int, default=3, metavar="N", help="in a row without a new checkpoint (3)"
+        "--max-restarts", type=_natural, default=3, metavar="N", help="in a row without a new checkpoint (3)"
     )
     parser.add_argument("--preflight", action="store_true", help="only check devices, links, clocks and versions")
     limits = parser.add_argument_group("limits", "seconds without a sign of life after which a process is stuck")
@@ -87,6 +87,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
     return number
 
 
