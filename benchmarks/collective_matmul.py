@@ -9,15 +9,16 @@ the devices between the matmuls; `gated` has its second matrix up too, and `besi
 same time. Each variant is checked first, at a small shape and at the full one: every device's
 result and gradients against float32, whose error may be at most twice that of the serialised form. Variants run in
 processes that report as they go; one that says nothing for `--patience` seconds is killed, and the next variant starts
-in a new process. `gemm` is the kernels' product on one device, without communication, beside XLA's. Rows are appended
-to benchmarks/results/collective_matmul.jsonl.
+in a new process. `gemm` is the kernels' product on one device, without communication, beside XLA's. A row is appended
+to benchmarks/results/collective_matmul.jsonl when it is complete. `--tiny` runs the two references on simulated CPU
+devices; the kernels need GPUs.
 """
 
 import argparse
 import functools
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.reports import events, report
 from benchmarks.timing import median_seconds
 
-TOKENS, WIDTH, INNER = 16384, 4096, 14336
+FULL = 16384, 4096, 14336
+"""Rows, D and F."""
 SMALL = 2048, 512, 2048
-"""Rows, D and F where results are checked first."""
+"""The same where results are checked first."""
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "default": {},
     "group 4": {"gather": {"group": 4}, "scatter": {"group": 4}},
@@ -48,25 +50,26 @@ def main() -> None:
     options = parse()
     if options.child:
         return run_child(options)
-    names = [*REFERENCES, *(QUICK if options.quick else VARIANTS)]
+    from benchmarks.rows import append_rows, print_table
+
+    names = [*REFERENCES, *(() if options.tiny else QUICK if options.quick else VARIANTS)]
     if options.only:
         names = [name for name in names if any(word in name for word in options.only)]
     rows = []
     for devices in options.devices:
-        rows += run_all(devices, names, options.patience)
-    from benchmarks.rows import append_rows, print_table
-
-    serialised = {row["work"]: row for row in rows if row["implementation"].endswith("serialised")}
-    for row in rows:
-        base = serialised.get(row["work"], {})
-        for key in ("forward_milliseconds", "milliseconds"):
-            if row.get(key) and base.get(key):
-                row[f"{key.replace('milliseconds', 'speedup')}"] = base[key] / row[key]
+        base: dict[str, Any] = {}
+        for row in run_all(devices, names, options.patience, options.tiny):
+            base = row if row["implementation"].endswith("serialised") else base
+            for key in ("forward_milliseconds", "milliseconds"):
+                if row.get(key) and base.get(key):
+                    row[key.replace("milliseconds", "speedup")] = base[key] / row[key]
+            rows.append(row)
+            if "milliseconds" in row:
+                append_rows("tiny/collective_matmul" if options.tiny else "collective_matmul", [row])
     columns = ("work", "implementation", "gather_milliseconds", "scatter_milliseconds", "forward_milliseconds")
     columns += ("forward_speedup", "milliseconds", "speedup", "gated_forward_milliseconds", "gated_milliseconds")
     columns += ("beside_milliseconds", "gemm_tflops", "gemm_transposed_tflops", "check")
     print_table(rows, columns)
-    append_rows("collective_matmul", [row for row in rows if "milliseconds" in row])
 
 
 def parse() -> argparse.Namespace:
@@ -75,34 +78,34 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="variants whose name contains one of these words")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--patience", type=float, default=75, help="seconds without a word before a variant is killed")
+    parser.add_argument("--tiny", action="store_true", help="the references at a small shape on simulated CPU devices")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_all(devices: int, names: list[str], patience: float) -> list[dict]:
-    """One row for each variant; after a crash or a silence the rest goes on in a new process."""
-    rows = {name: new_row(devices, name) for name in names}
+def run_all(devices: int, names: list[str], patience: float, tiny: bool) -> Iterator[dict]:
+    """One row for each variant, complete; after a crash or a silence the rest goes on in a new process."""
     left = list(names)
     while left:
-        current = left[0]
-        command = [sys.executable, __file__, "--devices", str(devices), "--child", *left]
+        row = new_row(devices, current := left[0], tiny)
+        command = [sys.executable, __file__, "--devices", str(devices), *(["--tiny"] if tiny else []), "--child", *left]
         for event in events(command, patience):
-            if "variant" in event:
-                current = event["variant"]
+            if event.get("variant", current) != current:
+                yield row
                 left.remove(current)
-            rows[current].update(event.get("values", {}))
+                row = new_row(devices, current := event["variant"], tiny)
+            row.update(event.get("values", {}))
             if "note" in event:
                 print(f"[{devices}] {current}: {event['note']}", flush=True)
             if "failed" in event:
-                rows[current]["check"] = "FAILED: " + event["failed"]
+                row["check"] = "FAILED: " + event["failed"]
                 print(f"[{devices}] {current} FAILED: {event['failed']}", flush=True)
-        if current in left:  # The process never came so far.
-            left.remove(current)
-    return list(rows.values())
+        yield row
+        left.remove(current)
 
 
-def new_row(devices: int, name: str) -> dict:
-    work = f"mlp tensor{devices} {TOKENS} x {WIDTH} x {INNER} bf16"
+def new_row(devices: int, name: str, tiny: bool) -> dict:
+    work = f"mlp tensor{devices} {' x '.join(map(str, SMALL if tiny else FULL))} bf16"
     implementation = f"xla {name}" if name in REFERENCES else f"jaxstack mosaic, {name}"
     return {"work": work, "implementation": implementation, "devices": devices}
 
@@ -114,14 +117,17 @@ def run_child(options: argparse.Namespace) -> None:
     """All checks and times of the variants named, in this process."""
     import jax
 
+    from jaxstack.startup import start_devices
+
     (devices,) = options.devices
+    start_devices(devices if options.tiny else None)
     for name in options.child:
         report(variant=name, values={"device": jax.devices()[0].device_kind})
         try:
-            work = Work(devices, name)
+            work = Work(devices, name, SMALL if options.tiny else FULL)
             if name not in REFERENCES:
                 work.check(SMALL, work.parts(name))
-                work.check((TOKENS, WIDTH, INNER), ("mlp", "gated", "beside"))
+                work.check(work.sizes, ("mlp", "gated", "beside"))
                 report(values={"check": "equal"}, note="results and gradients agree")
             work.time()
             if name != "serialised":
@@ -137,14 +143,15 @@ class Work:
     Args:
         devices: of the axis.
         name: of the variant.
+        sizes: rows, D and F.
     """
 
     known: ClassVar[dict[tuple, tuple[tuple, list]]] = {}
 
-    def __init__(self, devices: int, name: str):
+    def __init__(self, devices: int, name: str, sizes: tuple[int, int, int]):
         import jax
 
-        self.devices, self.name = devices, name
+        self.devices, self.name, self.sizes = devices, name, sizes
         self.mesh = jax.make_mesh(
             (devices,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices]
         )
@@ -268,9 +275,8 @@ class Work:
 
     def time(self) -> None:
         """Milliseconds of the parts' forwards, and of the MLP's forward and backward."""
-        sizes = TOKENS, WIDTH, INNER
         for part in self.parts(self.name):
-            arrays = self.arrays(sizes, part)
+            arrays = self.arrays(self.sizes, part)
             name = {"mlp": "forward", "gated": "gated_forward"}.get(part, part)
             values = {f"{name}_milliseconds": self.milliseconds(part, False, arrays)}
             if part in ("mlp", "gated"):
@@ -290,12 +296,13 @@ class Work:
         import jax
         import jax.numpy as jnp
 
-        columns = INNER // self.devices
-        x = jnp.ones((TOKENS, WIDTH), jnp.bfloat16) * 0.5
+        tokens, width, inner = self.sizes
+        columns = inner // self.devices
+        x = jnp.ones((tokens, width), jnp.bfloat16) * 0.5
         x = x * jax.random.normal(jax.random.key(1), x.shape, jnp.bfloat16)
         values = {}
         for transposed in (False, True):
-            w = jax.random.normal(jax.random.key(2), (columns, WIDTH) if transposed else (WIDTH, columns), jnp.bfloat16)
+            w = jax.random.normal(jax.random.key(2), (columns, width) if transposed else (width, columns), jnp.bfloat16)
             function = functools.partial(self.product, transposed=transposed)
             compiled = jax.jit(function).lower(x, w).compile()
             want = jnp.dot(x, w.T if transposed else w, preferred_element_type=jnp.float32)
@@ -303,7 +310,7 @@ class Work:
             assert difference <= 0.02 * float(jnp.max(jnp.abs(want))), f"the product is off by {difference}"
             seconds = median_seconds(functools.partial(compiled, x, w), jax.block_until_ready, 0.2)
             key = "gemm_transposed_tflops" if transposed else "gemm_tflops"
-            values[key] = 2 * TOKENS * WIDTH * columns / seconds / 1e12
+            values[key] = 2 * tokens * width * columns / seconds / 1e12
         report(values=values, note=str(values))
 
     def product(self, x: Any, w: Any, transposed: bool) -> Any:

@@ -79,9 +79,11 @@ def measure_torch(compiled: bool) -> dict:
     """The PyTorch step."""
     import torch
 
-    from benchmarks.peers.torch_gpt import GptShape, TorchStep
+    from benchmarks.peers.torch_gpt import GptShape, TorchGpt
+    from benchmarks.peers.torch_step import TorchStep
 
-    train = TorchStep(GptShape(block_size=LENGTH, vocab_size=VOCABULARY), compiled=compiled)
+    torch.manual_seed(0)
+    train = TorchStep(TorchGpt(GptShape(block_size=LENGTH, vocab_size=VOCABULARY)), compiled=compiled)
 
     def step(tokens: np.ndarray, labels: np.ndarray) -> float:
         return float(train(torch.from_numpy(tokens).long(), torch.from_numpy(labels.copy()).long()))

@@ -66,7 +66,7 @@ def seconds(function: Callable[..., Any], *arrays: Any) -> tuple[float, str]:
     """Median time of a call, and the backend that it took."""
     with record_choices() as choices:
         lowered = jax.jit(function).lower(*arrays)
-    options: Any = step_options(fp8=True) if jax.default_backend() == "gpu" else None
+    options: Any = step_options() if jax.default_backend() == "gpu" else None
     run = functools.partial(lowered.compile(compiler_options=options), *arrays)
     return median_seconds(run, jax.block_until_ready), choices[0].backend if choices else "xla"
 
@@ -93,7 +93,7 @@ def measure_alone(model: str, name: str, arrays: tuple[jax.Array, ...]) -> dict[
     def product(x: Any, w: Any) -> jax.Array:
         return dequantize(x, jnp.bfloat16) @ dequantize(w, jnp.bfloat16).T
 
-    options: Any = step_options(fp8=True) if jax.default_backend() == "gpu" else None
+    options: Any = step_options() if jax.default_backend() == "gpu" else None
     run = functools.partial(jax.jit(product).lower(x, w).compile(compiler_options=options), x, w)
     time = median_seconds(run, jax.block_until_ready)
     (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]

@@ -1,26 +1,58 @@
 """Pipeline schedules: measured time of a step's gradients against one stage's work without bubble, and simulated.
 
     python benchmarks/pipeline.py --stages 4 --layers 16 --microbatches 4 8 16
+    python benchmarks/pipeline.py --tiny                       # tiny sizes on simulated CPU devices
 
-Reference: one device, layers / stages of the layers, the same microbatches one after the other. Efficiency is the
-reference's time over the pipeline's; `simulated` is that of the schedule's table alone. The vocabulary is small, so
-that the head weighs little. One process; microbatches of one sequence; bfloat16 compute, no optimizer.
+Reference: one device, layers / stages of the layers, the same microbatches one after the other. `bubble` is the time
+lost against the reference, in parts of the reference's; `simulated_bubble` is that of the schedule's table alone. The
+vocabulary is small, so that the head weighs little. One process; microbatches of one sequence; bfloat16 compute, no
+optimizer. All programs are compiled at the same time first; then a row is appended to benchmarks/results/pipeline.jsonl
+as soon as it is measured.
 """
 
 import argparse
+import dataclasses
+import functools
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("schedule", "microbatches", "milliseconds", "reference_milliseconds", "efficiency", "simulated")
-MORE = ("tflops_per_device", "predicted_bytes", "compile_seconds")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.rows import append_rows, print_table
+from benchmarks.timing import median_seconds
+from jaxstack.loss import language_model_loss
+from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
+from jaxstack.observe.ran import predicted_memory
+from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel.pipeline import plan_pipeline, simulate
+from jaxstack.run_config import TrainConfig
+from jaxstack.startup import cache_compilations, start_devices
+from jaxstack.trainer import Trainer
+
+COLUMNS = ("variant", "milliseconds", "reference_milliseconds", "bubble", "simulated_bubble", "tflops_per_device")
+MORE = ("predicted_bytes", "compile_seconds")
+TINY = {"layers": 8, "width": 64, "length": 32, "vocabulary": 128, "seconds": 0.05}
 
 
-def model_config(args: argparse.Namespace, layers: int) -> Any:
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The gradients of one global batch: of a pipeline, or (without a schedule) of one stage's layers on one device."""
+
+    trainer: Trainer
+    schedule: str | None
+    microbatches: int
+
+
+def model_config(args: argparse.Namespace, layers: int) -> ModelConfig:
     """Blocks with the proportions of Llama 3."""
-    from jaxstack.models import ModelConfig
-
     return ModelConfig(
         vocab_size=args.vocabulary, hidden_size=args.width, num_layers=layers, num_heads=max(1, args.width // 128),
         num_kv_heads=max(1, args.width // 512), intermediate_size=args.width * 7 // 2, remat=args.remat,
@@ -28,97 +60,87 @@ def model_config(args: argparse.Namespace, layers: int) -> Any:
     )  # fmt: skip
 
 
-def build(args: argparse.Namespace, layers: int, microbatches: int, schedule: Any) -> Any:
-    """A trainer of `layers` layers: on all stages with a schedule, otherwise on one device with accumulation."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxstack.loss import language_model_loss
-    from jaxstack.models import Transformer
-    from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
-    from jaxstack.parallel.pipeline import plan_pipeline
-    from jaxstack.run_config import TrainConfig
-    from jaxstack.trainer import Trainer
-
-    model = model_config(args, layers)
+def make_program(args: argparse.Namespace, microbatches: int, schedule: Any) -> Program:
+    """All layers on all stages with a schedule, otherwise a stage's on one device with accumulation."""
     stages = args.stages if schedule else 1
+    model = model_config(args, args.layers if schedule else args.layers // args.stages)
     parallel = ParallelConfig(pipeline=stages, pipeline_schedule=schedule)
     train = TrainConfig(global_batch_size=microbatches, sequence_length=args.length, gradient_accumulation=microbatches)
-    return Trainer(
+    plan = plan_pipeline(parallel, microbatches, microbatches) if schedule else None
+    trainer = Trainer(
         lambda rngs: Transformer(model, rngs, dtype=jnp.bfloat16),
         language_model_loss,
         lambda step: None,
-        mesh=make_rules(make_mesh(parallel, jax.devices()[:stages])),
+        mesh=make_rules(make_mesh(parallel, jax.devices()[:stages]), pipeline=plan),
         train=train,
-        pipeline=plan_pipeline(parallel, microbatches, microbatches) if schedule else None,
     )
+    return Program(trainer, schedule, microbatches)
 
 
-def measure(trainer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the gradients of one global batch, and what compiling and memory cost."""
-    import jax
-    import numpy as np
+def make_batch(args: argparse.Namespace, program: Program) -> dict[str, jax.Array]:
+    """One global batch of random tokens on the devices."""
+    tokens = np.random.default_rng(0).integers(0, args.vocabulary, (program.microbatches, args.length), dtype=np.int32)
+    return program.trainer.put({"tokens": tokens, "labels": np.roll(tokens, -1, 1)})
 
-    from benchmarks.timing import median_seconds
-    from jaxstack.observe.ran import predicted_memory
 
-    rows = trainer.train.global_batch_size
-    tokens = np.random.default_rng(0).integers(0, args.vocabulary, (rows, args.length), dtype=np.int32)
-    batch = trainer.put({"tokens": tokens, "labels": np.roll(tokens, -1, 1)})
-    shardings = trainer.shardings
-    create = jax.jit(lambda key: trainer.module.init(key), out_shardings=(shardings.params, shardings.rest))
-    params, rest = create(jax.random.key(0))
-    step = jax.jit(lambda *arguments: trainer.steps.gradients(*arguments)[0])
+def compile_program(args: argparse.Namespace, program: Program) -> tuple[Any, float]:
+    """The compiled program and the seconds that it took."""
+    state = program.trainer.abstract_state
+    step = jax.jit(lambda *arguments: program.trainer.steps.gradients(*arguments)[0])
     began = time.perf_counter()
-    compiled = step.lower(params, rest, batch, jax.random.key(1)).compile()
-    compile_seconds = time.perf_counter() - began
-    key = jax.random.key(1)
+    lowered = step.lower(state.params, state.rest, make_batch(args, program), jax.random.key(1))
+    compiled = lowered.compile(compiler_options=program.trainer.compiler_options)
+    return compiled, time.perf_counter() - began
+
+
+def measure(args: argparse.Namespace, program: Program, compiled: Any) -> float:
+    """Milliseconds of the gradients of one global batch."""
+    shardings = program.trainer.shardings
+    create = jax.jit(program.trainer.module.init, out_shardings=(shardings.params, shardings.rest))
+    inputs = *create(jax.random.key(0)), make_batch(args, program), jax.random.key(1)
     # The queue is as long as one call: gradients of several would not fit beside one another.
-    seconds = median_seconds(
-        lambda: jax.block_until_ready(compiled(params, rest, batch, key)).loss, jax.block_until_ready, args.seconds
-    )
-    return {
-        "milliseconds": 1e3 * seconds,
-        "compile_seconds": compile_seconds,
-        "predicted_bytes": predicted_memory(compiled).get("predicted_bytes"),
-    }
+    run = lambda: jax.block_until_ready(compiled(*inputs)).loss  # noqa: E731
+    return 1e3 * median_seconds(run, jax.block_until_ready, args.seconds)
 
 
-def simulated_efficiency(trainer: Any, remat: str) -> float:
+def simulated_bubble(trainer: Trainer, remat: str) -> float:
     """Of the schedule's table, with a forward again in the backward pass where layers are rematerialised."""
-    from jaxstack.parallel.pipeline import simulate
-
-    schedule, again = trainer.pipeline.table(), float(remat != "none")
+    schedule, again = trainer.pipeline.table(), float(remat != "none")  # pyright: ignore
     split = schedule.splits_backward
-    return simulate(schedule, {"F": 1.0, "B": again + (1.0 if split else 2.0), "W": float(split)}).efficiency
+    costs = {"F": 1.0, "B": again + (1.0 if split else 2.0), "W": float(split)}
+    return simulate(schedule, costs).bubble  # pyright: ignore
 
 
-def measure_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row a schedule and number of microbatches."""
-    import jax
-
-    from jaxstack.models import model_flops_per_token
-
-    rows = []
-    for microbatches in args.microbatches:
-        reference = measure(build(args, args.layers // args.stages, microbatches, None), args)["milliseconds"]
-        for schedule in args.schedules:
-            if schedule == "interleaved" and microbatches % args.stages:
-                continue
-            trainer = build(args, args.layers, microbatches, schedule)
-            found = measure(trainer, args)
-            flops = model_flops_per_token(model_config(args, args.layers), args.length) * microbatches * args.length
-            rows.append({
-                "work": f"{args.layers} layers of {args.width}, {args.length} tokens a microbatch, remat {args.remat}",
-                "implementation": "jaxstack", "variant": f"{schedule}, {microbatches} microbatches",
-                "device": jax.devices()[0].device_kind, "devices": args.stages,
-                "schedule": schedule, "virtual_stages": trainer.pipeline.chunks, "microbatches": microbatches,
-                "reference_milliseconds": reference, "efficiency": reference / found["milliseconds"],
-                "simulated": simulated_efficiency(trainer, args.remat),
-                "tflops_per_device": flops / found["milliseconds"] / 1e9 / args.stages, **found,
-            })  # fmt: skip
-            print(f"{schedule}, {microbatches} microbatches: {found['milliseconds']:.1f} ms", flush=True)
-    return rows
+    programs = [
+        make_program(args, microbatches, schedule)
+        for microbatches in args.microbatches
+        for schedule in (None, *args.schedules)
+        if schedule != "interleaved" or microbatches % args.stages == 0
+    ]
+    with ThreadPoolExecutor(args.compile_threads) as pool:
+        ready = list(pool.map(functools.partial(compile_program, args), programs))
+    print(f"{len(programs)} programs compiled", flush=True)
+    references: dict[int, float] = {}
+    for program, (compiled, compile_seconds) in zip(programs, ready, strict=True):
+        milliseconds, microbatches = measure(args, program, compiled), program.microbatches
+        if program.schedule is None:
+            references[microbatches] = milliseconds
+            continue
+        flops = model_flops_per_token(model_config(args, args.layers), args.length) * microbatches * args.length
+        yield {
+            "work": f"{args.layers} layers of {args.width}, {args.length} tokens a microbatch, remat {args.remat}"
+            + (", unrolled" if args.unroll else ""),
+            "implementation": "jaxstack", "variant": f"{program.schedule}, {microbatches} microbatches",
+            "device": jax.devices()[0].device_kind, "devices": args.stages,
+            "virtual_stages": program.trainer.pipeline.chunks,  # pyright: ignore
+            "reference_milliseconds": references[microbatches], "milliseconds": milliseconds,
+            "bubble": milliseconds / references[microbatches] - 1,
+            "simulated_bubble": simulated_bubble(program.trainer, args.remat),
+            "tflops_per_device": flops / milliseconds / 1e9 / args.stages, "compile_seconds": compile_seconds,
+            "predicted_bytes": predicted_memory(compiled).get("predicted_bytes"),
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -133,19 +155,20 @@ def main() -> None:
     parser.add_argument("--remat", default="none", choices=["none", "full", "save_attention", "save_dots"])
     parser.add_argument("--unroll", action="store_true", help="the layers of a stage unrolled instead of in a loop")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each of the five blocks of a measurement")
-    parser.add_argument("--simulate-devices", action="store_true", help="on simulated CPU devices, to try the script")
+    parser.add_argument("--compile-threads", type=int, default=4, help="programs that are compiled at the same time")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parser.parse_args()
-    from benchmarks.rows import append_rows, print_table
-    from jaxstack.startup import cache_compilations, start_devices
-
-    start_devices(args.stages if args.simulate_devices else None)
+    if args.tiny:
+        vars(args).update(TINY)
+    start_devices(args.stages if args.tiny else None)
     cache_compilations()
-    rows = measure_all(args)
+    rows = []
+    for row in measure_all(args):
+        rows.append(row)
+        append_rows("tiny/pipeline" if args.tiny else "pipeline", [row])
+        print(f"{row['variant']}: bubble {row['bubble']:.3f}, simulated {row['simulated_bubble']:.3f}", flush=True)
     print_table(rows, [*COLUMNS, *MORE])
-    if not args.simulate_devices:
-        append_rows("pipeline", rows)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     main()

@@ -1,11 +1,18 @@
-"""How long a run takes to come back: real faults to a run under the launcher, and the time to its first new step.
+"""How long a run takes to come back, and whether it comes back exactly: real faults to a run under the launcher.
 
     python benchmarks/recovery.py --processes 4
-    python benchmarks/recovery.py --processes 2 model.preset=tiny parallel.simulate_devices=4   # without GPUs
+    JAX_PLATFORMS=cpu python benchmarks/recovery.py --processes 4 --every 10 --step-seconds 60 --seconds 900 \
+        model.preset=tiny parallel.simulate_devices=4 train.global_batch_size=8 train.sequence_length=64
 
-Faults, one after the other: SIGKILL of a random rank, SIGKILL of rank 0, SIGSTOP of a random rank; then SIGTERM, timed
-to the end of the launcher. The compilation cache is warm from the first start on. Further arguments are the run's.
-`--record` appends the figures to tests/reliability/results.jsonl, of which scripts/reliability_page.py makes a table.
+Faults, one after the other, half way between two checkpoints: SIGKILL of a random rank, SIGKILL of rank 0, SIGSTOP of a
+random rank. After each, the steps between the checkpoint and the fault are computed a second time: their losses are
+compared with those of the first time. Then SIGTERM, timed to the end of the launcher; and the run goes on with half of
+its processes and devices from an older checkpoint, and with all of them again, its losses compared in the same way.
+
+The data is random numbers, so that nothing has to be there; XLA is asked for deterministic operations. The compilation
+cache is empty at the first start and warm from then on. Each row is written as it comes, to
+benchmarks/results/recovery.jsonl and, with `--record`, to tests/reliability/results.jsonl, of which
+scripts/reliability_page.py makes a table. No fault begins after `--seconds`. Further arguments are the run's.
 """
 
 import argparse
@@ -14,6 +21,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,18 +34,25 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.rows import print_table
+from benchmarks.rows import append_rows, print_table
 from jaxstack.launch.child import descendants
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "reliability" / "results.jsonl"
-COLUMNS = ("work", "devices", "processes", "fault", "ended_seconds", "first_new_step_seconds", "lost_steps")
+FAULTS = ("SIGKILL of a random rank", "SIGKILL of rank 0", "SIGSTOP of a random rank")
+COLUMNS = (
+    "fault", "devices", "processes", "ended_seconds", "first_new_step_seconds", "restore_seconds", "lost_steps",
+    "compared_steps", "equal_losses", "largest_relative_difference",
+)  # fmt: skip
+Losses = dict[int, float]
 
 
 class Watched:
     """A launcher whose output is read in the background."""
 
-    def __init__(self, command: list[str]):
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
         self.lines: list[tuple[float, str]] = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -72,88 +87,202 @@ class Watched:
                 found[int(named.get(b"JAX_PROCESS_ID", b"0"))] = pid
         return found
 
+    def stop(self) -> float:
+        """SIGTERM to the launcher, which has to end with 143 after one save; seconds until it did."""
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        code, ended = self.process.wait(300), time.monotonic()
+        time.sleep(0.5)  # the last lines
+        if code != 143 or not any("; checkpoint " in line for _, line in self.lines):
+            raise SystemExit(f"SIGTERM: exit code {code}\n" + "".join(line for _, line in self.lines[-30:]))
+        return ended - began
 
-def inject(run: Watched, fault: str, every: int) -> dict:
+    def kill(self) -> None:
+        """Ends whatever is left."""
+        for pid in [*descendants(self.process.pid), self.process.pid]:
+            if self.process.poll() is None:
+                os.kill(pid, signal.SIGKILL)
+
+
+class Bench:
+    """One run in a folder of its own, started as often as it takes."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path):
+        self.args, self.folder = args, folder
+        self.run = folder / "recovery"
+        self.began = time.monotonic()
+        self.environment = {
+            **os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip(),
+        }  # fmt: skip
+        self.common: dict = {"work": " ".join([Path(args.config).stem, *args.overrides])}
+
+    def start(self, part: int = 1) -> Watched:
+        """The launcher, with one `part`-th of the processes and devices."""
+        processes = max(1, self.args.processes // part)
+        overrides = list(self.args.overrides)
+        environment = self.environment
+        if part > 1:
+            overrides = [
+                f"{name}={int(value) // part}" if name == "parallel.simulate_devices" else f"{name}={value}"
+                for name, _, value in (one.partition("=") for one in overrides)
+            ]
+            known = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.args.processes)))
+            environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(known.split(",")[:processes])}
+        train = [
+            sys.executable, "-m", "jaxstack.train", "--config", self.args.config, f"run.dir={self.folder}",
+            "run.name=recovery", "data.sources=[{path: synthetic}]", "train.steps=1000000",
+            "train.eval_every_steps=null", f"checkpoint.every_steps={self.args.every}", "checkpoint.keep=1000",
+            "observe.log_every=1", "observe.trackers=[jsonl]", "parallel.data=1", "parallel.fsdp=-1", *overrides,
+        ]  # fmt: skip
+        launch = [sys.executable, "-m", "jaxstack.launch", "--processes", str(processes)]
+        launch += ["--step-seconds", str(self.args.step_seconds)]
+        watched = Watched([*launch, "--", *train], environment)
+        _, match = watched.wait_for(r" compute on (\d+) x (.+?) \(", 0)
+        self.common |= {"processes": processes, "devices": int(match[1]), "device": match[2]}
+        return watched
+
+    def losses(self) -> Losses:
+        """Step -> loss, of the complete lines of the metrics."""
+        lines = (self.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+        values = [json.loads(line) for line in lines if line.endswith("\n")]
+        return {one["step"]: float(one["loss"]) for one in values if "loss" in one}
+
+    def in_time(self) -> bool:
+        """Whether something more may begin."""
+        return time.monotonic() - self.began < self.args.seconds
+
+
+def compare(first: Losses, again: Losses, after: int) -> dict:
+    """The losses of the steps after `after` that were computed twice."""
+    both = [step for step in first if step > after and step in again]
+    worst = max((abs(first[step] - again[step]) / abs(first[step]) for step in both), default=None)
+    equal = sum(first[step] == again[step] for step in both)
+    return {"compared_steps": len(both), "equal_losses": equal, "largest_relative_difference": worst}
+
+
+def inject(bench: Bench, run: Watched, fault: str) -> dict:
     """One fault in the middle between two checkpoints, and what came of it."""
-    seen = len(run.lines)
+    every, seen = bench.args.every, len(run.lines)
     step = int(run.wait_for(r"^step (\d+)/", seen)[1][1])
-    target = (step // every + 2) * every + every // 2
-    run.wait_for(rf"^step {target}/", seen)
+    run.wait_for(rf"^step {(step // every + 1) * every + every // 2}/", seen)
     pids = run.ranks()
     rank = 0 if fault == "SIGKILL of rank 0" else random.choice(sorted(pids))
     seen, began = len(run.lines), time.monotonic()
     os.kill(pids[rank], signal.SIGSTOP if "SIGSTOP" in fault else signal.SIGKILL)
     ended, _ = run.wait_for("starting again", seen)
-    _, match = run.wait_for(r"resuming from step (\d+)", seen)
-    first, _ = run.wait_for(rf"^step {int(match[1]) + 1}/", seen)
-    lost = target - int(match[1])
-    return {"fault": fault, "ended_seconds": ended - began, "first_new_step_seconds": first - began, "lost_steps": lost}
+    before = bench.losses()
+    _, match = run.wait_for(r"resuming from step (\d+) .*restored in ([\d.]+) s", seen)
+    resumed, last = int(match[1]), max(before)
+    first, _ = run.wait_for(rf"^step {resumed + 1}/", seen)
+    run.wait_for(rf"^step {last + 1}/", seen)
+    return {
+        "fault": fault, "ended_seconds": ended - began, "first_new_step_seconds": first - began,
+        "restore_seconds": float(match[2]), "lost_steps": last - resumed, **compare(before, bench.losses(), resumed),
+    }  # fmt: skip
 
 
-def stop(run: Watched) -> dict:
-    """SIGTERM to the launcher, which has to end with 143 after one save."""
-    began = time.monotonic()
-    run.process.send_signal(signal.SIGTERM)
-    code = run.process.wait(300)
-    time.sleep(1)
-    if code != 143 or not any("; checkpoint " in line for _, line in run.lines):
-        raise SystemExit(f"SIGTERM: exit code {code}\n" + "".join(line for _, line in run.lines[-30:]))
-    return {"fault": "SIGTERM", "ended_seconds": time.monotonic() - began - 1}
+def measure_save(run: Watched) -> dict:
+    """What the first save cost, as the run itself tells it."""
+    pattern = r"a save held up training for (\S+) s and was on disk after (\S+) s"
+    _, match = run.wait_for(pattern, 0)
+    return {"fault": "none: a save", "save_blocking_seconds": float(match[1]), "save_seconds": float(match[2])}
 
 
-def measure(args: argparse.Namespace, folder: str) -> Iterator[dict]:
-    """One row a fault."""
-    train = [
-        sys.executable, "-m", "jaxstack.train", "--config", args.config, f"run.dir={folder}", "run.name=recovery",
-        "train.steps=1000000", "train.eval_every_steps=null", f"checkpoint.every_steps={args.every}",
-        "observe.log_every=1", "observe.trackers=[jsonl]", "parallel.data=1", "parallel.fsdp=-1", *args.overrides,
-    ]  # fmt: skip
-    launch = [sys.executable, "-m", "jaxstack.launch", "--processes", str(args.processes), "--step-seconds", "60"]
-    run = Watched([*launch, "--", *train])
+def move(bench: Bench, part: int, known: Losses, steps: int) -> dict:
+    """A start on other devices from the newest checkpoint, and the losses of its first steps beside those known."""
+    run = bench.start(part)
     try:
-        _, match = run.wait_for(r" compute on (\d+) x (.+) \(", 0)
-        common = {
-            "work": " ".join([Path(args.config).stem, *args.overrides]),
-            "processes": args.processes, "devices": int(match[1]), "device": match[2],
-        }  # fmt: skip
-        for fault in ("SIGKILL of a random rank", "SIGKILL of rank 0", "SIGSTOP of a random rank"):
-            yield {**common, **inject(run, fault, args.every)}
-        run.wait_for(r"^step \d+/", len(run.lines))
-        yield {**common, **stop(run)}
+        _, match = run.wait_for(r"resuming from step (\d+) .*restored in ([\d.]+) s", 0)
+        resumed = int(match[1])
+        run.wait_for(rf"^step {resumed + steps}/", 0)
+        fault = f"none: resumed on {bench.common['devices']} devices in {bench.common['processes']} processes"
+        seconds = run.stop()
+        compared = compare(known, bench.losses(), resumed)
+        return {"fault": fault, "ended_seconds": seconds, "restore_seconds": float(match[2]), **compared}
     finally:
-        for pid in [*descendants(run.process.pid), run.process.pid]:
-            if run.process.poll() is None:
-                os.kill(pid, signal.SIGKILL)
+        run.kill()
 
 
-def record(rows: list[dict]) -> None:
-    """Appends the rows as the tests of the scorecard do."""
+def measure(bench: Bench) -> Iterator[dict]:
+    """One row a fault."""
+    every, run = bench.args.every, bench.start()
+    try:
+        yield measure_save(run)
+        for fault in FAULTS:
+            if bench.in_time():
+                yield inject(bench, run, fault)
+        run.wait_for(r"^step \d+/", len(run.lines))
+        yield {"fault": "SIGTERM", "ended_seconds": run.stop()}
+    finally:
+        run.kill()
+    if bench.args.processes < 2 or not bench.in_time():
+        return
+    # Back to the second checkpoint, so that the steps after it are known.
+    known = bench.losses()
+    for path in (bench.run / "checkpoints").iterdir():
+        if path.name.isdigit() and int(path.name) > 2 * every:
+            shutil.rmtree(path)
+    yield move(bench, 2, known, every // 2)
+    if bench.in_time():
+        yield move(bench, 1, known, every // 2)
+
+
+def describe(row: dict) -> str:
+    """The row in words."""
+    parts = []
+    if "save_seconds" in row:
+        held, written = row["save_blocking_seconds"], row["save_seconds"]
+        parts.append(f"held up training for {held:.2g} s, on disk after {written:.2g} s")
+    if "ended_seconds" in row:
+        parts.append(f"all ended after {row['ended_seconds']:.1f} s")
+    if "first_new_step_seconds" in row:
+        again = row["first_new_step_seconds"]
+        parts.append(f"first new step after {again:.1f} s, {row['lost_steps']} steps repeated")
+    if "restore_seconds" in row:
+        parts.append(f"restored in {row['restore_seconds']:.1f} s")
+    if row.get("compared_steps"):
+        difference = row["largest_relative_difference"]
+        parts.append(
+            f"{row['equal_losses']} of {row['compared_steps']} repeated losses bit-equal"
+            + (f", the others within {difference:.1e} (relative)" if difference else "")
+        )
+    return "; ".join(parts)
+
+
+def keep(row: dict, scorecard: bool) -> None:
+    """Appends the row to the results, and to those of the scorecard."""
+    append_rows("recovery", [{"implementation": "jaxstack", **row}])
+    if not scorecard:
+        return
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    test = f"{row['fault']}, {row['processes']} processes on {row['devices']} devices ({row['work']})"
+    known = {"device": row["device"], "versions": {"jax": metadata.version("jax")}, "date": date}
+    line = {"row": "GPU", "test": test, "figure": describe(row), **known}
     with RESULTS.open("a", encoding="utf-8") as file:
-        for row in rows:
-            parts = [f"all ended after {row['ended_seconds']:.1f} s"]
-            if "lost_steps" in row:
-                again = row["first_new_step_seconds"]
-                parts.append(f"first new step after {again:.0f} s, {row['lost_steps']} steps repeated")
-            test = f"{row['fault']}, {row['processes']} processes on {row['devices']} devices ({row['work']})"
-            known = {"device": row["device"], "versions": {"jax": metadata.version("jax")}, "date": date}
-            file.write(json.dumps({"row": "GPU", "test": test, "figure": "; ".join(parts), **known}) + "\n")
+        file.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
-    """Measures, prints a table and appends the rows."""
+    """Measures, keeps each row as it comes, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--config", default="configs/gpt2-124m.yaml")
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--step-seconds", type=float, default=30, help="after which a silent rank is stuck")
+    parser.add_argument("--seconds", type=float, default=240, help="after which no more faults begin")
     parser.add_argument("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(measure(args, folder))
+        bench = Bench(args, Path(folder))
+        os.environ["JAX_PLATFORMS"] = "cpu"  # of this process, which only writes rows
+        for row in measure(bench):
+            rows.append({**bench.common, **row})
+            keep(rows[-1], args.record)
+            print(f"after {time.monotonic() - bench.began:.0f} s: {row['fault']}: {describe(row)}", flush=True)
     print_table(rows, COLUMNS)
-    if args.record:
-        record(rows)
 
 
 if __name__ == "__main__":

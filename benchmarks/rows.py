@@ -1,7 +1,11 @@
-"""Result rows: one JSON object a line in `benchmarks/results/<script>.jsonl`, and a printed table."""
+"""Result rows: one JSON object a line in `benchmarks/results/<script>.jsonl`, and a printed table.
+
+The variable `BENCHMARK_RESULTS` names another folder than benchmarks/results.
+"""
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -9,23 +13,26 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 
 
 def append_rows(script: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows to the script's results, each with the versions, commit, command and date of this process."""
-    from jaxstack.observe.environment import describe_environment
+    """Appends rows to the script's results, each with the versions, commit, command and date of this process.
 
-    environment = describe_environment()
+    Touches no device: where every measurement has a process of its own, this one must hold no memory of a GPU.
+    """
+    from jaxstack.observe.environment import git_commit, installed_versions
+
     common = {
-        "versions": environment["versions"],
-        "commit": environment.get("commit"),
+        "versions": installed_versions(),
+        "commit": git_commit(),
         "command": "python " + " ".join(shlex.quote(a) for a in [_script_path(), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / f"{script}.jsonl").open("a", encoding="utf-8") as file:
+    path = RESULTS / f"{script}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps({**row, **common}) + "\n")
 

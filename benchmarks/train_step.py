@@ -1,21 +1,24 @@
-"""Whole training steps, ours and a compiled PyTorch GPT in turn in one job: tokens/s, TFLOP/s, memory.
+"""Whole training steps, ours and the peers in turn in one job: tokens/s, TFLOP/s, memory.
 
     python benchmarks/train_step.py "gpt2-124m bf16" "llama3-1b bf16"
 
 Every measurement runs in a process of its own, so that no framework holds memory while another runs. Tokens are random,
-weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Times are medians over blocks of steps.
+weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Times are medians over blocks of steps. The
+peers are measured where they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in
+bfloat16, torchtitan (0.2.2) and MaxText. Those that are not are named.
 """
 
 import argparse
 import importlib.util
-import json
-import subprocess
+import os
 import sys
-import time
 from pathlib import Path
-from statistics import median
 
-BLOCKS, STEPS = 5, 4
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.rows import append_rows, print_table
+from benchmarks.steps import COLUMNS, run_worker
+
 WORKS = {
     "gpt2-124m bf16": ["model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024"],
     "gpt2-350m bf16": ["model.preset=gpt2-350m", "train.global_batch_size=32", "train.sequence_length=1024"],
@@ -45,161 +48,72 @@ WORKS = {
         "train.sequence_length=4096",
     ],
 }  # fmt: skip
+UNROLLED, SCANNED = "model.scan_layers=false", "model.scan_layers=true"
+BFLOAT16_SUMS = "precision.reduce=bfloat16"
+WHOLE = ("parallel.fsdp=1", "parallel.data=4", "parallel.zero=2")
+"""In place of fsdp 4: each device gathers all weights once a step, and keeps them in bfloat16 until its end."""
 VARIANTS = {
-    "unrolled": ["model.scan_layers=false"],
-    "scanned": ["model.scan_layers=true"],
-    "unrolled, no overlap": ["model.scan_layers=false", "parallel.overlap=never"],
-    "scanned, no overlap": ["model.scan_layers=true", "parallel.overlap=never"],
-    "scanned, save_attention": ["model.scan_layers=true", "model.remat=save_attention"],
-    "unrolled, save_attention": ["model.scan_layers=false", "model.remat=save_attention"],
+    "unrolled": [UNROLLED],
+    "scanned": [SCANNED],
+    "unrolled, no overlap": [UNROLLED, "parallel.overlap=never"],
+    "scanned, no overlap": [SCANNED, "parallel.overlap=never"],
+    "scanned, full remat": [SCANNED, "model.remat=full"],
+    "scanned, save_attention": [SCANNED, "model.remat=save_attention"],
+    "unrolled, save_attention": [UNROLLED, "model.remat=save_attention"],
+    "unrolled, sums in bfloat16": [UNROLLED, BFLOAT16_SUMS],
+    "scanned, sums in bfloat16": [SCANNED, BFLOAT16_SUMS],
+    "unrolled, gathered once": [UNROLLED, *WHOLE],
+    "unrolled, gathered once, sums in bfloat16": [UNROLLED, *WHOLE, BFLOAT16_SUMS],
 }
 """Ways to run the same work; the fastest that fits is the one reported."""
 
 
-def measure_jaxstack(work: str, overrides: list[str]) -> dict:
-    """One row for our step."""
-    import jax
-
-    from jaxstack.data import open_data
-    from jaxstack.language_run import make_trainer, resolve_model
-    from jaxstack.models import model_flops_per_token
-    from jaxstack.observe.memory import peak_memory_bytes
-    from jaxstack.observe.throughput import throughput
-    from jaxstack.run_config import load_config, resolve_layout
-    from jaxstack.startup import cache_compilations, start_devices
-
-    config = load_config(None, [*WORKS[work], "data.sources=[{path: synthetic}]", "data.packing=false", *overrides])
-    vocabulary = f"data.tokenizer.vocab_size={config.model.vocab_size}"
-    config = load_config(
-        None, [*WORKS[work], "data.sources=[{path: synthetic}]", "data.packing=false", vocabulary, *overrides]
-    )
-    config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
-    cache_compilations()
-    train = config.train
-    data = open_data(config.data, sequence_length=train.sequence_length, seed=0)
-    config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
-    trainer = make_trainer(config, data)
-    began = time.perf_counter()
-    trainer.compile(trainer.peek_batch())
-    compile_seconds = time.perf_counter() - began
-    batches = trainer.batches(0)
-    losses = [float(trainer.train_step(next(batches)[0])["loss"]) for _ in range(3)]
-    seconds = []
-    for _ in range(BLOCKS):
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            metrics = trainer.train_step(next(batches)[0])
-        losses.append(float(metrics["loss"]))
-        seconds.append((time.perf_counter() - began) / STEPS)
-    batches.close()
-    tokens = train.global_batch_size * train.sequence_length
-    rates = throughput(
-        tokens, median(seconds), jax.device_count(), model_flops_per_token(config.model, train.sequence_length),
-        jax.devices()[0].device_kind,
-    )  # fmt: skip
-    ran = trainer.describe()
-    backends = {kernel["operation"]: kernel["backend"] for kernel in ran["kernels"]}
-    return {
-        "implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
-        "tokens_per_second_per_device": rates["tokens_per_second_per_device"],
-        "tflops_per_device": rates["model_tflops_per_device"], "mfu": rates["mfu"],
-        "milliseconds": 1e3 * median(seconds), "peak_memory_bytes": peak_memory_bytes(),
-        "compile_seconds": compile_seconds, "first_loss": losses[0], "last_loss": losses[-1], "backends": backends,
-        "matmuls": ran.get("matmuls"), "overrides": overrides,
-    }  # fmt: skip
+PEERS = {
+    "torch": ("torch", lambda work: work in ("gpt2-124m bf16", "gpt2-350m bf16", "llama3-1b bf16")),
+    "torchtitan": ("torchtitan", lambda work: work.startswith("llama3-")),
+    "maxtext": ("maxtext", lambda work: work.startswith(("llama3-1b", "llama3-8b fsdp4"))),
+}
+"""Peer -> the package that it needs, and which works it covers."""
 
 
-def measure_torch(work: str, overrides: list[str]) -> dict:
-    """One row for a compiled PyTorch GPT of the same shape."""
-    import torch
-
-    from benchmarks.peers.torch_gpt import GptShape, TorchStep
-    from jaxstack.models import model_flops_per_token
-    from jaxstack.observe.throughput import throughput
-    from jaxstack.run_config import load_config
-
-    config = load_config(None, [*WORKS[work], *overrides])
-    model, train = config.model, config.train
-    if model.positions != "learned" or config.parallel.fsdp > 1:
-        raise SystemExit(f"the PyTorch peer is a GPT on one device; it does not cover {work!r}")
-    shape = GptShape(
-        model.num_layers, model.num_heads, model.hidden_size, train.sequence_length, model.vocab_size, bias=True
-    )
-    torch.set_float32_matmul_precision("high")
-    step = TorchStep(shape, compiled=True, device="cuda", autocast=torch.bfloat16)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    size = (train.global_batch_size, train.sequence_length)
-
-    def batch() -> tuple:
-        return tuple(torch.randint(0, shape.vocab_size, size, device="cuda", generator=generator) for _ in range(2))
-
-    losses = [float(step(*batch())) for _ in range(3)]
-    seconds = []
-    for _ in range(BLOCKS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(STEPS):
-            loss = step(*batch())
-        losses.append(float(loss))
-        seconds.append((time.perf_counter() - began) / STEPS)
-    flops = model_flops_per_token(model, train.sequence_length)
-    name = torch.cuda.get_device_name(0)
-    rates = throughput(size[0] * size[1], median(seconds), 1, flops, name)
-    return {
-        "implementation": f"PyTorch {torch.__version__} GPT, torch.compile", "device": name, "devices": 1,
-        "tokens_per_second_per_device": rates["tokens_per_second_per_device"],
-        "tflops_per_device": rates["model_tflops_per_device"], "mfu": rates["mfu"],
-        "milliseconds": 1e3 * median(seconds), "peak_memory_bytes": torch.cuda.max_memory_allocated(),
-        "first_loss": losses[0], "last_loss": losses[-1],
-    }  # fmt: skip
-
-
-IMPLEMENTATIONS = {"jaxstack": measure_jaxstack, "torch": measure_torch}
-
-
-def run_worker(implementation: str, work: str, overrides: list[str], timeout: float) -> dict | None:
-    """A measurement in a process of its own; None (and the reason printed) where it fails."""
-    command = [sys.executable, __file__, "--worker", implementation, work, *overrides]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        print(f"{work}, {implementation}: no result within {timeout:.0f} s", flush=True)
-        return None
-    if done.returncode:
-        print(f"{work}, {implementation} failed:\n{done.stderr[-1500:]}", flush=True)
-        return None
-    return {"work": work, **json.loads(done.stdout.splitlines()[-1])}
+def peers_of(work: str, wanted: list[str]) -> list[str]:
+    """Names of the wanted peers that cover the work and are installed; says which are not."""
+    covering = {name: PEERS[name][0] for name in wanted if PEERS[name][1](work)}
+    found = [name for name, package in covering.items() if importlib.util.find_spec(package)]
+    missing = [package for name, package in covering.items() if name not in found]
+    if missing:
+        print(f"{work}: no rows of {', '.join(missing)}, which cannot be imported here", flush=True)
+    return found
 
 
 def main() -> None:
+    """Measures each work by each implementation in turn; a row is kept as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", help=f"of: {', '.join(WORKS)}")
     parser.add_argument("--rounds", type=int, default=1, help="how often each implementation takes its turn")
     parser.add_argument("--variants", nargs="+", default=["unrolled", "scanned"], choices=VARIANTS, help="ways to run")
-    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for every run of ours")
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for ours; see steps.py")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="that are measured beside it")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
-    parser.add_argument("--worker", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.worker:
-        work, *overrides = args.works
-        print(json.dumps(IMPLEMENTATIONS[args.worker](work, overrides)))
-        return
-    from benchmarks.rows import append_rows, print_table
-
+    unknown = [work for work in args.works if work not in WORKS]
+    if unknown:
+        parser.error(f"unknown works: {', '.join(unknown)}; known: {', '.join(WORKS)}")
     rows = []
     for work in args.works or list(WORKS):
-        for _ in range(args.rounds):
-            for variant in args.variants:
-                row = run_worker("jaxstack", work, [*VARIANTS[variant], *args.set], args.timeout)
-                rows += [{**row, "variant": variant}] if row else []
-            if importlib.util.find_spec("torch") and work.startswith("gpt2"):
-                row = run_worker("torch", work, [], args.timeout)
-                rows += [row] if row else []
-        append_rows("train_step", [row for row in rows if row["work"] == work])
-    columns = ["work", "implementation", "variant", "tokens_per_second_per_device", "tflops_per_device", "mfu"]
-    print_table(rows, [*columns, "milliseconds", "peak_memory_bytes", "compile_seconds", "last_loss"])
+        turns = [("jaxstack", variant) for variant in args.variants]
+        turns += [(peer, None) for peer in peers_of(work, args.peers)]
+        for implementation, variant in turns * args.rounds:
+            ours = [*VARIANTS[variant], *args.set] if variant else []
+            extra = [*args.set, *filter(None, [os.environ.get("XLA_FLAGS")])]
+            named = ", ".join([variant, *extra]) if variant else None
+            title = f"{work}, {named or implementation}"
+            row = run_worker(title, implementation, [*WORKS[work], *ours], args.timeout)
+            if row:
+                rows.append({"work": work, "variant": named, **row})
+                append_rows("train_step", rows[-1:])
+    print_table(rows, COLUMNS)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     main()

@@ -1,5 +1,6 @@
 """The frame of every command: `jaxstack <subcommand>`, exit codes, one clear message instead of a traceback."""
 
+import errno
 import importlib
 import os
 import sys
@@ -13,12 +14,19 @@ COMMANDS = {
     "launch": ("jaxstack.launch.command", "start, watch and restart the processes of a node"),
     "generate": ("jaxstack.generate.command", "sample text from a trained run"),
     "evaluate": ("jaxstack.evaluate", "loss, perplexity and bits per byte of a trained run on held-out data"),
+    "plan": ("jaxstack.plan.command", "show how a configuration lies on a mesh, without its devices"),
     "convert": ("jaxstack.convert", "Hugging Face checkpoint -> run directory, and back"),
     "prepare": ("jaxstack.prepare", "tokenize text into shards"),
     "checkpoint": ("jaxstack.checkpoint.__main__", "verify, list or prune the checkpoints of a run"),
     "schema": ("jaxstack.schema", "print the JSON schema of configuration files, for editors"),
 }
 """Subcommand -> (module with `main(argv) -> int`, what it does)."""
+
+
+_DISK = frozenset(
+    [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE]
+)
+"""Errors of the disk and of permissions: no fault of the program's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +65,13 @@ def run_command(name: str, body: Callable[[], int | None]) -> int:
         return 1
     except MemoryError:
         print(f"{name}: out of host memory", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in _DISK:
+            traceback.print_exc()
+            return 1
+        place = f" ({error.filename})" if error.filename else ""
+        print(f"{name}: {error.strerror}{place}: mend it, and give the same command again", file=sys.stderr)
         return 1
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):

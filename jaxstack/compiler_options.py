@@ -21,12 +21,11 @@ ALWAYS = (
         "cuBLAS takes biases and activations into the matmul, and nothing is "
         "tuned. For FP8: Triton's rewrite comes before XLA recognises an FP8 matmul.",
     ),
-)
-FP8 = (
     Option(
         "xla_gpu_dot_merger_threshold_mb",
         0,
-        "Small weights with one input would be merged into one matmul, of their bfloat16 values.",
+        "Small weights with one input would be merged into one matmul: for that they are copied side by side, the "
+        "results apart, and the gradients together again. For FP8: it would be of their bfloat16 values.",
     ),
 )
 PIPELINE = (
@@ -38,9 +37,9 @@ PIPELINE = (
 )
 
 
-def step_options(*, fp8: bool = False, pipeline: bool = False) -> dict[str, bool | int]:
+def step_options(*, pipeline: bool = False) -> dict[str, bool | int]:
     """Name -> value of the options that the installed jaxlib knows."""
-    wanted = (*ALWAYS, *(FP8 if fp8 else ()), *(PIPELINE if pipeline else ()))
+    wanted = (*ALWAYS, *(PIPELINE if pipeline else ()))
     return {option.name: option.value for option in wanted if is_known(option.name, option.value)}
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import json
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -9,18 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config import dump_yaml
 from jaxstack.data import Tokenizer, load_tokenizer
 from jaxstack.data.atomic import write_file
+from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.errors import ConfigError
 from jaxstack.functional import FunctionalModule
-from jaxstack.models import ModelConfig, Transformer, count_parameters, from_huggingface
+from jaxstack.language_run import build_model
+from jaxstack.models import ModelConfig, Transformer, adapted_layers, count_parameters, from_huggingface
 from jaxstack.models.huggingface import nest, read_model_config, write_checkpoint
-from jaxstack.opened_run import choose_step, open_run
+from jaxstack.opened_run import GENERATION, choose_step, end_tokens, open_run
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.starting_point import is_run
@@ -63,6 +69,8 @@ def from_checkpoint(source: Path, output: Path, ignore: Sequence[str] = ()) -> N
             _warn(f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.vocab_size} rows for them")
     else:
         _warn(f"{source} has no tokenizer.json: put one at {output}/tokenizer to generate and evaluate text")
+    if ends := end_tokens(source):
+        write_file(output / GENERATION, (json.dumps({"eos_token_id": ends}) + "\n").encode())
     write_file(output / "config.yaml", dump_yaml(config).encode())
     print(f"{output}: {count_parameters(model).total:,} parameters of {source}")
 
@@ -81,27 +89,48 @@ def to_checkpoint(
     chosen = choose_step(manager, step)
     folder = source / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    start = None if tokenizer is None else tokenizer.document_start
-    ids = {} if start is None else {"bos_token_id": start, "eos_token_id": start}
+    ids = {} if tokenizer is None else _token_ids(tokenizer)
     kind = write_checkpoint(
-        _leaf_reader(manager, chosen, config.model), config.model, output, model_type, dtype, max_shard_bytes, ids
+        _leaf_reader(manager, chosen, config), config.model, output, model_type, dtype, max_shard_bytes, ids
     )
+    if ends := end_tokens(source):
+        write_file(output / GENERATION, (json.dumps({"eos_token_id": ends}) + "\n").encode())
     if tokenizer is not None and (model_json := tokenizer.model_json()) is not None:
         write_file(output / "tokenizer.json", model_json.encode())
-        write_file(output / "tokenizer_config.json", b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+        write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
     else:
         _warn(f"{source} has no tokenizer.json: {output} is written without one")
     print(f"{output}: {kind}, {dtype}, {source} at step {chosen}")
 
 
-def _leaf_reader(manager: CheckpointManager, step: int, model: ModelConfig) -> Callable[[str], np.ndarray]:
-    shapes: Any = FunctionalModule(lambda rngs: Transformer(model, rngs)).abstract_params
+def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids for config.json: of the tokens that the tokenizer's chats begin and end with, or else document starts."""
+    tokens = {} if tokenizer.chat is None else tokenizer.chat.tokens
+    return {
+        f"{name}_id": tokenizer.special_tokens.get(tokens.get(name, ""), tokenizer.document_start)
+        for name in ("bos_token", "eos_token")
+    }
 
-    def read(path: str) -> np.ndarray:
+
+def _leaf_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:
+    """Reads a parameter at a time, by its path in the model without adapters; adapters are merged."""
+    model = build_model(config, jnp.float32)
+    shapes: Any = FunctionalModule(model).abstract_params
+    adapted = adapted_layers(nnx.eval_shape(lambda: model(nnx.Rngs(0))))
+
+    def stored(path: str) -> np.ndarray:
         leaf = functools.reduce(operator.getitem, path.split("/"), shapes)
         wanted = {"params": nest({path: np.empty(leaf.shape, leaf.dtype)})}
         tree, _ = manager.restore(step, wanted, subset=True)
         return jax.tree.leaves(tree)[0]
+
+    def read(path: str) -> np.ndarray:
+        layer, _, name = path.rpartition("/")
+        if name != "kernel" or layer not in adapted:
+            return stored(path)
+        adapter = adapted[layer].adapter
+        parts = ["a", "b"] if adapter.magnitude is None else ["a", "b", "magnitude"]
+        return np.asarray(adapter.merge(stored(path), *(stored(f"{layer}/adapter/{part}") for part in parts)))
 
     return read
 

@@ -1,6 +1,7 @@
 """The errors that a user sees: one message with the rule, the values and the way out; never a traceback."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -14,6 +15,12 @@ class ConfigError(JaxstackError):
     """A wrong configuration or a wrong use of a command, found before any device work."""
 
     exit_code = 2
+
+
+def cannot_write(place: object, error: OSError) -> JaxstackError:
+    """The error of a place that is wrong; of a full one, which may have room at the next try, with exit code 1."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}")
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:

@@ -10,9 +10,12 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
+from jaxstack.errors import ConfigError
+from jaxstack.models.adapters import measure_magnitudes, merge_adapters
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, renewed
+from jaxstack.tree_rules import ADAPTER
 
 Dict = dict[str, Any]
 NNXFactory = Callable[[nnx.Rngs], nnx.Module]
@@ -41,6 +44,7 @@ class FunctionalModule:
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)
         ]
+        self._is_frozen: Callable[[str], bool] = lambda path: False
         self._set_params(nnx.to_flat_state(params))
 
     def _set_params(self, params: Any) -> None:
@@ -60,6 +64,44 @@ class FunctionalModule:
         """The module with these arrays."""
         return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._rest, rest))
 
+    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+        """Parameters whose path this is true of take no part in training: no gradient, no optimizer state.
+
+        Raises:
+          ConfigError: that is all of them.
+        """
+        self._is_frozen = is_frozen
+        if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
+            raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
+
+    def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
+        """(what is trained, what is frozen) of the parameters, or of anything in their structure."""
+        flat = _flat(params)
+        frozen = {path: flat.pop(path) for path in list(flat) if self._is_frozen("/".join(path))}
+        return _nest(flat.items()), _nest(frozen.items())
+
+    def join(self, *parts: Dict) -> Dict:
+        """What was taken apart."""
+        return _nest(item for part in parts for item in _flat(part).items())
+
+    def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
+        """(the parameters of the module without its adapters, the adapters'), or anything in their structure."""
+        flat = _flat(params)
+        adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
+        return _nest(flat.items()), _nest(adapters.items())
+
+    def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
+        """All parameters, from those without adapters; the new ones change no result. Traceable."""
+        fresh, rest = self.init(key)
+        adapters = self.split_adapters(fresh)[1]
+        if not adapters:
+            return params
+        return self.split(measure_magnitudes(self.merge(self.join(params, adapters), rest)))[0]
+
+    def merge_adapters(self, base: Dict, adapters: Dict, rest: Dict) -> Dict:
+        """The parameters of the module without adapters that computes the same. Traceable."""
+        return self.split(merge_adapters(self.merge(self.join(base, adapters), rest)))[0]
+
     def split_scaling(self, rest: Dict) -> tuple[Dict, Dict]:
         """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""
         flat = _flat(rest)
@@ -69,11 +111,7 @@ class FunctionalModule:
     def renew_scaling(self, rest: Dict, maxima: Dict) -> Dict:
         """The variables with the next step's scaling states, from the maxima of this one."""
         scaling, others = self.split_scaling(rest)
-        return self.join_scaling(renewed(scaling, maxima), others)
-
-    def join_scaling(self, scaling: Dict, others: Dict) -> Dict:
-        """What `split_scaling` took apart."""
-        return _nest([*_flat(scaling).items(), *_flat(others).items()])
+        return self.join(renewed(scaling, maxima), others)
 
     def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
         """`function(logical axes or None, shape, metadata)` of every parameter, in the structure of `abstract_params`.

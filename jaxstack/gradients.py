@@ -29,7 +29,7 @@ class Sums(NamedTuple):
     """What a batch adds: gradient of the loss sum, loss sum, weight."""
 
     gradients: Any
-    """Float32, laid out as the parameters are stored."""
+    """Of the parameters that are trained; float32, laid out as these are stored."""
     loss: jax.Array
     weight: jax.Array
     maxima: Any = None
@@ -113,20 +113,22 @@ class Microbatches:
 
         zero = jnp.zeros((), jnp.float32)
         zeros = lambda tree: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree)  # noqa: E731
-        start = Sums(zeros(params), zero, zero, zeros(self.module.split_scaling(rest)[0]))
+        start = Sums(zeros(self.module.split_frozen(params)[0]), zero, zero, zeros(self.module.split_scaling(rest)[0]))
         pieces = {name: self._split(x, shards) for name, x in batch.items()}
         carry, _ = jax.lax.scan(add, (start, rest), (pieces, jnp.arange(self.count)))
         return carry
 
     def _one(self, params: Any, rest: Any, batch: Batch, key: jax.Array, use: Callable[[Any], Any]) -> tuple[Sums, Any]:
         scaling, others = self.module.split_scaling(rest)
+        trained, frozen = self.module.split_frozen(params)
 
-        def objective(params: Any, scaling: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            loss, new = self.loss(use(params), self.module.join_scaling(scaling, others), batch, key)
+        def objective(trained: Any, scaling: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+            params = self.module.join(trained, frozen)
+            loss, new = self.loss(use(params), self.module.join(scaling, others), batch, key)
             return loss.total, (loss.weight, new)
 
         compute = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (total, (weight, rest)), (gradients, maxima) = compute(params, scaling)
+        (total, (weight, rest)), (gradients, maxima) = compute(trained, scaling)
         return Sums(gradients, total, weight, maxima), rest
 
     def finish(self, sums: Sums, rest: Any, axes: tuple[str, ...] = ()) -> tuple[Sums, Any]:
@@ -176,6 +178,8 @@ class LocalGradients:
         self._inner = dataclasses.replace(rules.within(self._taken), summed=summed)
         self._layouts = microbatches.module.map_parameters(self._layout, rules)
         self._specs = jax.tree.map(lambda x: restrict(x.stored, self._split), self._layouts)
+        self._trained_layouts = microbatches.module.split_frozen(self._layouts)[0]
+        self._trained_specs = microbatches.module.split_frozen(self._specs)[0]
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
@@ -187,13 +191,13 @@ class LocalGradients:
                 gradients = sums.gradients
             else:
                 sums, rest = self._microbatches(copies, rest, batch, key)
-                gradients = jax.tree.map(self._sum, sums.gradients, self._layouts)
+                gradients = jax.tree.map(self._sum, sums.gradients, self._trained_layouts)
             loss, weight = jax.lax.psum((sums.loss, sums.weight), self._split)
             sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
             return self._microbatches.finish(sums, jax.tree.map(self._mean, rest), self._split)
 
         whole: Any = PartitionSpec()
-        out_specs = (Sums(self._specs, whole, whole), whole)
+        out_specs = (Sums(self._trained_specs, whole, whole), whole)
         try:
             return self._on_own_parts(local, out_specs, params, rest, batch, key)
         except _NotASumError:
@@ -281,7 +285,7 @@ class GlobalGradients:
     def __init__(self, microbatches: Microbatches, rules: AxisRules):
         self._microbatches, self._rules = microbatches, rules
         module = microbatches.module
-        self._stored = module.parameter_specs(rules)
+        self._stored = module.split_frozen(module.parameter_specs(rules))[0]
         self._used = module.map_parameters(lambda names, shape, _: rules.parameter_spec(names, shape), rules)
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:

@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import ConfigError
-from jaxstack.models import ModelConfig
+from jaxstack.functional import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer, add_adapters
 from jaxstack.models.huggingface import check_model, read_parameters
-from jaxstack.starting_point import is_run, read_model
+from jaxstack.starting_point import is_run, read_adapters, read_model
 
 
 def initial_parameters(directory: str, model: ModelConfig, abstract: Any, say: Callable[[str], None]) -> Any:
-    """The parameters in a run directory (of its newest checkpoint) or a Hugging Face checkpoint.
+    """The parameters in a run directory (of its newest checkpoint, adapters merged) or a Hugging Face checkpoint.
 
     Args:
       model: the one that they are for; it must compute what theirs computes.
@@ -33,4 +35,19 @@ def initial_parameters(directory: str, model: ModelConfig, abstract: Any, say: C
     if step is None:
         raise ConfigError(f"run.init_from: {directory} holds no checkpoint yet.")
     say(f"starting from the parameters of {directory}, step {step}")
-    return manager.restore(step, {"params": abstract}, subset=True)[0]["params"]
+    adapters = read_adapters(directory)
+    if not adapters:
+        return manager.restore(step, {"params": abstract}, subset=True)[0]["params"]
+    module = FunctionalModule(lambda rngs: add_adapters(Transformer(model, rngs), adapters, rngs))
+    layout = jax.tree.map(lambda x: x.sharding, abstract)
+    whole = NamedSharding(jax.tree.leaves(layout)[0].mesh, jax.P())
+    of_adapters = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+        module.split_adapters(module.abstract_params)[1],
+    )
+    tree, _ = manager.restore(step, {"params": module.join(abstract, of_adapters)}, subset=True)
+
+    def merge(base: Any, adapters: Any) -> Any:
+        return module.merge_adapters(base, adapters, module.init(jax.random.key(0))[1])
+
+    return jax.jit(merge, out_shardings=layout, donate_argnums=0)(*module.split_adapters(tree["params"]))

@@ -1,30 +1,42 @@
 """A language-model run put together from its configuration: data, model, mesh, trainer."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, compression_baselines, open_data
-from jaxstack.errors import ConfigError
+from jaxstack.data.atomic import write_file
+from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
-from jaxstack.models import ModelConfig, Transformer, count_parameters, in_fp8, model_flops_per_token
+from jaxstack.models import (
+    ModelConfig,
+    Transformer,
+    add_adapters,
+    count_parameters,
+    flops_saved_per_token,
+    in_fp8,
+    model_flops_per_token,
+)
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
 from jaxstack.starting_point import is_run
 from jaxstack.startup import cache_compilations, start_devices
+from jaxstack.tasks import TrainingTasks
 from jaxstack.trainer import Trainer
 
 _VOCABULARY_MULTIPLE = 64
@@ -62,17 +74,34 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         zero=parallel.zero,
         context_method=parallel.context_method,
         overlap=parallel.overlap,
+        pipeline=config.pipeline_plan(),
     )
 
 
-def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = None) -> Trainer:
-    """The trainer of a run whose layout and vocabulary are resolved."""
-    mesh = make_mesh(config.parallel, devices)
-    dtype = jnp.dtype(config.precision.compute_dtype(mesh.devices.flat[0].platform))
+def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
+    """What makes the run's model, with its adapters."""
+    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
+
+
+def make_trainer(
+    config: RunConfig, data: Any, devices: Sequence[Any] | None = None, mesh: Mesh | AbstractMesh | None = None
+) -> Trainer:
+    """The trainer of a run whose layout and vocabulary are resolved.
+
+    Args:
+      data: what `Trainer` takes.
+      mesh: in place of one of `devices` (default: all); with one without devices nothing can run, but be described.
+    """
+    if isinstance(mesh, AbstractMesh):
+        platform, mesh = "gpu", cast(Mesh, mesh)
+    else:
+        mesh = mesh or make_mesh(config.parallel, devices)
+        platform = mesh.devices.flat[0].platform
+    dtype = jnp.dtype(config.precision.compute_dtype(platform))
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
+        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         loss,
         data,
         optimizer=config.optimizer,
@@ -80,7 +109,6 @@ def make_trainer(config: RunConfig, data: Data, devices: Sequence[Any] | None = 
         mesh=layout_rules(config, mesh),
         train=config.train,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 
@@ -111,9 +139,13 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
+    frozen = trainer.frozen_parameters()
     flops = model_flops_per_token(config.model, config.train.sequence_length)
-    say(_introduce(config, data, flops))
-    baselines = _Baselines(data)
+    flops -= flops_saved_per_token(config.model, frozen)
+    say(_introduce(config, data, flops, bool(frozen)))
+    if frozen:
+        say(_count_trained(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
+    baselines, tasks = _Baselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
         LoopSettings(
@@ -122,7 +154,10 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
             resilience=config.resilience,
             flops_per_token=flops,
             settings=config.model_dump(mode="json", by_alias=True),
-            describe_evaluation=baselines.describe,
+            describe_evaluation=lambda values, max_tokens, alive: {
+                **baselines.describe(values, max_tokens),
+                **tasks.run(alive),
+            },
             on_start=lambda: _write_run_files(config, data),
             on_new_run=lambda: _start_from(config, trainer, say),
             say=say,
@@ -137,7 +172,8 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Gives a new run the parameters that `run.init_from` names."""
     source = config.run.init_from
     if source is not None:
-        trainer.start_from(initial_parameters(source, config.model, trainer.abstract_stored_state.params, say))
+        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
+        trainer.start_from(initial_parameters(source, config.model, wanted, say))
 
 
 def _join(config: RunConfig) -> list[str]:
@@ -158,13 +194,18 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
+        write_file(directory / "config.yaml", dump_yaml(config).encode())
         data.tokenizer.save(directory / "tokenizer")
     except OSError as error:
-        raise ConfigError(f"cannot write the run directory {directory}: {error}") from None
+        raise cannot_write(f"the run directory {directory}", error) from None
 
 
-def _introduce(config: RunConfig, data: Data, flops: float) -> str:
+def _count_trained(total: int, frozen: int) -> str:
+    trained = total - frozen
+    return f"{trained:,} parameters are trained ({trained / total:.2%}); {frozen:,} are frozen, without optimizer state"
+
+
+def _introduce(config: RunConfig, data: Data, flops: float, frozen: bool) -> str:
     count = count_parameters(config.model)
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
@@ -180,7 +221,8 @@ def _introduce(config: RunConfig, data: Data, flops: float) -> str:
         f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
-        f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention)"
+        f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention"
+        f"{', without the gradients of frozen weights' * frozen})"
     )
 
 
@@ -207,4 +249,6 @@ def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, 
     if bits is not None:
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
-    say(f'next: python -m jaxstack.generate --run {config.directory} --prompt "def "')
+    chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
+    prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
+    say(f"next: python -m jaxstack.generate --run {config.directory} {prompt}")

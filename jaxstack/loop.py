@@ -7,8 +7,8 @@ batch was put on the device while an earlier step ran.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.data.fingerprint import fingerprint_difference
+from jaxstack.data.fingerprint import fingerprint_difference, shared_keys
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.feed import items_in_batch
 from jaxstack.observe.config import ObserveConfig
@@ -35,16 +35,20 @@ from jaxstack.resilience import (
     Interrupted,
     ProgressFile,
     ResilienceConfig,
+    SkippedSteps,
     StateGuard,
     StopRequest,
     advise_interval,
 )
+from jaxstack.state import LATER_FIELDS
 
 if TYPE_CHECKING:
     from jaxstack.trainer import Trainer
 
 _IN_FLIGHT = 2
 """Steps that may be on the devices at once: one runs while the next waits behind it."""
+_DECIDING = ("model", "optimizer", "schedule", "precision")
+"""Sections of a configuration of which each checkpoint keeps a copy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +62,8 @@ class LoopSettings:
     """Model FLOPs an item; None: 6 x parameters."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
-    describe_evaluation: Callable[[dict[str, float], int | None], dict[str, float]] | None = None
-    """Adds values to an evaluation's line, e.g. bits per byte, given it and its `max_tokens`."""
+    describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
+    """Adds values to an evaluation's line, such as bits per byte, given it, its `max_tokens` and a sign of life."""
     on_start: Callable[[], None] | None = None
     """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
     on_new_run: Callable[[], None] | None = None
@@ -78,7 +82,7 @@ class Loop:
         self.last_values: dict[str, Any] = {}
         self.manager: CheckpointManager | None = None
         self.saved_step = -1
-        self.skips = self.skipped = 0
+        self.skips, self.skipped = SkippedSteps(settings.resilience), 0
         self.guard = StateGuard(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
@@ -94,6 +98,7 @@ class Loop:
                         self.run_dir / "checkpoints", self.settings.checkpoint, report=lambda text: self._say(text)
                     )
                 )
+                self.manager.claim()
             start = self.start = self._restore()
             if self.settings.on_start is not None and self.first:
                 self.settings.on_start()
@@ -103,7 +108,7 @@ class Loop:
                 self.last_values = last_logged(self.run_dir)
             names = observe.trackers if self.run_dir is not None and self.first else ()
             self.trackers: Trackers = stack.enter_context(
-                contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings))
+                contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings, self._say))
             )
             self._prepare(start)
             stack.callback(self._report)
@@ -117,30 +122,40 @@ class Loop:
     def _restore(self) -> int:
         """Takes up the newest checkpoint, if there is one; returns the steps that are done."""
         self.signs.note("restore")
+        began = time.perf_counter()
         step = self.manager.latest_step() if self.manager is not None else None
         if self.manager is None or step is None:
             if self.settings.on_new_run is not None:
                 self.settings.on_new_run()
             return 0
-        saved = self.manager.extra(step)["data"]
+        extra = self.manager.extra(step)
+        saved = extra.get("data") if isinstance(extra, dict) else None
         if saved is None:
             raise ConfigError(
-                f"{self.run_dir} holds converted parameters, not a training run: start one with another run.name and "
-                f"run.init_from={self.run_dir}."
+                f"{self.run_dir} holds parameters (converted, or saved by another program), not a training run: start "
+                f"one with another run.name and run.init_from={self.run_dir}."
             )
         difference = fingerprint_difference(saved, self._data_identity())
         if difference:
             self._accept_data(difference)
-        self.trainer.stored_state, _ = self.manager.restore(step, self.trainer.abstract_stored_state)
+        self.trainer.stored_state, _ = self.manager.restore(
+            step, self.trainer.abstract_stored_state, later=LATER_FIELDS
+        )
+        self.skips = SkippedSteps(self.settings.resilience, extra.get("skipped"))
+        before = extra.get("settings") or {}
+        if changed := fingerprint_difference(before, shared_keys(before, self._what_is_trained())):
+            self._say(f"warning: not as checkpoint {step} was trained: {changed}")
         self.saved_step = step
         self.signs.note(saved=step)
-        self._say(f"resuming from step {step} ({self.run_dir}/checkpoints)")
+        jax.block_until_ready(self.trainer.state.params)
+        seconds = time.perf_counter() - began
+        self._say(f"resuming from step {step} ({self.run_dir}/checkpoints, restored in {seconds:.1f} s)")
         return step
 
     def _accept_data(self, difference: str) -> None:
         said = f"the data is not what {self.run_dir} was trained on: {difference}"
         if not self.settings.resilience.accept_data_change:
-            raise JaxstackError(
+            raise ConfigError(
                 f"{said}. Set it back, start a new run with another run.name, or go on with "
                 "resilience.accept_data_change=true."
             )
@@ -150,6 +165,10 @@ class Loop:
         """What the position in the data depends on."""
         known = getattr(self.trainer.data, "fingerprint", None) or {}
         return {**known, "global_batch_size": self.trainer.train.global_batch_size}
+
+    def _what_is_trained(self) -> dict[str, Any]:
+        """The part of the configuration that decides the result, beside the data."""
+        return {name: self.settings.settings[name] for name in _DECIDING if name in self.settings.settings}
 
     def _prepare(self, start: int) -> None:
         """Compiles the step and writes down what it will run."""
@@ -232,7 +251,7 @@ class Loop:
         self.skipped = int(values.pop("skipped"))
         limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
         if self.skipped:
-            self._skip(step, self.skipped, values, limits)
+            self._skip(step, values, limits)
         values.pop("weight")
         train, every = self.trainer.train, self.settings.observe.log_every
         if step % every and step not in (1, train.steps):
@@ -241,30 +260,19 @@ class Loop:
         line = {**values, "tokens": step * self.items, **self.meter.read(), "peak_memory_bytes": peak_memory_bytes()}
         self.goodput.add(self.meter.total_seconds - before)
         line |= self.goodput.read()
-        if self.skips:
-            line["skipped_steps"] = self.skips
+        if self.skips.count:
+            line["skipped_steps"] = self.skips.count
         self.last_values = {**self.last_values, "step": step, **line}
         self.trackers.log(step, line)
         if step <= self.start + every:  # the first step also loaded kernels, and says nothing about the others
             self.meter.forget_pace()
         self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
 
-    def _skip(self, step: int, skipped: int, values: Mapping[str, float], limits: list[float]) -> None:
-        self.skips += 1
-        finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
-        spiked = "at most {:.4g} and {:.4g}, by resilience.spike_threshold".format(*limits)
-        rule = spiked if finite else "must be finite"
-        self._say(
-            f"step {step} was skipped: loss {values['loss']:.6g}, gradient norm {values['grad_norm']:.6g} ({rule}); "
-            f"{skipped} in a row"
-        )
-        limit = self.settings.resilience.max_skipped_steps
-        if skipped >= limit:
-            raise JaxstackError(
-                f"{skipped} steps in a row had a loss or gradient that is not finite, or a spike "
-                f"(resilience.max_skipped_steps is {limit}); {self._roll_back(step - skipped)}. Lower the learning "
-                f"rate, or look at the data after step {step - skipped}."
-            )
+    def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
+        self._say(self.skips.add(step, self.skipped, values, limits))
+        if (excess := self.skips.excess(step, self.skipped)) is not None:
+            good, why, advice = excess
+            raise JaxstackError(f"{why}; {self._roll_back(good)}. {advice}")
 
     def _roll_back(self, step: int) -> str:
         """Leaves the newest intact checkpoint that is not newer than `step` as the newest; says which."""
@@ -283,7 +291,8 @@ class Loop:
             return
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
-        extra = {"batches": step, "data": self._data_identity()}
+        extra = {"batches": step, "data": self._data_identity(), "skipped": self.skips.to_json()}
+        extra["settings"] = self._what_is_trained()
         self.manager.save(step, self.trainer.stored_state, extra)
         self.saved_step = step
         self.meter.exclude(time.perf_counter() - began)
@@ -326,7 +335,8 @@ class Loop:
         if values is None:
             return given_up
         if self.settings.describe_evaluation is not None:
-            values.update(self.settings.describe_evaluation(values, max_tokens))
+            alive = functools.partial(self.signs.note, "evaluate")
+            values.update(self.settings.describe_evaluation(values, max_tokens, alive))
         self.last_values = {**self.last_values, "step": step, **values}
         self.trackers.log(step, values)
         shown = [f"held-out loss {values['eval_loss']:.4f}"]
@@ -340,13 +350,16 @@ class Loop:
         """Writes the report, also of a run that ends early; memory is known by now."""
         if self.run_dir is None or not self.first:
             return
-        self.trackers.close()
-        self.goodput.close(self.finished)
         memory = self.environment["ran"].get("memory")
         if isinstance(memory, dict):
             memory["measured_peak_bytes"] = peak_memory_bytes()
-        write_environment(self.run_dir, **self.environment)
-        self._say(f"report: {write_report(self.run_dir)}")
+        try:
+            self.trackers.close()
+            self.goodput.close(self.finished)
+            write_environment(self.run_dir, **self.environment)
+            self._say(f"report: {write_report(self.run_dir)}")
+        except OSError as error:  # how the run ended matters more than its report
+            self._say(f"warning: no report: {error.filename or self.run_dir}: {error.strerror or error}")
 
     def _say(self, text: str) -> None:
         if not self.first:

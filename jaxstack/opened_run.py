@@ -1,11 +1,10 @@
-"""A finished or running run, opened for generation and evaluation: its configuration, tokenizer and parameters."""
+"""A run, or a Hugging Face checkpoint, opened for use: its configuration, tokenizer and parameters on a mesh."""
 
-import argparse
-import codecs
+import functools
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,26 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.data import Data, SourceConfig, TokenizerConfig, load_tokenizer, open_data
+from jaxstack.config import build_component, merge_overrides, merge_trees
+from jaxstack.data import Tokenizer, load_tokenizer
+from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.evaluation import bits_per_byte
 from jaxstack.functional import FunctionalModule
-from jaxstack.generate import Decoder, Sampling
-from jaxstack.language_run import make_trainer
-from jaxstack.models import Transformer
+from jaxstack.generate import Decoder, TextGenerator, in_compute_dtype
+from jaxstack.language_run import build_model
+from jaxstack.models import ModelConfig, Transformer, unroll_layers
+from jaxstack.models.huggingface import read_parameters
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
-from jaxstack.run_config import RunConfig, load_config
+from jaxstack.precision import PrecisionConfig
+from jaxstack.run_config import RunConfig, TrainConfig, config_from_tree, layout_problems, load_config
 from jaxstack.staged_module import StagedModule
+from jaxstack.starting_point import is_run, read_model
 from jaxstack.startup import cache_compilations, start_devices
+
+_SEQUENCE_LENGTH = 1024
+"""Tokens a sequence in the configuration of a Hugging Face checkpoint, where it has as many positions."""
+GENERATION = "generation_config.json"
+"""Where Hugging Face keeps the ids that end a text; a converted run keeps the file too."""
 
 
 def open_run(directory: str | Path) -> RunConfig:
@@ -36,6 +44,58 @@ def open_run(directory: str | Path) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"{directory} is not a run directory (it has no config.yaml); runs are at runs/<run.name>.")
     return load_config(path)
+
+
+def open_config(directory: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a run, or one for a Hugging Face checkpoint.
+
+    Args:
+      overrides: `parallel.key=value` and `precision.key=value`. With any of `parallel` the run's own layout does not
+        count, but for its simulated devices.
+
+    Raises:
+      ConfigError: the directory holds neither, or an override is of another section or wrong.
+    """
+    if is_run(directory):
+        config = open_run(directory)
+    else:
+        length = min(_SEQUENCE_LENGTH, read_model(directory).max_position_embeddings or _SEQUENCE_LENGTH)
+        tree = {"run": {"init_from": str(directory)}, "train": {"sequence_length": length}}
+        config = config_from_tree(tree, str(directory))
+    changes = merge_overrides({}, overrides)
+    if foreign := sorted(changes.keys() - {"parallel", "precision"}):
+        raise ConfigError(f"only keys of parallel and precision can be set for a trained model; found {foreign[0]}.")
+    simulated = {"simulate_devices": config.parallel.simulate_devices}
+    own = {"parallel": (ParallelConfig, simulated), "precision": (PrecisionConfig, config.precision.model_dump())}
+    trees = {name: merge_trees({name: own[name][1]}, {name: tree})[name] for name, tree in changes.items()}
+    return config.model_copy(update={name: build_component(own[name][0], tree, name) for name, tree in trees.items()})
+
+
+def open_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a run or a Hugging Face checkpoint.
+
+    Raises:
+      JaxstackError: there is none, or it is damaged.
+    """
+    if is_run(directory):
+        return load_tokenizer(Path(directory) / "tokenizer")
+    if not (Path(directory) / "tokenizer.json").is_file():
+        raise ConfigError(f"{directory} has no tokenizer.json, without which text cannot go in or out; put one there.")
+    return read_tokenizer_file(str(directory))
+
+
+def end_tokens(directory: str | Path) -> list[int]:
+    """The ids that end a text besides the tokenizer's document start: `eos_token_id` in Hugging Face's files."""
+    names = (GENERATION,) if is_run(directory) else (GENERATION, "config.json")
+    for name in names:
+        try:
+            found = json.loads((Path(directory) / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if ids := [i for i in ids if isinstance(i, int)]:
+            return ids
+    return []
 
 
 def choose_step(manager: CheckpointManager, step: int | None) -> int:
@@ -57,9 +117,18 @@ def choose_step(manager: CheckpointManager, step: int | None) -> int:
 
 
 def restore_parameters(
-    directory: str | Path, module: FunctionalModule, rules: AxisRules, step: int | None
+    directory: str | Path, model: ModelConfig, module: FunctionalModule, rules: AxisRules, step: int | None
 ) -> tuple[Any, Any, int]:
-    """(params, rest, step) of a checkpoint, laid out on the mesh of `rules`; the optimizer's state is not read."""
+    """(params, rest, step) of a run's checkpoint or of Hugging Face files (step 0), laid out on the mesh of `rules`.
+
+    The optimizer's state is not read.
+    """
+    if not is_run(directory):
+        if step is not None:
+            raise ConfigError(f"{directory} is a Hugging Face checkpoint, which has no steps; leave --step out.")
+        shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+        rest = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
+        return read_parameters(directory, model, shardings), rest, 0
     manager = CheckpointManager(Path(directory) / "checkpoints", report=lambda text: print(text, file=sys.stderr))
     chosen = choose_step(manager, step)
     stored = module.plain if isinstance(module, StagedModule) else module
@@ -78,109 +147,73 @@ def restore_parameters(
     return params, tree["rest"], chosen
 
 
-def tensor_degree(config: RunConfig, devices: int, wanted: int | None) -> int:
-    """Devices to shard the weights over: as asked for, or the most that divide the model's heads.
+def decoding_layout(config: RunConfig, devices: int, given: bool) -> ParallelConfig:
+    """How a model is laid out to generate: as its configuration says where that is `given`, else over `tensor`, on as
+    many devices as divide its heads and widths.
 
     Raises:
-      ConfigError: the degree asked for does not divide the key/value heads, or there are too few devices.
+      ConfigError: the layout does not fit the model or the devices.
     """
-    heads = config.model.kv_heads
-    fits = [d for d in range(1, devices + 1) if heads % d == 0]
-    if wanted is not None and wanted not in fits:
-        raise ConfigError(
-            f"--tensor {wanted} must divide the model's {heads} key/value heads and not exceed {devices} devices; "
-            f"fitting: {', '.join(map(str, fits))}."
-        )
-    return wanted or fits[-1]
+    if given:
+        parallel = config.parallel
+        if -1 in parallel.degrees.values() or math.prod(parallel.degrees.values()) > devices:
+            parallel = parallel.resolve(devices)
+        if problems := _decoding_problems(config, parallel):
+            raise ConfigError(" ".join(problems))
+        return parallel
+    choices = (ParallelConfig(tensor=degree) for degree in range(devices, 0, -1) if config.model.kv_heads % degree == 0)
+    return next(parallel for parallel in choices if parallel.tensor == 1 or not _decoding_problems(config, parallel))
 
 
-def open_decoder(directory: str | Path, *, step: int | None = None, tensor: int | None = None) -> tuple[Decoder, int]:
-    """(a decoder with the run's parameters, their step), weights sharded over `tensor` devices."""
-    config = open_run(directory)
+def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
+    rows = parallel.data * parallel.fsdp * parallel.expert
+    train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
+    return layout_problems(config.model_copy(update={"parallel": parallel, "train": train}))
+
+
+def open_decoder(
+    directory: str | Path, overrides: Sequence[str] = (), *, step: int | None = None, vocab_size: int | None = None
+) -> tuple[Decoder, int]:
+    """(a decoder with the parameters of a run or a Hugging Face checkpoint, their step); see `open_config`."""
+    config = open_config(directory, overrides)
     devices = start_devices(config.parallel.simulate_devices)
     cache_compilations()
-    degree = tensor_degree(config, devices, tensor)
-    mesh = make_mesh(ParallelConfig(tensor=degree), jax.devices()[:degree])
-    rules = make_rules(mesh)
+    parallel = decoding_layout(config, devices, any(word.startswith("parallel.") for word in overrides))
+    rules = make_rules(make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())]))
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
-    module = FunctionalModule(lambda rngs: Transformer(config.model, rngs, dtype=dtype))
-    params, rest, chosen = restore_parameters(directory, module, rules, step)
-    return Decoder(module, params, rest, rules), chosen
+    unrolled = config.model.model_copy(update={"scan_layers": False})
+    stored = config.model if is_run(directory) else unrolled  # a run keeps its layers as they were trained
+    module = FunctionalModule(build_model(config.model_copy(update={"model": stored}), dtype))
+    params, rest, chosen = restore_parameters(directory, stored, module, rules, step)
+    if config.adapters.rules:
+        plain = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
+        layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
+        merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
+        params, module = merge(*module.split_adapters(params), rest), plain
+    if stored != unrolled:
+        params = in_compute_dtype(module, params, rules)
+        module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))
+        shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+        params = jax.jit(functools.partial(unroll_layers, stored), out_shardings=shardings)(params)
+    return Decoder(module, params, rest, rules, vocab_size=vocab_size), chosen
 
 
-def stream_samples(args: argparse.Namespace) -> None:
-    """What `python -m jaxstack.generate` does."""
-    try:
-        sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    open_run(args.run)
-    tokenizer = load_tokenizer(Path(args.run) / "tokenizer")
-    decoder, step = open_decoder(args.run, step=args.step, tensor=args.tensor)
-    print(f"[{args.run}, step {step}]", file=sys.stderr)
-    prompt = [tokenizer.document_start, *(int(i) for i in tokenizer.encode(args.prompt))]
-    stream = decoder.generate([prompt] * args.samples, args.max_tokens, sampling, seed=args.seed)
-    if args.samples == 1:
-        print(args.prompt, end="", flush=True)
-        for piece in decode_stream((int(ids[0]) for ids in stream), tokenizer):
-            print(piece, end="", flush=True)
-        print()
-        return
-    columns = list(zip(*(ids.tolist() for ids in stream), strict=True))
-    for number, ids in enumerate(columns, 1):
-        print(f"--- sample {number}\n{args.prompt}{''.join(decode_stream(iter(ids), tokenizer))}")
+def open_generator(
+    directory: str | Path, overrides: Sequence[str] = (), *, step: int | None = None, document_start: bool = True
+) -> tuple[TextGenerator, int]:
+    """(a text generator of a run or a Hugging Face checkpoint, its step).
 
+    Args:
+      overrides: `parallel.key=value` and `precision.key=value`.
+      step: checkpoint to take; default: the newest.
+      document_start: whether a text begins with the tokenizer's document-start id, as in training.
 
-def evaluate_run(args: argparse.Namespace) -> None:
-    """What `python -m jaxstack.evaluate` does."""
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise ConfigError(f"--max-tokens must be at least 1; found {args.max_tokens}.")
-    config = open_run(args.run)
-    devices = start_devices(config.parallel.simulate_devices)
-    cache_compilations()
-    trained_on = math.prod(degree for degree in config.parallel.degrees.values())
-    if trained_on != devices:  # another machine than the one it was trained on: any layout gives the same loss
-        one_device = ParallelConfig(simulate_devices=config.parallel.simulate_devices)
-        config = config.model_copy(update={"parallel": one_device})
-    data = _evaluation_data(config, args)
-    trainer = make_trainer(config, data, jax.devices()[: math.prod(config.parallel.degrees.values())])
-    params, rest, step = restore_parameters(args.run, trainer.module, trainer.rules, args.step)
-    values = trainer.evaluator.run(params, rest, args.max_tokens)
-    if values is None:
-        raise JaxstackError("there is no held-out text to evaluate on; give some with --data.")
-    raw = data.held_out_bytes(args.max_tokens)
-    values = {"step": step, **values, **bits_per_byte(values, len(raw)), "bytes": len(raw)}
-    if args.json:
-        print(json.dumps(values))
-        return
-    print(f"{args.run}, step {step}: {int(values['eval_items']):,} tokens, {len(raw):,} bytes")
-    for name, unit in (("eval_loss", "nats a token"), ("eval_perplexity", ""), ("eval_bits_per_byte", "")):
-        if name in values:
-            print(f"  {name.removeprefix('eval_').replace('_', ' '):<16}{values[name]:.4f} {unit}".rstrip())
-
-
-def _evaluation_data(config: RunConfig, args: argparse.Namespace) -> Data:
-    """The run's own data, or the given paths as held-out text under the run's tokenizer."""
-    section = config.data
-    if args.data:
-        tokenizer_dir = Path(args.run) / "tokenizer"
-        sources = tuple(SourceConfig(path=path, text_key=args.text_key) for path in args.data)
-        tokenizer = TokenizerConfig(name="file", path=str(tokenizer_dir))
-        section = section.model_copy(update={"held_out": sources, "sources": sources, "tokenizer": tokenizer})
-    return open_data(
-        section,
-        sequence_length=config.train.sequence_length,
-        seed=config.run.seed,
-        report=lambda text: print(text, file=sys.stderr),
-    )
-
-
-def decode_stream(ids: Iterator[int], tokenizer: Any) -> Iterator[str]:
-    """Text of token ids as they come, until the document ends; characters cut between tokens wait for the rest."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in ids:
-        if token == tokenizer.document_start:
-            break
-        if token < tokenizer.vocab_size:
-            yield decoder.decode(tokenizer.decode_bytes([token]))
-    yield decoder.decode(b"", final=True)
+    Raises:
+      ConfigError: the directory holds no model, or an override does not fit.
+      JaxstackError: there is no checkpoint, or it is damaged.
+    """
+    is_run(directory)
+    tokenizer = open_tokenizer(directory)
+    decoder, chosen = open_decoder(directory, overrides, step=step, vocab_size=tokenizer.vocab_size)
+    opening = [tokenizer.document_start] if document_start else []
+    return TextGenerator(decoder, tokenizer, opening, {tokenizer.document_start, *end_tokens(directory)}), chosen

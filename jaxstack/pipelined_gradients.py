@@ -54,16 +54,17 @@ class PipelinedGradients:
         stored = module.parameter_specs(rules)
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
         self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=is_spec)
+        self._trained_specs = module.split_frozen(self._specs)[0]
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         """The sums of the global batch; `rest` is returned as it is."""
-        schedule, specs = self._plan.table(), self._specs
+        schedule, specs = self._plan.table(), self._trained_specs
 
         def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> Sums:
             axes = tuple(axis for axis in self._split if axis != "pipeline")
             key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
             gradients, loss, weight = self._run(schedule, params, rest, batch, key)
-            gradients = jax.tree.map(self._sum, gradients, specs)
+            gradients = jax.tree.map(self._sum, self._module.split_frozen(gradients)[0], specs)
             return Sums(gradients, *jax.lax.psum((loss, weight), self._split))
 
         whole: Any = PartitionSpec()

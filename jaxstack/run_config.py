@@ -11,6 +11,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.config import Component, build_component, load_yaml, merge_overrides, merge_trees
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
+from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.observe.config import ObserveConfig
@@ -28,6 +29,7 @@ class RunSection(Component):
     """Where the run is kept, and its seed."""
 
     name: str = "run"
+    """Folder of the run. Without it, a run from a file is called after the file."""
     dir: str = "runs"
     """The run directory is dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -67,6 +69,10 @@ class TrainConfig(Component):
     """Left out: global_batch_size / gradient_accumulation."""
     eval_tokens: int | None = Field(default=None, ge=1)
     """Of an evaluation during training; left out: all held-out tokens. The last evaluation always takes all."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks of the lm-evaluation-harness, by name or file, that every evaluation runs too."""
+    eval_tasks_limit: int | None = Field(default=None, ge=1)
+    """Questions of each task at most; left out: all."""
 
 
 class RunConfig(Component):
@@ -80,6 +86,7 @@ class RunConfig(Component):
     schedule: AnySchedule = Cosine()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    adapters: AdapterConfig = AdapterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
@@ -166,6 +173,11 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"nearest: {_near_multiples(evaluated, shards)}."
         )
     problems += _length_problems(config)
+    if train.eval_tasks and (parallel.pipeline > 1 or parallel.context > 1):
+        problems.append(
+            f"train.eval_tasks needs parallel.pipeline and parallel.context of 1; found {parallel.pipeline} and "
+            f"{parallel.context}; use jaxstack.evaluate on the checkpoints."
+        )
     return problems or (_pipeline_problems(config) if parallel.pipeline > 1 else [])
 
 
@@ -240,6 +252,8 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
     try:
         plan = config.pipeline_plan()
         assert plan is not None
+        if config.adapters.rules:
+            raise ConfigError("adapters do not go through a pipeline; use fsdp or tensor, or drop the adapters.")
         lead, period = model.layer_pattern
         StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
     except ConfigError as error:
@@ -283,10 +297,22 @@ def config_from_tree(tree: dict[str, Any], origin: str = "the configuration") ->
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         tree["model"] = merge_trees(load_preset(model["preset"]), model)
+    if _leaves_ends_plain(tree) and isinstance(tree.setdefault("model", {}), dict):
+        tree["model"] = {"single_layers": 1, **tree["model"]}
     for section, default in (("optimizer", "adamw"), ("schedule", "cosine")):
         if isinstance(tree.get(section), dict):
             tree[section] = {"name": default, **tree[section]}
     return build_component(RunConfig, tree, origin)
+
+
+def _leaves_ends_plain(tree: dict[str, Any]) -> bool:
+    """Whether the first and the last layer stay out of FP8, and so out of the scan; a pipeline has no single layers."""
+
+    def value(section: str, key: str, default: Any) -> Any:
+        found = tree.get(section)
+        return found.get(key, default) if isinstance(found, dict) else default
+
+    return value("precision", "fp8", "none") != "none" and value("parallel", "pipeline", 1) == 1
 
 
 def config_schema() -> dict[str, Any]:

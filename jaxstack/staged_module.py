@@ -20,6 +20,7 @@ from jaxstack.functional import Dict, FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.parallel.pipeline import StageLayout
 from jaxstack.state import abstract_state
+from jaxstack.tree_rules import path_name
 
 _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
 """The name of a leaf of a layer, also within an optimizer's state."""
@@ -54,6 +55,17 @@ class StagedModule(FunctionalModule):
         rows = self.layout.order.size
         stacked = [(path, _with_rows(v, rows) if _is_stacked(v) else v) for path, v in self._params]
         self._set_params(stacked)
+
+    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+        for path in (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.plain.abstract_params)):
+            staged = self._staged_name(path)[0]
+            if is_frozen(path) != is_frozen(staged):
+                raise ConfigError(
+                    f"optimizer.groups: the pipeline stores {path} with other layers, as {staged}, and only one of the "
+                    "two paths is frozen; drop the layer's number from the rule."
+                )
+        self.plain.freeze(is_frozen)
+        super().freeze(is_frozen)
 
     def stage_parameters(self, params: Dict) -> Dict:
         """The plain module's parameters in the order of the stages. Traceable."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxstack.config import build_component, load_yaml, merge_trees
 from jaxstack.errors import ConfigError
+from jaxstack.models.adapters import AdapterConfig, AdapterRule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import read_model_config
 
@@ -36,6 +37,16 @@ def read_model(directory: str | Path) -> ModelConfig:
         return read_model_config(directory)
     path = Path(directory) / _RUN
     return build_component(ModelConfig, load_yaml(path).get("model") or {}, str(path))
+
+
+def read_adapters(run: str | Path) -> tuple[AdapterRule, ...]:
+    """The adapters that the model of a run directory has beside the weights.
+
+    Raises:
+      ConfigError: they cannot be read.
+    """
+    path = Path(run) / _RUN
+    return build_component(AdapterConfig, load_yaml(path).get("adapters") or {}, str(path)).rules
 
 
 def fill_in(tree: dict[str, Any], directory: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class TrainState(NamedTuple):
     rest: Any
     """The module's other variables: running statistics, random states."""
     optimizer: Any
-    """The optax state."""
+    """The optax state, of the parameters that are trained."""
     key: jax.Array
     """The run's random key; step s uses fold_in(key, s)."""
     skipped: jax.Array
@@ -31,12 +31,18 @@ class TrainState(NamedTuple):
     """Loss and gradient norm of the last steps taken."""
 
 
+LATER_FIELDS = {"history": StepHistory.empty}
+"""Fields that came after the first release, and what each is where a checkpoint was saved before it was there. A new
+field gets a row, and older checkpoints load."""
+
+
 def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """A fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
     init_key, run_key = jax.random.split(key)
     params, rest = module.init(init_key)
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, rest, optimizer.init(params), run_key, zero, StepHistory.empty())
+    moments = optimizer.init(module.split_frozen(params)[0])
+    return TrainState(zero, params, rest, moments, run_key, zero, StepHistory.empty())
 
 
 def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
@@ -60,8 +66,8 @@ def state_shardings(module: FunctionalModule, optimizer: optax.GradientTransform
         optimizer,
         moment,
         abstract.optimizer,
-        abstract.params,
-        specs,
+        module.split_frozen(abstract.params)[0],
+        module.split_frozen(specs)[0],
         transform_non_params=lambda _: whole,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )

@@ -44,7 +44,7 @@ class StepFunctions:
         accumulation: int = 1,
         pipeline: PipelinePlan | None = None,
     ):
-        self.optimizer, self.rules, self.learning_rate = optimizer, rules, learning_rate
+        self.module, self.optimizer, self.rules, self.learning_rate = module, optimizer, rules, learning_rate
         self.spike_threshold: float | None = None
         """See `resilience.spike_threshold`; read when the step is traced."""
         if pipeline is not None and isinstance(module, StagedModule):
@@ -63,8 +63,9 @@ class StepFunctions:
         weight = jnp.maximum(sums.weight, 1.0)
         gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
         loss, norm = sums.loss / weight, gradient_norm(gradients)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        trained, frozen = self.module.split_frozen(state.params)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained)
+        new_trained = optax.apply_updates(trained, updates)
 
         taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
         if self.spike_threshold is not None:
@@ -75,7 +76,7 @@ class StepFunctions:
         skipped = jnp.where(taken, 0, state.skipped + 1)
         new = TrainState(
             state.step + 1,
-            keep(params, state.params),
+            self.module.join(keep(new_trained, trained), frozen),
             keep(rest, state.rest),
             keep(optimizer, state.optimizer),
             state.key,

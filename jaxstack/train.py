@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from jaxstack.cli import run_command
 from jaxstack.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
+from jaxstack.resilience.ending import EndAtOnce
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,19 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
 
     def body() -> None:
+        processes = importlib.import_module("jaxstack.processes")
         language = importlib.import_module("jaxstack.language_run")
         if args.print_config:
             print(language.describe_config(args.config, args.overrides), end="")
             return
-        resilience = importlib.import_module("jaxstack.resilience")
         try:
-            with resilience.EndAtOnce("jaxstack train"):
-                language.train_language_model(args.config, args.overrides)
+            language.train_language_model(args.config, args.overrides)
         except RuntimeError as error:
             raise processes.explain_loss(error) or error from None
 
-    processes = importlib.import_module("jaxstack.processes")
-    return processes.end(run_command("jaxstack train", body))
+    with EndAtOnce("jaxstack train"):
+        code = run_command("jaxstack train", body)
+        processes = sys.modules.get("jaxstack.processes")
+        return processes.end(code) if processes is not None else code
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ from jaxstack.feed import BatchShardings, abstract_batch, arrange, as_source, ba
 from jaxstack.functional import make_functional
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
-from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer
+from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer, frozen_rule
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
 from jaxstack.run_config import TrainConfig
+from jaxstack.shardings import describe_shardings
 from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
+from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice, NotSupported, record_choices
 
 
@@ -40,19 +42,18 @@ class Trainer:
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
         object with `batches(...)` such as `jaxstack.data.open_data` returns.
       optimizer: one of `jaxstack.optim`, or an optax transformation (then `schedule` is not used).
-      mesh: a mesh of `make_mesh`, or `AxisRules` on it; default: all devices on `data`.
+      mesh: a mesh of `make_mesh`, or `AxisRules` on it (`make_rules`), which also say how a batch goes through the
+        stages of a pipeline (only for `jaxstack.models.Transformer`); default: all devices on `data`.
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
       example_inputs: positional arguments that a Linen module is called with to learn its shapes.
       seed: of initial weights and of the loss function's keys.
-      pipeline: schedule and microbatches where the mesh has stages (only for `jaxstack.models.Transformer`); default:
-        1F1B, see `plan_pipeline`.
 
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         module: Any,
         loss_fn: Callable[..., Any],
@@ -65,13 +66,12 @@ class Trainer:
         eval_data: Any = None,
         example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
-        pipeline: PipelinePlan | None = None,
     ):
         self.train = train or TrainConfig()
         rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.rules, self.data = rules, as_source(data)
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
-        self.pipeline = pipeline or self._default_pipeline()
+        self.pipeline = rules.pipeline or self._default_pipeline()
         self.module = make_functional(module, example)
         if self.pipeline is not None:
             self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
@@ -82,7 +82,10 @@ class Trainer:
             optimizer, schedule = optimizer or AdamW(), schedule or Cosine()
             multiplier, peak = schedule.multiplier(self.train.steps), optimizer.learning_rate
             self.learning_rate = lambda step: peak * multiplier(step)
-            self.optimizer = build_optimizer(optimizer, self.learning_rate, self.module.abstract_params)
+            everything = self.module.abstract_params
+            self.module.freeze(frozen_rule(optimizer, everything))
+            trained = self.module.split_frozen(everything)[0]
+            self.optimizer = build_optimizer(optimizer, self.learning_rate, trained, everything)
         self.steps = StepFunctions(
             self.module,
             loss_fn,
@@ -123,13 +126,16 @@ class Trainer:
         self._state = state
 
     def start_from(self, params: Any) -> None:
-        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`; it takes over their buffers."""
+        """A fresh state at step 0 with these parameters, as in `abstract_stored_state`, but without those of adapters,
+        which start new; it takes over their buffers.
+        """
 
         def create(key: jax.Array, params: Any) -> TrainState:
             if isinstance(self.module, StagedModule):
                 params = self.module.stage_parameters(params)
+            params = self.module.add_adapters(params, key)
             state = init_state(self.module, self.optimizer, key)
-            return state._replace(params=params, optimizer=self.optimizer.init(params))
+            return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
 
         create = jax.jit(create, out_shardings=self.shardings, donate_argnums=1)
         self._state = create(jax.random.key(self.seed), params)
@@ -179,6 +185,13 @@ class Trainer:
         """Parameters of the module."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.module.abstract_params))
 
+    def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+        """Path -> logical axes and shape of the parameters that are not trained."""
+        known = self.module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
+        frozen = self.module.split_frozen(known)[1]
+        leaves = jax.tree_util.tree_leaves_with_path(frozen, is_leaf=lambda x: isinstance(x, tuple))
+        return {path_name(path): leaf for path, leaf in leaves}
+
     def host_rows(self, batch_size: int) -> np.ndarray:
         """The rows of a global batch that this process's devices need."""
         return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
@@ -205,7 +218,7 @@ class Trainer:
     @functools.cached_property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options that the step is compiled with."""
-        return step_options(fp8=self.module.fp8_matmuls > 0, pipeline=self.pipeline is not None) if self._on_gpu else {}
+        return step_options(pipeline=self.pipeline is not None) if self._on_gpu else {}
 
     @property
     def _on_gpu(self) -> bool:
@@ -216,7 +229,16 @@ class Trainer:
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
         ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
         ran["compiler_options"] = self.compiler_options
-        return ran if self.pipeline is None else {**ran, "pipeline": describe_schedule(self.pipeline.table())}
+        ran["sharding"] = self.describe_sharding()
+        return ran if self.pipeline is None else {**ran, "pipeline": self.describe_pipeline()}
+
+    def describe_sharding(self) -> dict[str, Any]:
+        """Where every parameter lies, and what a device holds of the state: see `jaxstack.shardings`."""
+        return describe_shardings(self.module, self.optimizer, self.rules, self.shardings)
+
+    def describe_pipeline(self) -> dict[str, Any]:
+        """The schedule of the stages; empty without a pipeline."""
+        return {} if self.pipeline is None else describe_schedule(self.pipeline.table())
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and layouts of the batches, learnt from the first one."""

@@ -12,6 +12,9 @@ import jax
 
 from jaxstack.errors import ConfigError
 
+ADAPTER = re.compile(r"(^|/)adapter/")
+"""Found in the paths of parameters that an adapter adds to a layer (`jaxstack.models.adapters`)."""
+
 V = TypeVar("V")
 Rules = Sequence[tuple[str, V]]
 

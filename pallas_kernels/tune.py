@@ -3,22 +3,30 @@
     python -m pallas_kernels.tune --shape 4,4096,32,8,128                 # causal, the default
     python -m pallas_kernels.tune --shape 1,16384,32,8,128 --window 1024
     python -m pallas_kernels.tune --shape 1,16384,32,8,128 --documents 8  # packed
+    python -m pallas_kernels.tune --shape 4,4096,32,8,128 --minutes 2     # the limit is 10 otherwise
     python -m pallas_kernels.tune --shape 4,4096,32,8,128 --dry-run       # lists what would be tried
 
 The table is the file that JAXSTACK_TILINGS names, else jaxstack/tilings.json in the user's cache directory; its rows
-stand before those that the package ships.
+stand before those that the package ships. It is written whenever something faster is found, so that tuning may be ended
+at any time. A candidate that takes longer than a minute ends it.
 """
 
 import argparse
+import math
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.tiling_tables import load, merge, save, user_table
+from pallas_kernels.attention.tiling_tables import Row, load, merge, save, user_table
 from pallas_kernels.attention.tilings import Tiling, blocks_of, choose_tiling, kernels
-from pallas_kernels.attention.tuning import Measure, Stopwatch, Work, candidates, kernel_order, tune
+from pallas_kernels.attention.tuning import Limit, Measure, Stopwatch, Work, candidates, kernel_order, tune
 from pallas_kernels.target import device_kind
+
+_LONGEST_CANDIDATE = 60.0  # seconds; one takes about three
 
 
 def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Measure] = Stopwatch) -> int:
@@ -37,6 +45,9 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
     parser.add_argument("--window", type=_positive, help="keys that a query sees, itself included")
     parser.add_argument("--documents", type=_positive, help="documents packed into each sequence")
     parser.add_argument("--kernel", action="append", choices=list(kernels()), help="only this one")
+    parser.add_argument(
+        "--minutes", type=_minutes, default=10.0, help="for all shapes and kernels together (default: %(default)g)"
+    )
     parser.add_argument("--table", type=Path, help="another file to write")
     parser.add_argument("--dry-run", action="store_true", help="list the candidates and end")
     options = parser.parse_args(arguments)
@@ -53,25 +64,52 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
             print(f"the kernels cannot be tuned for {work} here: Mosaic {reason}", file=sys.stderr)
             return 2
     try:
-        return _tune(works, names, options.table, stopwatch)
+        return _tune(works, names, options.table or user_table(), options.minutes, stopwatch)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _tune(works: list[Work], names: list[str], table: Path | None, stopwatch: Callable[[Work], Measure]) -> int:
-    path, device = table or user_table(), device_kind().removeprefix("NVIDIA ")
-    old = load(path) if path.exists() else []
-    save(path, old)  # a place that cannot be written to is found out before minutes of measuring
-    status = 0
+def _tune(
+    works: list[Work], names: list[str], path: Path, minutes: float, stopwatch: Callable[[Work], Measure]
+) -> int:
+    device = device_kind().removeprefix("NVIDIA ")
+    rows = load(path) if path.exists() else []
+    save(path, rows)  # a place that cannot be written to is found out before minutes of measuring
+    limit, status = Limit(minutes, len(works) * len(names)), 0
     for work in works:
+
+        def keep(kernel: str, blocks: dict[str, Any], measured: str, work: Work = work) -> None:
+            nonlocal rows
+            rows = merge(rows, [Row(device, kernel, work.head_dim, blocks, work.kind, work.length, measured)])
+            save(path, rows)
+
         start = choose_tiling(work.head_dim, work.kind, work.length)
-        found = tune(work, device, start, stopwatch(work), names, report=_print)
-        old = merge(old, found)
-        save(path, old)
-        print(f"{len(found)} rows for {device} written to {path}")
-        status = status if len(found) == len(names) else 1
+        ran = tune(work, start, _watched(stopwatch(work)), names, limit, keep, report=_print)
+        print(f"{ran} rows for {device} written to {path}")
+        status = status if ran == len(names) else 1
     return status
+
+
+def _watched(measure: Measure) -> Measure:
+    """`measure` that ends the process where it hangs: nothing else gets out of a kernel that waits forever."""
+
+    def watched(kernel: str, tiling: Tiling) -> float:
+        timer = threading.Timer(_LONGEST_CANDIDATE, _give_up, [f"{kernel} {blocks_of(tiling, kernel)}"])
+        timer.daemon = True
+        timer.start()
+        try:
+            return measure(kernel, tiling)
+        finally:
+            timer.cancel()
+
+    return watched
+
+
+def _give_up(candidate: str) -> None:
+    message = f"{candidate} takes longer than {_LONGEST_CANDIDATE:g} seconds: the table holds what was found before it"
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _list_candidates(names: list[str]) -> None:
@@ -90,6 +128,16 @@ def _positive(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of minutes above 0, got {text!r}")
+    return minutes
 
 
 def _shape(text: str) -> tuple[int, int, int, int, int]:

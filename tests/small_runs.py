@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstack.language_run import layout_rules
+from jaxstack.language_run import build_model, layout_rules
 from jaxstack.loss import language_model_loss
-from jaxstack.models import Transformer, in_fp8
+from jaxstack.models import in_fp8
 from jaxstack.parallel import make_mesh
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
@@ -63,7 +63,7 @@ def make_trainer(
     mesh = make_mesh(config.parallel, devices if devices is not None else jax.devices()[:size])
     rows = config.train.global_batch_size
     return Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=dtype), config.precision),
+        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         language_model_loss,
         data or (lambda step: batch_at(step, rows, config.train.sequence_length, config.model.vocab_size)),
         optimizer=config.optimizer,
@@ -72,7 +72,6 @@ def make_trainer(
         train=config.train,
         eval_data=eval_data,
         seed=config.run.seed,
-        pipeline=config.pipeline_plan(),
     )
 
 

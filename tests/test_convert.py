@@ -87,7 +87,8 @@ def test_a_converted_run_generates_greedily_what_the_model_says(source, converte
     model = from_huggingface(source)
     likeliest = int(np.argmax(model(np.array([[0, 2, 4]]))[0, -1]))
     words = ["", "", *WORDS.split()]
-    assert capsys.readouterr().out == f"the of{words[likeliest] if likeliest < len(words) else ''}\n"
+    said = words[likeliest] if likeliest < len(words) else ""
+    assert capsys.readouterr().out == f"the of{' ' * bool(said)}{said}\n"
 
 
 def test_a_run_starts_from_files_or_from_a_run_and_resumes_without_their_weights(source, converted, tmp_path):

@@ -185,13 +185,13 @@ def test_several_samples_and_an_older_checkpoint(folder, unbroken):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--run", "nowhere"), "not a run directory"),
+        (("--run", "nowhere"), "neither a run directory"),
         (("--run", "RUN", "--temperature", "-1"), "temperature"),
         (("--run", "RUN", "--top-p", "2"), "top_p"),
         (("--run", "RUN", "--top-k", "0"), "top_k"),
         (("--run", "RUN", "--max-tokens", "0"), "--max-tokens"),
         (("--run", "RUN", "--step", "3"), "no checkpoint of step 3"),
-        (("--run", "RUN", "--tensor", "3"), "--tensor 3"),
+        (("--run", "RUN", "parallel.tensor=3"), "tensor"),
         ((), "--run"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

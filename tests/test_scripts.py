@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -61,6 +62,10 @@ def test_jobset_starts_a_launcher_that_finds_its_place(tmp_path, monkeypatch):
     container = job["template"]["spec"]["containers"][0]
     variables = {one["name"]: one.get("value") for one in container["env"]}
     assert job["parallelism"] == job["completions"] == int(variables["JAXSTACK_NODES"])
+    (rule,) = job_set["spec"]["failurePolicy"]["rules"]
+    # What JobSet's webhook wants of a rule's name; its schema does not say it.
+    assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"]) and len(rule["name"]) <= 128
+    assert rule["action"] == "FailJobSet" and rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] == "Never"
     words = [*container["command"], *container["args"]]
     assert words[:3] == ["python", "-m", "jaxstack.launch"]

@@ -12,6 +12,7 @@ import pytest
 from flax import linen, nnx
 
 from jaxstack import Trainer
+from jaxstack.checkpoint import CheckpointManager
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.errors import JaxstackError
 from jaxstack.loop import LoopSettings
@@ -22,6 +23,7 @@ from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import ParallelConfig, make_mesh
 from jaxstack.resilience import ResilienceConfig
 from jaxstack.run_config import TrainConfig
+from jaxstack.state import LATER_FIELDS
 from jaxstack.trainer import numpy_batches
 from tests.small_runs import batch_at, make_trainer, run_steps, small_config
 
@@ -281,6 +283,7 @@ def test_metrics_have_the_contracts_keys(unbroken):
 def test_a_run_leaves_its_report_and_environment(unbroken):
     environment = json.loads((unbroken / "environment.json").read_text())
     assert environment["ran"]["kernels"] and "memory" in environment["ran"]
+    assert environment["ran"]["sharding"]["parameters"]
     page = (unbroken / "report.html").read_text()
     assert "<svg" in page and "loss" in page
 
@@ -314,6 +317,21 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path):
         trainer.fit(tmp_path, limit)
     assert (tmp_path / "report.html").exists()
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(trainer.state.params)))
+
+
+def test_a_checkpoint_from_before_a_field_was_added_loads(tmp_path):
+    """The first release kept no history of losses."""
+    trainer = own_trainer(steps=4)
+    trainer.fit(tmp_path, settings())
+    found, manager = jax.device_get(trainer.state.params), CheckpointManager(tmp_path / "checkpoints")
+    old = {name: value for name, value in trainer.stored_state._asdict().items() if name not in LATER_FIELDS}
+    manager.save(4, old, manager.extra(4), wait=True)
+    manager.close()
+    said, again = [], own_trainer(steps=4)
+    again.fit(tmp_path, dataclasses.replace(settings(), say=said.append))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.state.params), found)
+    assert int(again.state.history.count) == 0
+    assert any("is older than 'history', which begins anew" in line for line in said)
 
 
 def test_throughput_counts_rows_where_there_are_no_tokens():

@@ -1,9 +1,8 @@
-"""A small GPT in PyTorch: the peer of `cpu_nanogpt.py`.
+"""A GPT in PyTorch: the peer of `cpu_nanogpt.py` and of the GPT-2 works of `train_step.py`.
 
-The architecture and the step follow the GPT-2 recipe: learned positions, LayerNorm before each block,
-one projection for queries, keys and values, causal scaled-dot-product attention, a GELU MLP of four times
-the width, the output head tied to the token embedding; AdamW with decay on matrices only and the global
-gradient norm clipped to 1. `bias` switches the biases of linear layers and LayerNorms together.
+The architecture follows the GPT-2 recipe: learned positions, LayerNorm before each block, one projection for queries,
+keys and values, causal scaled-dot-product attention, a GELU MLP of four times the width, the output head tied to the
+token embedding. `bias` switches the biases of linear layers and LayerNorms together.
 """
 
 from __future__ import annotations
@@ -91,40 +90,3 @@ class TorchGpt(nn.Module):
             x = block(x)
         logits = functional.linear(self.final_norm(x), self.tokens.weight)
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def make_optimizer(model: nn.Module, learning_rate: float = 1e-3, weight_decay: float = 0.1) -> torch.optim.AdamW:
-    """AdamW in its fused form; weight decay on matrices and embeddings only."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.99), fused=True)
-
-
-class TorchStep:
-    """One training step. `compiled` puts model and loss through `torch.compile`; `autocast` is the compute dtype."""
-
-    def __init__(
-        self,
-        shape: GptShape,
-        compiled: bool = False,
-        seed: int = 0,
-        device: str = "cpu",
-        autocast: torch.dtype | None = None,
-    ) -> None:
-        torch.manual_seed(seed)
-        self.module = TorchGpt(shape).to(device)
-        self.optimizer = make_optimizer(self.module)
-        self.forward = torch.compile(self.module) if compiled else self.module
-        self.autocast = torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None)
-
-    def __call__(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        with self.autocast:
-            loss = self.forward(tokens, labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()

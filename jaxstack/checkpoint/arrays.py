@@ -21,15 +21,17 @@ _GIBIBYTE = 2**30
 
 class _WithoutOrbax(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
+        place = f"{os.sep}orbax{os.sep}"
+        return place not in record.pathname and (record.name != "asyncio" or place not in record.getMessage())
 
 
 def _quiet_orbax() -> None:
-    # One failed write is logged by up to four of Orbax's threads, each with its traceback. The error reaches
-    # the caller as an exception, which is reported once.
-    logger = logging.getLogger("absl")
-    if not any(isinstance(known, _WithoutOrbax) for known in logger.filters):
-        logger.addFilter(_WithoutOrbax())
+    # One failed write is logged by up to four of Orbax's threads, and by asyncio for each leaf, with tracebacks. The
+    # error reaches the caller as an exception, which is reported once.
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _WithoutOrbax) for known in logger.filters):
+            logger.addFilter(_WithoutOrbax())
 
 
 def _context(timeout_seconds: int) -> ocp.Context:

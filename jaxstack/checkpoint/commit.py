@@ -67,7 +67,7 @@ def make_index(step: int, specs: dict[str, LeafSpec], extra: Any) -> dict[str, A
     except (TypeError, ValueError) as error:
         raise JaxstackError(f"the extra data of a checkpoint is plain JSON: {error}") from error
     return {
-        "format": 1,
+        "format": manifest.FORMAT,
         "step": step,
         "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("jax", "orbax-checkpoint")},

@@ -9,6 +9,7 @@
 Whatever else lies there is somebody else's: it is named in a warning, never loaded and never deleted.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -22,8 +23,8 @@ from jaxstack.checkpoint.manifest import INDEX, MANIFEST, sync_folder
 from jaxstack.errors import JaxstackError
 
 Kind = Literal["committed", "half-written", "deleting", "foreign"]
-_STEP = re.compile(r"0|[1-9][0-9]*")
-_REPLACED = re.compile(r"\.replaced-(0|[1-9][0-9]*)")
+_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # what an int32, as the step of a state is, can hold
+_REPLACED = re.compile(r"\.replaced-(0|[1-9][0-9]{0,8})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,8 @@ def scan(directory: Path) -> list[Entry]:
         return []
     except NotADirectoryError as error:
         raise JaxstackError(f"{directory} is a file: checkpoints need a directory of that name") from error
+    except OSError as error:
+        raise JaxstackError(f"the checkpoints in {directory} cannot be listed: {error.strerror or error}") from error
     entries = [_classify(directory / name) for name in names if name != ".lock"]
     steps = {entry.step for entry in entries if entry.kind == "committed"}
     for position, entry in enumerate(entries):
@@ -68,7 +71,11 @@ def _classify(path: Path) -> Entry:
         return Entry(path, "foreign", reason="a symbolic link")
     if not path.is_dir():
         return Entry(path, "foreign", reason="not a directory")
-    if not (path / MANIFEST).exists() and not (path / INDEX).exists():
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        return Entry(path, "foreign", reason=f"it cannot be looked into: {error.strerror or error}")
+    if MANIFEST not in names and INDEX not in names:
         return Entry(path, "foreign", reason=f"no commit marker ({MANIFEST}) in it")
     return Entry(path, "committed", int(name))
 
@@ -79,7 +86,7 @@ def put_in_place(staging: Path, final: Path) -> Path | None:
     if os.path.lexists(final):
         if _classify(final).kind == "committed":
             replaced = final.with_name(f".replaced-{final.name}")
-            shutil.rmtree(replaced, ignore_errors=True)
+            remove_tree(replaced)
             os.rename(final, replaced)
         else:
             moved = final.with_name(f"{final.name}.moved-aside-{time.time_ns()}")
@@ -94,16 +101,19 @@ def delete(path: Path) -> None:
     """Takes a checkpoint away in one rename, then frees its space: it is never seen half deleted."""
     doomed = path.with_name(f".deleting-{path.name.lstrip('.').removeprefix('deleting-')}")
     if doomed != path:
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove_tree(doomed)
         os.rename(path, doomed)
     remove_tree(doomed)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder though a writer that has failed may still be adding files to it for a moment."""
+    """Removes a folder, to which a writer that has failed may be adding files for a moment, or a file of that name."""
     for attempt in range(5):
-        shutil.rmtree(path, ignore_errors=True)
-        if not path.exists():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        if not os.path.lexists(path):
             return
         time.sleep(0.1 * 2**attempt)
 
@@ -136,9 +146,9 @@ class DirectoryLock:
             ) from error
         except OSError:
             return
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
+            os.ftruncate(self._file.fileno(), 0)
+            os.write(self._file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode())
 
     def release(self) -> None:
         """Frees the lock."""

@@ -1,13 +1,14 @@
 """Compares the tree that is wanted with the one that a checkpoint holds, and says where its arrays go."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.checkpoint.leaves import LeafSpec
-from jaxstack.errors import JaxstackError
+from jaxstack.checkpoint.leaves import LeafSpec, name_leaves
+from jaxstack.errors import ConfigError, JaxstackError
 
 _SHOWN = 10
 
@@ -33,18 +34,34 @@ def compare(wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool
 
 
 def check_layout(source: str, wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool = False) -> None:
-    """Raises JaxstackError that names the first ten differing leaves and counts the rest."""
+    """Raises ConfigError that names the first ten differing leaves and counts the rest."""
     lines = compare(wanted, held, subset)
     if not lines:
         return
     shown = lines[:_SHOWN]
     if len(lines) > _SHOWN:
         shown.append(f"... and {len(lines) - _SHOWN} more")
-    raise JaxstackError(
+    raise ConfigError(
         f"the checkpoint {source} does not fit this run ({len(lines)} of {len(wanted)} leaves differ):\n  "
         + "\n  ".join(shown)
-        + "\nuse the model and optimizer that it was saved with, or start a run with another name"
+        + "\nuse the model and optimizer that it was saved with, or start a run with another name (run.init_from takes "
+        "the parameters along)"
     )
+
+
+def initial_leaves(
+    wanted: dict[str, Any], held: dict[str, LeafSpec], later: Mapping[str, Callable[[], Any]]
+) -> dict[str, Any]:
+    """The leaves of those fields of `later` of which the checkpoint holds none, laid out as they are wanted."""
+    found = {}
+    for field, make in later.items():
+        if any(name.partition("/")[0] == field for name in held):
+            continue
+        places = {name: leaf.sharding for name, leaf in wanted.items() if name.partition("/")[0] == field}
+        if places:
+            create = jax.jit(lambda make=make, field=field: name_leaves({field: make()})[0], out_shardings=places)
+            found |= create()
+    return found
 
 
 def abstract_state(tree: Any, shardings: Any = None) -> Any:

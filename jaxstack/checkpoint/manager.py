@@ -6,19 +6,20 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxstack.checkpoint import arrays, directory, manifest, processes
 from jaxstack.checkpoint.commit import commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.layout import check_layout, finish_leaf, load_target
+from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import JaxstackError, cannot_write
 
 _ARRAYS = "arrays"
+_Fields = Mapping[str, Callable[[], Any]]
 _open_managers: "weakref.WeakSet[CheckpointManager]" = weakref.WeakSet()
 
 
@@ -89,6 +90,22 @@ class CheckpointManager:
         # The other processes may not come to an agreement with one that is on its way out: none is sought.
         self._finish_thread()
         self._release()
+
+    def claim(self) -> None:
+        """Keeps other processes from saving here from now on, not only from the first save.
+
+        Raises JaxstackError where another process saves here already, or nothing can be written.
+        """
+        failure: JaxstackError | None = None
+        if processes.is_first():
+            try:
+                self._take_lock()
+            except OSError as error:
+                failure = cannot_write(self.directory, error)
+            except JaxstackError as error:
+                failure = error
+        if not processes.all_true(failure is None):
+            raise failure or JaxstackError(f"the first process cannot save in {self.directory}; it says why")
 
     def should_save(self, step: int, last_step: int | None = None) -> bool:
         """Whether the policy of the configuration saves after `step` steps."""
@@ -171,15 +188,18 @@ class CheckpointManager:
 
         Raises JaxstackError where it is damaged.
         """
-        return self._checked_index(step)["extra"]
+        return self._checked_index(step).get("extra")
 
-    def restore(self, step: int, abstract_tree: Any, *, subset: bool = False) -> tuple[Any, Any]:
+    def restore(
+        self, step: int, abstract_tree: Any, *, subset: bool = False, later: _Fields | None = None
+    ) -> tuple[Any, Any]:
         """Loads `step` as (tree, extra) in the structure of `abstract_tree`.
 
         Its leaves say what is wanted: jax.ShapeDtypeStruct (with a sharding, for any mesh) or arrays give
         jax.Array, numpy arrays give numpy, Python values give Python values. With `subset`, leaves of the
-        checkpoint that are not asked for are left unread. The files are checked first unless they were
-        already.
+        checkpoint that are not asked for are left unread. `later` has top-level fields that came after the
+        first release, each with a function of its initial value: one of which the checkpoint has no leaf is
+        filled with it, and reported. The files are checked first unless they were already.
 
         Raises JaxstackError with the differences leaf by leaf where the trees do not match, or naming the
         file where the checkpoint is damaged.
@@ -189,16 +209,21 @@ class CheckpointManager:
         source = str(self._path(step))
         held = {name: LeafSpec.from_json(fields) for name, fields in index["leaves"].items()}
         wanted, structure = name_leaves(abstract_tree)
+        fresh = initial_leaves(wanted, held, later or {})
+        for field in dict.fromkeys(name.partition("/")[0] for name in fresh):
+            self._report(f"the checkpoint {source} is older than {field!r}, which begins anew")
+        held |= {name: describe(name, leaf) for name, leaf in fresh.items()}
         check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, held, subset)
-        stored = [name for name in wanted if held[name].has_array]
+        stored = [name for name in wanted if held[name].has_array and name not in fresh]
         targets = {name: load_target(wanted[name], held[name]) for name in stored}
         try:
             loaded = arrays.read(self._path(step) / _ARRAYS, targets, self._timeout_seconds)
         except Exception as error:
             reason = explain(error, source)
             raise JaxstackError(f"the checkpoint {source} could not be read: {reason}") from error
+        loaded |= fresh
         leaves = [finish_leaf(name, loaded.get(name), leaf, held[name]) for name, leaf in wanted.items()]
-        return structure.unflatten(leaves), index["extra"]
+        return structure.unflatten(leaves), index.get("extra")
 
     def discard_newer(self, step: int) -> None:
         """Deletes the checkpoints after `step`, for a run that goes back to it.
@@ -316,7 +341,7 @@ class CheckpointManager:
     def _report(self, line: str) -> None:
         if processes.is_first() and line not in self._reported:
             self._reported.add(line)
-            self._write_line(line)
+            self._write_line(line.encode("utf-8", "backslashreplace").decode())  # names of files may be any bytes
 
     def _agreed_steps(self) -> Iterator[int]:
         """The committed steps, newest first, as the first process sees them."""
@@ -351,9 +376,18 @@ class CheckpointManager:
         except manifest.Damaged as error:
             damage = str(error)
         if not processes.all_true(damage is None):
-            return damage or "another process found a damaged file"
+            return damage or self._name_damage(path, step)
         self._intact[step] = seen
         return None
+
+    def _name_damage(self, path: Path, step: int) -> str:
+        """What another process found in its share; only the first one tells it."""
+        try:
+            if processes.is_first():
+                manifest.check(path, step)
+        except manifest.Damaged as error:
+            return str(error)
+        return "another process found a damaged file"
 
     def _checked_index(self, step: int) -> dict[str, Any]:
         if not processes.first_says(step in self.all_steps()):

@@ -14,13 +14,18 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jaxstack.errors import ConfigError
+
 MANIFEST = "SHA256SUMS"
 INDEX = "checkpoint.json"
+FORMAT = 1
+_KEYS = {"format": int, "step": int, "leaves": dict, "files": dict}
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
 
 
@@ -119,10 +124,7 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
     if index["step"] != step:
         raise Damaged(f"{INDEX}: it belongs to step {index['step']}, not {step}")
     for name, size in index["files"].items():
-        path = root / name
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{name}: missing")
-        found = path.stat().st_size
+        found = _regular(root, name).st_size
         if found != size:
             raise Damaged(f"{name}: {found} bytes, {size} expected")
     if hashes:
@@ -137,8 +139,22 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
     return index
 
 
+def _regular(root: Path, name: str) -> os.stat_result:
+    """The status of a regular file; a link, a pipe or a device in its place is not it."""
+    try:
+        status = os.lstat(root / name)
+    except FileNotFoundError:
+        raise Damaged(f"{name}: missing") from None
+    except OSError as error:
+        raise Damaged(f"{name}: {error.strerror or error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged(f"{name}: missing, something else than a file stands there")
+    return status
+
+
 def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
     digests = _read_digests(root)
+    _regular(root, INDEX)
     try:
         content = (root / INDEX).read_bytes()
     except OSError as error:
@@ -146,12 +162,19 @@ def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
     if hashlib.sha256(content).hexdigest() != digests[INDEX]:
         raise Damaged(f"{INDEX}: it, or its line in {MANIFEST}, has changed (SHA-256 differs)")
     index = json.loads(content)
+    if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in _KEYS.items()):
+        raise Damaged(f"{INDEX}: it is not the index of a checkpoint")
+    if index.get("format") != FORMAT:
+        raise ConfigError(
+            f"{root / INDEX} has format {index.get('format')}, this jaxstack reads {FORMAT}: use the one that saved it"
+        )
     if set(index["files"]) | {INDEX} != set(digests):
         raise Damaged(f"{MANIFEST}: it does not list the files that {INDEX} lists")
     return digests, index
 
 
 def _read_digests(root: Path) -> dict[str, str]:
+    _regular(root, MANIFEST)
     try:
         text = (root / MANIFEST).read_bytes().decode("utf-8")
     except OSError as error:
@@ -164,8 +187,8 @@ def _read_digests(root: Path) -> dict[str, str]:
     digests = {}
     for line in lines:
         match = _LINE.fullmatch(line)
-        if match is None:
-            raise Damaged(f"{MANIFEST}: a line is not a hash and a name: {line[:80]!r}")
+        if match is None or ".." in match[2].split("/") or match[2].startswith("/"):
+            raise Damaged(f"{MANIFEST}: a line is not a hash and a name below it: {line[:80]!r}")
         digests[match[2]] = match[1]
     if not lines or not lines[-1].endswith("  " + INDEX):
         raise Damaged(f"{MANIFEST}: cut short")

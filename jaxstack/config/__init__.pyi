@@ -1,4 +1,5 @@
 from .base import Component as Component
+from .base import PathRule as PathRule
 from .loader import (
     build_component as build_component,
 )

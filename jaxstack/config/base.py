@@ -1,6 +1,8 @@
 """The base of every configuration component: frozen, strict, and closed to unknown keys."""
 
-from pydantic import BaseModel, ConfigDict
+import re
+
+from pydantic import BaseModel, ConfigDict, field_validator
 
 
 class Component(BaseModel):
@@ -19,3 +21,18 @@ class Component(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+
+class PathRule(Component):
+    """What holds for the parameters in whose path the regular expression is found; the first rule that matches wins."""
+
+    path: str
+
+    @field_validator("path")
+    @classmethod
+    def _compiles(cls, path: str) -> str:
+        try:
+            re.compile(path)
+        except re.error as error:
+            raise ValueError(f"{path!r} is not a regular expression: {error}.") from None
+        return path

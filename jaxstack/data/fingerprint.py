@@ -13,6 +13,13 @@ def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -
     return lines[0] + more
 
 
+def shared_keys(saved: Any, found: Any) -> Any:
+    """`found` with those keys only that `saved` has, at every depth: what a later version added is no difference."""
+    if isinstance(saved, Mapping) and isinstance(found, Mapping):
+        return {key: shared_keys(saved[key], value) for key, value in found.items() if key in saved}
+    return found
+
+
 def _differences(saved: Any, found: Any, name: str) -> list[str]:
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         lines = []

@@ -24,10 +24,10 @@ class SubwordTokenizer(Tokenizer):
         self.document_start = document_start
         self.vocab_size = max(file_vocab_size(model), document_start + 1)
         self._json = model.to_str()
-        self._byte_level = is_byte_level(self._json)
+        self.writes_bytes = is_byte_level(self._json)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [chunks(t) if self._byte_level else [t] for t in map(valid_unicode, texts)]
+        parts = [chunks(t) if self.writes_bytes else [t] for t in map(valid_unicode, texts)]
         flat = [p for document in parts for p in document]
         encoded = iter(self._model.encode_batch_fast(flat, add_special_tokens=False))
         result = []
@@ -42,9 +42,24 @@ class SubwordTokenizer(Tokenizer):
             result.append(ids)
         return result
 
+    @cached_property
+    def _marked(self) -> Model:
+        """The model that reads special tokens, and whose places are not trimmed by a post-processor."""
+        model = Model.from_str(json.dumps({**json.loads(self._json), "post_processor": None}))
+        model.encode_special_tokens = False
+        return model
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encoded = self._marked.encode_batch([valid_unicode(text) for text in texts], add_special_tokens=False)
+        return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        return {t.content: i for i, t in self._model.get_added_tokens_decoder().items() if t.special}
+
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
         array = checked_ids(ids, self.vocab_size)
-        if self._byte_level:
+        if self.writes_bytes:
             table = self._token_bytes
             return b"".join([table[i] for i in array])
         cuts = np.flatnonzero(array == self.document_start)
@@ -61,7 +76,7 @@ class SubwordTokenizer(Tokenizer):
         for token, i in self._model.get_vocab(with_added_tokens=True).items():
             if i in added:
                 table[i] = b"" if added[i].special else added[i].content.encode()
-            elif self._byte_level and all(c in to_byte for c in token):
+            elif self.writes_bytes and all(c in to_byte for c in token):
                 table[i] = bytes(to_byte[c] for c in token)
             else:
                 table[i] = token.replace("\u2581", " ").encode()

@@ -1,3 +1,11 @@
+from .chat import ChatGenerator as ChatGenerator
 from .decode import Decoder as Decoder
+from .decode import ModelOnMesh as ModelOnMesh
+from .decode import in_compute_dtype as in_compute_dtype
 from .sampling import Sampling as Sampling
 from .sampling import sample as sample
+from .score import Score as Score
+from .score import Scorer as Scorer
+from .text import Piece as Piece
+from .text import TextGenerator as TextGenerator
+from .text import TextStream as TextStream

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxstack import processes
 from jaxstack.cli import run_command
 from jaxstack.cluster import find_place
+from jaxstack.resilience.ending import EndAtOnce
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.resilience.progress_file import ProgressFile
-from jaxstack.resilience.signals import EndAtOnce
 
 _MEGABYTES = 64
 _SECONDS = 120

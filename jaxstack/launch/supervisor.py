@@ -133,14 +133,17 @@ class Supervisor:
             codes = {child.rank: child.poll() for child in children}
             running = [child for child in children if codes[child.rank] is None]
             failed = {rank: code for rank, code in codes.items() if code not in (None, 0, *_STOPPED)}
+            stopped = [code for code in codes.values() if code in _STOPPED]
             if forwarded is not None:
                 if not running or now - forwarded > self.job.grace_seconds:
                     return self._stopped(running)
+            elif stopped and (failed or not running):
+                # Its peers cannot go on without a process that was told to stop, however they take it.
+                return stopped[0], "stopped by a signal"
             elif failed:
                 return self._failed(failed, running)
             elif not running:
-                stopped = [code for code in codes.values() if code]
-                return (stopped[0], "stopped by a signal") if stopped else (0, "done")
+                return 0, "done"
             else:
                 records = {child.rank: child.record() for child in running}
                 stuck = find_stuck(records, self.job.limits, now)
@@ -221,8 +224,12 @@ def count_gpus() -> int:
     """NVIDIA GPUs that the processes of this node will see; 0 where there is no driver."""
     if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return len(chosen.split(","))
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return 0
     folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() and os.environ.get("JAX_PLATFORMS") != "cpu" else 0
+    if folder.is_dir():
+        return len(list(folder.iterdir()))
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))  # in a container
 
 
 def _describe_code(code: int) -> str:

@@ -14,7 +14,7 @@ from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
 from jaxstack.models.norm import NORMS, RMSNorm
 from jaxstack.models.rope import apply_rope
-from jaxstack.parallel import context_axis, shard, with_local_heads
+from jaxstack.parallel import context_axis, keep, shard, with_local_heads
 
 Angles = tuple[jax.Array, jax.Array] | None
 
@@ -70,11 +70,14 @@ class Attention(nnx.Module):
         angles = context.local_angles if local else context.angles
         if angles is not None:
             q, k = apply_rope(q, angles), apply_rope(k, angles)
+        q, k = keep(q), keep(k)
         weight = () if self.kind_weight is None else (self.kind_weight[...],)
-        if cache is None or context.slots is None:
+        slots, kind = context.slots, self.kind.bound(*weight)
+        if cache is None or slots is None or slots.first:
             out = with_local_heads(self._attend, q, k, v, context.segment_ids, whole=weight)
+            cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
         else:
-            out, cache = self.kind.bound(*weight).decode(q, k, v, cache, context.slots, self.heads)
+            out, cache = kind.decode(q, k, v, cache, slots, self.heads)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
         return apply_scattered(out, self.o_proj), cache
 

@@ -10,7 +10,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.layer import MoE
 from jaxstack.models.norm import NORMS
-from jaxstack.parallel import shard
+from jaxstack.parallel import keep, shard
 
 
 class Block(nnx.Module):
@@ -54,7 +54,7 @@ class Block(nnx.Module):
         y = _residual(y)
         if norm is not None:
             y = norm(y)
-        return _residual(x + drop(y, self.dropout, key))
+        return keep(_residual(x + drop(y, self.dropout, key)))
 
 
 def _residual(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jaxstack.models.initialization import Initializer
-from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, shard
+from jaxstack.parallel import gather_project, gather_project_scatter, keep, project_scatter, shard
 from jaxstack.parallel.rules import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import QuantizedWeight
@@ -43,9 +43,15 @@ class Linear(nnx.Module):
         self.contracted = len(inputs)
         self.dot_general = dot_general
         self.scaling: nnx.Variable | None = nnx.data(None)
+        self.adapter: Any = nnx.data(None)
+        """Changes the product before the bias is added: see `jaxstack.models.adapters`."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return apply_together(x, self)[0]
+
+    def finish(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The result for x, from its product y with the kernel."""
+        return self.add_bias(y if self.adapter is None else self.adapter(x, y, self.kernel.get_value()))
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y plus the bias, where there is one."""
@@ -65,6 +71,7 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
     have to be copied side by side first (16 of 600 ms for llama3-1b on an H200).
     """
     contracted, dot_general = layers[0].contracted, layers[0].dot_general
+    x = keep(x)
     if any(layer.dot_general != dot_general for layer in layers):
         return [apply_together(x, layer)[0] for layer in layers]
     if isinstance(dot_general, Fp8Matmul):
@@ -75,13 +82,13 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
         width = math.prod(kernels[0].shape[:contracted])
         flat = [kernel.reshape(width, -1) for kernel in kernels]
         rows = x.shape[: x.ndim - contracted]
-        y = _multiply(dot_general, x.reshape(*rows, width), jnp.concatenate(flat, axis=1), 1)
+        y = multiply(dot_general, x.reshape(*rows, width), jnp.concatenate(flat, axis=1), 1)
         ends = np.cumsum([kernel.shape[1] for kernel in flat])[:-1]
         shapes = [(*rows, *kernel.shape[contracted:]) for kernel in kernels]
         results = [part.reshape(shape) for part, shape in zip(jnp.split(y, ends, axis=-1), shapes, strict=True)]
     else:
-        results = [_multiply(layer.dot_general, x, k, contracted) for layer, k in zip(layers, kernels, strict=True)]
-    return [layer.add_bias(y) for layer, y in zip(layers, results, strict=True)]
+        results = [multiply(layer.dot_general, x, k, contracted) for layer, k in zip(layers, kernels, strict=True)]
+    return [layer.finish(x, y) for layer, y in zip(layers, results, strict=True)]
 
 
 def apply_gathered(x: jax.Array, *layers: Linear) -> list[jax.Array]:
@@ -111,6 +118,8 @@ def apply_mlp(x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., j
 
 
 def _unsuitable(layers: tuple[Linear, ...]) -> str | None:
+    if any(layer.adapter is not None for layer in layers):
+        return "the layers have adapters"
     if all(layer.dot_general is jax.lax.dot_general for layer in layers):
         return None
     return f"the matmuls are those of a precision recipe ({layers[0].dot_general})"
@@ -125,19 +134,17 @@ def _apply_fp8(x: jax.Array, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> l
     """The layers' results, with the input quantised once; kernels may come quantised (`gather_weights`)."""
     contracted, kernels = layers[0].contracted, _kernels(x, layers)
     states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
-    rows = x.shape[: x.ndim - contracted]
+    rows, whole = x.shape[: x.ndim - contracted], x
     outputs = [kernel.shape[contracted:] for kernel in kernels]
     if not is_sharded():
         width = math.prod(x.shape[len(rows) :])
         x, kernels, contracted = x.reshape(-1, width), [k.reshape(width, -1) for k in kernels], 1
     results = matmul.together(x, kernels, contracted, states)
     shaped = zip(layers, results, outputs, strict=True)
-    return [layer.add_bias(y.reshape(*rows, *dims)) for layer, y, dims in shaped]
-
-    return kernel.reshape(width, -1)
+    return [layer.finish(whole, y.reshape(*rows, *dims)) for layer, y, dims in shaped]
 
 
-def _multiply(dot_general: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
+def multiply(dot_general: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
     """x [..., in] times kernel, whose output dims follow its inputs, of which x has `contracted`.
 
     Without sharding as a plain two-dimensional matmul: of a batched one XLA's CPU backend transposes the activations

@@ -4,12 +4,12 @@ from typing import Any
 
 from flax import nnx
 
-from jaxstack.errors import ConfigError
+from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, use_fp8
-from jaxstack.tree_rules import check_patterns, match
+from jaxstack.tree_rules import check_patterns
 
 _PRODUCTS = 3
 """Matmuls of a layer in a step: forward, gradient of the input, gradient of the weight."""
@@ -18,24 +18,21 @@ _PRODUCTS = 3
 def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     """The model with its dense layers' matmuls as `precision` says; changed in place.
 
+    The first and the last layer stay as they are unless a rule says otherwise, in a model of three layers or more where
+    no scan runs them together with others (`ModelConfig.single_layers`; a pipeline's stages always do).
+
     Raises:
       ConfigError: a rule tells apart layers that one scan runs, or matches no weight.
     """
     if precision.fp8 == "none":
         return model
     matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}
+    rules = precision.path_rules(_ends(model.decoder))
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
-        names = _paths(model.decoder, path)
+        names = weight_paths(model, path)
         seen.update(dict.fromkeys(names, 0))
-        chosen = {name: match(name, precision.path_rules) for name in names}
-        if len(set(chosen.values())) > 1:
-            fp8, plain = ([name for name in names if chosen[name] is wanted] for wanted in (True, False))
-            raise ConfigError(
-                f"precision.fp8_rules: {fp8[0]} is to run in FP8 and {plain[0]} is not, but one scan runs both; "
-                "set model.scan_layers to false, or drop the layer's number from the rule."
-            )
-        return matmul if chosen[names[0]] else None
+        return matmul if choose_for_all(names, rules, "precision.fp8_rules", "run in FP8") else None
 
     use_fp8(model, choose, history=precision.fp8_history)
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
@@ -53,9 +50,9 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
     return _PRODUCTS * count
 
 
-def _paths(stack: Stack, path: tuple[Any, ...]) -> list[str]:
-    """The weight's path in each layer of the model that this layer of the module stands for."""
-    if path[:2] != ("decoder", "layers"):
-        return ["/".join(map(str, (*path, "kernel")))]
-    numbers = stack.numbers(int(path[2]))
-    return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]
+def _ends(stack: Stack) -> list[int]:
+    """The first and the last of at least three layers, where they are layers of the module of their own."""
+    numbers = [stack.numbers(index) for index in range(len(stack.layers))]
+    alone = {found[0] for found in numbers if len(found) == 1}
+    count = sum(map(len, numbers))
+    return sorted(alone & {0, count - 1}) if count > 2 else []

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxstack.models.adapters import seed_adapters
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
@@ -71,13 +72,13 @@ class Stack(nnx.Module):
     """The layers of a Transformer.
 
     `layers` are blocks. With `config.scan_layers` those from `lead` to `lead + period` are stacked `repeats` times;
-    the others (dense layers before a mixture of experts, what is left of the last period) are single.
+    the others (dense layers before a mixture of experts, what is left of the last period, `config.ends`) are single.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         kinds = config.layer_kinds()
         self.lead, self.period = config.layer_pattern if config.scan_layers else (0, len(kinds))
-        self.repeats = (len(kinds) - self.lead) // self.period
+        self.repeats = (len(kinds) - config.ends - self.lead) // self.period if config.scan_layers else 1
         if self.repeats == 1:
             self.lead, self.period = 0, len(kinds)
         self.scanned = range(self.lead, self.lead + self.period) if self.repeats > 1 else range(0)
@@ -154,11 +155,13 @@ class Stack(nnx.Module):
         self, parts: range, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         new, losses = [], []
+        runs: dict[Any, Callable[..., Any]] = {}
         for part in parts:
             graphdef, state = nnx.split(self.layers[part])
-            run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
+            if graphdef not in runs:  # layers alike are one function: traced, differentiated and lowered once
+                runs[graphdef] = jax.jit(rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False))
             cache = caches[part] if caches else None
-            x, cache, loss = run(x, state, cache, _fold(key, self.numbers(part)[0]))
+            x, cache, loss = runs[graphdef](x, state, cache, _fold(key, self.numbers(part)[0]))
             new.append(cache)
             losses.append(loss)
         return x, new, losses
@@ -190,7 +193,7 @@ def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Call
 
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
     def run(x: jax.Array, state: Any, cache: Any, key: jax.Array | None) -> Any:
-        block = nnx.merge(graphdef, gather_weights(state, dtype))
+        block = seed_adapters(nnx.merge(graphdef, gather_weights(state, dtype)), key)
         x = checkpoint_name(x, "block_input")
         return block(x, context, cache, key)
 

@@ -21,12 +21,11 @@ HEAD_AXES = ("embed", "vocab")
 
 
 class Cache(nnx.Pytree):
-    """What all layers keep for decoding: `layers` as `Stack.layers`, `positions` [B, S], `length` []."""
+    """What all layers keep for decoding: `layers` as `Stack.layers`, and how many tokens of each row, `seen` [B]."""
 
-    def __init__(self, layers: list[Any], positions: jax.Array, length: jax.Array):
+    def __init__(self, layers: list[Any], seen: jax.Array):
         self.layers = nnx.data(layers)
-        self.positions = nnx.data(positions)
-        self.length = nnx.data(length)
+        self.seen = nnx.data(seen)
 
 
 class Transformer(nnx.Module):
@@ -112,25 +111,39 @@ class Transformer(nnx.Module):
         x, _, router_loss = self._run(tokens, context, None, dropout_key)
         return x, router_loss
 
-    def decode(
-        self, tokens: jax.Array, positions: jax.Array, cache: Cache, *, last_only: bool = False
-    ) -> tuple[jax.Array, Cache]:
-        """Logits float32 [B, T, V] of T further tokens ([B, 1, V], of the last, with `last_only`), and the cache.
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, room: int) -> tuple[jax.Array, Cache]:
+        """Logits float32 [B, V] after each row's last token, and the cache.
 
         Args:
-          tokens, positions: int32 [B, T]; position -1 marks padding, which nothing attends to.
-          cache: from `make_cache`; the caller sees to it that `cache.length + T` fits.
+          tokens: int32 [B, T], each row filled up at its end.
+          lengths: int32 [B], how many tokens of each row are its own; at least 1.
+          room: tokens of a row that the cache is for, at least T.
         """
-        stored = jax.lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1)
+        numbers = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
+        angles, local = self._angles(numbers[None])
+        context = Context(numbers[None], angles, None, slots, counted=True, local_angles=local)
+        empty = self.make_cache(tokens.shape[0], room)
+        x, layers, _ = self._run(tokens, context, list(empty.layers), None)
+        last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
+        return self.logits(last), Cache(layers or [], slots.seen_after)
+
+    def decode(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Logits float32 [B, T, V] of T further tokens, and the cache with them.
+
+        Args:
+          tokens, positions: int32 [B, T]; a row's positions go on where the cache ends, -1 marks padding, which
+            nothing attends to.
+          cache: from `make_cache` or `prefill`, with room for them.
+        """
         angles, local = self._angles(positions)
-        slots = CacheSlots(positions, stored, cache.length)
+        slots = CacheSlots(positions, cache.seen)
         context = Context(positions, angles, None, slots, local_angles=local)
         x, layers, _ = self._run(tokens, context, list(cache.layers), None)
-        x = x[:, -1:] if last_only else x
-        return self.logits(x), Cache(layers or [], stored, cache.length + tokens.shape[1])
+        return self.logits(x), Cache(layers or [], slots.seen_after)
 
     def make_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens of each of `batch` sequences."""
+        """An empty cache for `length` tokens of each of `batch` sequences; layers with a window keep no more."""
         stack = self.decoder
 
         def empty(index: int) -> Any:
@@ -141,7 +154,7 @@ class Transformer(nnx.Module):
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (stack.repeats, *x.shape)), cache)
 
         layers = [empty(index) for index in range(len(stack.layers))]
-        return Cache(layers, jnp.full((batch, length), -1, jnp.int32), jnp.zeros((), jnp.int32))
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., D] -> float32 [..., V], soft-capped where the model has a cap."""

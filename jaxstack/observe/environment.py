@@ -41,7 +41,7 @@ def describe_environment() -> dict[str, Any]:
     kinds = sorted({device.device_kind for device in devices})
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": _versions(),
+        "versions": installed_versions(),
         "platform": devices[0].platform,
         "devices": len(devices),
         "device_kinds": kinds,
@@ -75,7 +75,8 @@ def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
     return content
 
 
-def _versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
+    """Name -> version of Python, jaxstack and those of `PACKAGES` that are installed."""
     versions = {"jaxstack": jaxstack.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -36,15 +36,32 @@ class JsonLines:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _rewrite(self.path, lambda line: _keeps(line, start_step))
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._pending = b""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Lines that a full disk refuses are kept, and written with the first one that it takes again."""
         record = {"step": int(step)} | {key: _plain(value) for key, value in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(self._pending):
+                written += self._file.write(self._pending[written:]) or 0
+        except OSError:
+            self._file.truncate(end)  # no torn line
+            raise
+        self._pending = b""
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            if self._pending:
+                self._write()
+        finally:
+            self._file.close()
 
 
 def _plain(value: Any) -> Any:
@@ -169,23 +186,81 @@ class WandB:
         self._run.finish()
 
 
+class MLflow:
+    """Logs to MLflow under one run id, kept in the run directory for a resumed run to go on in.
+
+    Server and experiment come from mlflow's own environment variables (`MLFLOW_TRACKING_URI`; without it a folder or
+    file of mlflow's choice; `MLFLOW_EXPERIMENT_NAME` falls back to `jaxstack`). A value that is not finite is left out.
+    Raises ConfigError where the package is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        start_step: int = 0,
+        name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        try:
+            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                "the tracker 'mlflow' needs the package mlflow-skinny (or mlflow), which is not installed: "
+                "pip install 'jaxstack[mlflow]', or take 'mlflow' out of observe.trackers"
+            ) from error
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        id_file = directory / "mlflow_id.txt"
+        self._client = MlflowClient()
+        if id_file.exists():
+            self._run_id = id_file.read_text().strip()
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxstack")
+        found = self._client.get_experiment_by_name(experiment)
+        key = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        self._run_id = self._client.create_run(key, run_name=name).info.run_id
+        id_file.write_text(self._run_id + "\n")
+        for section, values in (settings or {}).items():
+            for setting, value in (values if isinstance(values, Mapping) else {"": values}).items():
+                self._client.log_param(self._run_id, f"{section}.{setting}".strip("."), str(value)[:500])
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {key: _plain(value) for key, value in values.items()}
+        for key, value in numbers.items():
+            if isinstance(value, int | float):
+                self._client.log_metric(self._run_id, key, float(value), step=int(step))
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
 TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
     # First the file that everything else can be made from: it is written even when a later tracker fails.
     "jsonl": lambda run_dir, start, name, settings: JsonLines(run_dir / "metrics.jsonl", start),
     "tensorboard": lambda run_dir, start, name, settings: TensorBoard(run_dir / "tensorboard", start),
     "wandb": lambda run_dir, start, name, settings: WandB(run_dir, start, name, settings),
+    "mlflow": lambda run_dir, start, name, settings: MLflow(run_dir, start, name, settings),
 }
 
 
 class Trackers:
-    """Several trackers as one."""
+    """Several trackers as one. What the disk refuses is said once and does not end the run."""
 
-    def __init__(self, trackers: Mapping[str, Tracker]):
-        self._trackers = dict(trackers)
+    def __init__(self, trackers: Mapping[str, Tracker], say: Callable[[str], None] = print):
+        self._trackers, self._say = dict(trackers), say
+        self._failing: set[str] = set()
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        for tracker in self._trackers.values():
-            tracker.log(step, values)
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.log(step, values)
+            except OSError as error:
+                if name not in self._failing:
+                    self._say(f"warning: the metrics of step {step} could not be written ({name}): {error}")
+                self._failing.add(name)
+            else:
+                self._failing.discard(name)
 
     def close(self) -> None:
         """Closes every tracker, also when one of them fails; raises the first failure then."""
@@ -205,12 +280,14 @@ def open_trackers(
     run_dir: str | Path,
     start_step: int = 0,
     settings: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = print,
 ) -> Trackers:
     """Opens the named trackers of `TRACKERS`, in the table's order, for the run in `run_dir`.
 
     Args:
         start_step: completed steps that the run goes on from; what was logged after it is dropped.
         settings: the run's configuration, for trackers that show it.
+        say: takes warnings.
     Raises:
         ConfigError: a tracker's package is not installed. Trackers opened before it are closed.
     """
@@ -222,4 +299,4 @@ def open_trackers(
     except BaseException:
         Trackers(opened).close()
         raise
-    return Trackers(opened)
+    return Trackers(opened, say)

@@ -1,6 +1,7 @@
 from .base import GroupRule as GroupRule
 from .base import Optimizer as Optimizer
 from .build import build_optimizer as build_optimizer
+from .build import frozen_rule as frozen_rule
 from .optimizers import (
     OPTIMIZERS as OPTIMIZERS,
 )

@@ -1,33 +1,23 @@
 """What every optimizer's configuration shares, and the interface that a new one implements."""
 
-import re
 from abc import abstractmethod
 
 import optax
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from jaxstack.config import Component
+from jaxstack.config import Component, PathRule
 
 
-class GroupRule(Component):
-    """Parameters whose path the regular expression is found in; the first rule that matches a parameter holds."""
+class GroupRule(PathRule):
+    """What the optimizer does with the parameters of a path."""
 
-    path: str
     learning_rate_scale: float = Field(default=1.0, ge=0)
     """Times the scheduled learning rate."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Instead of the optimizer's; left out: that one, which spares vectors."""
-    frozen: bool = False
-    """Never updated, and without optimizer state."""
-
-    @field_validator("path")
-    @classmethod
-    def _compiles(cls, path: str) -> str:
-        try:
-            re.compile(path)
-        except re.error as error:
-            raise ValueError(f"{path!r} is not a regular expression: {error}.") from None
-        return path
+    frozen: bool | None = None
+    """Never updated, without gradients and optimizer state. Left out: what adapters are added to is frozen, all else
+    is not."""
 
 
 class Optimizer(Component):

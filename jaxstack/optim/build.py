@@ -7,13 +7,16 @@ import jax
 import optax
 
 from jaxstack.optim.base import GroupRule, Optimizer
-from jaxstack.tree_rules import check_patterns, map_by_path, match
+from jaxstack.tree_rules import ADAPTER, check_patterns, map_by_path, match
 
 BALANCE = r"(^|/)balance_bias$"
 
 
 def build_optimizer(
-    optimizer: Optimizer, learning_rate: Callable[[jax.typing.ArrayLike], jax.Array], params: Any
+    optimizer: Optimizer,
+    learning_rate: Callable[[jax.typing.ArrayLike], jax.Array],
+    params: Any,
+    known: Any = None,
 ) -> optax.GradientTransformation:
     """Clip by global norm, the optimizer's core, decoupled weight decay, learning rate; frozen parameters left out.
 
@@ -22,13 +25,16 @@ def build_optimizer(
     Args:
       learning_rate: step -> learning rate.
       params: the parameters or their shapes; their paths decide on groups, their ranks on weight decay.
+      known: all parameters, where `params` are those that are trained.
 
     Raises:
       ConfigError: a group's path matches no parameter.
     """
     rules = [(group.path, group) for group in optimizer.groups]
-    check_patterns([path for path, _ in rules], params, "optimizer.groups")
+    known = params if known is None else known
+    check_patterns([path for path, _ in rules], known, "optimizer.groups")
     rules.append((".*", GroupRule(path=".*")))
+    is_frozen = frozen_rule(optimizer, known)
     groups = map_by_path(lambda path, leaf: match(path, rules), params)
 
     is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
@@ -49,15 +55,28 @@ def build_optimizer(
     )
     transforms = {"trained": chain, "frozen": optax.set_to_zero(), "balance": _against_sign(optimizer.balance_rate)}
 
-    def label(path: str, group: GroupRule) -> str:
-        frozen = "frozen" if group.frozen else "trained"
-        return "balance" if is_load_signal(path) and not group.frozen else frozen
+    def label(path: str) -> str:
+        if is_frozen(path):
+            return "frozen"
+        return "balance" if is_load_signal(path) else "trained"
 
-    labels = map_by_path(lambda path, leaf: label(path, match(path, rules)), params)
+    labels = map_by_path(lambda path, leaf: label(path), params)
     used = set(jax.tree.leaves(labels))
     if used - {"trained"}:
         chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
     return chain
+
+
+def frozen_rule(optimizer: Optimizer, params: Any) -> Callable[[str], bool]:
+    """Whether the parameter of a path is frozen: as its group says, else where there are adapters and it is none."""
+    rules = [(group.path, group.frozen) for group in optimizer.groups]
+    adapted = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
+
+    def is_frozen(path: str) -> bool:
+        chosen = match(path, [*rules, (".*", None)])
+        return chosen if chosen is not None else adapted and not ADAPTER.search(path)
+
+    return is_frozen
 
 
 def is_load_signal(path: str) -> bool:
@@ -83,8 +102,8 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-    """Whether weight decay applies. Scales and biases are vectors even where a layer stack gives them a second dim."""
-    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias")
+    """Whether weight decay applies. Scales, biases and magnitudes are vectors even where they have two dims."""
+    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
 
 
 def _per_parameter(apply: Callable[[Any, Any, float], Any], constants: Any) -> optax.GradientTransformation:

@@ -37,5 +37,8 @@ from .weights import (
     gathers_shards as gathers_shards,
 )
 from .weights import (
+    keep as keep,
+)
+from .weights import (
     save_all_but_gathered as save_all_but_gathered,
 )

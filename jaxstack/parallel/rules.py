@@ -9,10 +9,13 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jaxstack.parallel.pipeline.plan import PipelinePlan
 
 Names = Sequence[str | None]
 
@@ -34,6 +37,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "expert": ("expert",),
     "router": (),
+    "rank": (),
     "layers": ("pipeline",),
 }
 ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
@@ -68,6 +72,8 @@ class AxisRules:
     """How attention sees the keys of other devices of `context`; None: by its shape."""
     overlap: str = "auto"
     """As `ParallelConfig.overlap`."""
+    pipeline: "PipelinePlan | None" = None
+    """How a batch goes through the stages of `pipeline`; None: 1F1B, see `plan_pipeline`."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The PartitionSpec of an array whose dims have these logical axes.
@@ -110,13 +116,13 @@ class AxisRules:
             spec = list(restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - set(self.weight_axes)))
         elif lacking := self.lacking(PartitionSpec(*spec), self.weight_axes):
             self._split_weight(spec, names, shape, lacking)
+        elif self.weight_axes and {"expert", "vocab"}.isdisjoint(names or ()):
+            self._split_first(spec, names, shape)
         if self.mesh.shape["pipeline"] > 1 and matrix:
             self._store_over_stages(spec, names, shape)
         return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
 
-    def _split_weight(
-        self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]
-    ) -> None:
+    def _split_weight(self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]) -> None:
         """Splits the largest free dim that can be over all these axes, or failing that over one of them."""
         free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
         for wanted in (axes, *((axis,) for axis in axes)):
@@ -124,6 +130,15 @@ class AxisRules:
             if dims:
                 spec[max(dims, key=lambda d: shape[d])] = wanted
                 return
+
+    def _split_first(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
+        """Moves the split over the `weight_axes` to the first dim where that is free: whole rows travel as they lie,
+        where a gradient that is split along another dim is transposed first. (A table that is the head's matrix too keeps
+        one split for both uses.)"""
+        first = next(d for d in range(len(shape)) if not _is_stack(names, d))
+        taken = next((d for d, part in enumerate(spec) if set(self.weight_axes) <= set(axes_of(part))), first)
+        if spec[first] is None and shape[first] % self.degree(axes_of(spec[taken])) == 0:
+            spec[first], spec[taken] = spec[taken], None
 
     def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
         """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
@@ -225,6 +240,7 @@ def make_rules(
     zero: int = 0,
     context_method: str | None = None,
     overlap: str = "auto",
+    pipeline: "PipelinePlan | None" = None,
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
     """The standard table on `mesh`.
@@ -235,6 +251,7 @@ def make_rules(
       zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
       context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
       overlap: as `ParallelConfig.overlap`.
+      pipeline: schedule and microbatches where the mesh has stages; None: 1F1B.
       overrides: rows of the table to change or add.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
@@ -242,7 +259,7 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap)
+    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline)
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)

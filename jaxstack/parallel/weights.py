@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.parallel.exchange import Dims, Exchange, Held, exchange
@@ -62,16 +63,29 @@ def gathers_shards() -> bool:
     return rules is not None and "fsdp" in rules.manual and bool(rules.weight_axes)
 
 
-_NOT_SAVED = ("all_gather", "concatenate", "convert_element_type", "reshape", "transpose")
-"""The gather, and what costs nothing to repeat: saved in its place, these would keep the gathered weight."""
+_OF_ELEMENTS = """
+    abs add add_any and broadcast_in_dim concatenate convert_element_type copy cos div dynamic_slice eq erf erfc exp exp2
+    expand_dims expm1 ge gt integer_pow iota le log log1p logistic lt max min mul ne neg not or pad pow random_bits
+    random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left shift_right_logical sign
+    sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor
+"""
+_COMPUTED_AGAIN = frozenset(("all_gather", *_OF_ELEMENTS.split()))
+"""The gather of weights, and operations of elements: to repeat them costs little beside keeping their results."""
 
 
 def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint`: the backward pass gathers weights again, and recomputes nothing that costs time.
+    """A policy for `jax.checkpoint`: the backward pass gathers weights again, and multiplies nothing again.
 
-    Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind.
+    Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind. What a matmul
+    or a kernel gives is kept, and sums, and what passes `keep`. Operations of elements are done again, as part of what
+    uses them: kept, each would be an array of its own, mostly in float32.
     """
-    return primitive.name not in _NOT_SAVED
+    return primitive.name not in _COMPUTED_AGAIN
+
+
+def keep(x: jax.Array) -> jax.Array:
+    """x, the result of operations of elements which `save_all_but_gathered` keeps all the same."""
+    return checkpoint_name(x, "kept")
 
 
 def exchange_weight(value: jax.Array | Held, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:

@@ -3,31 +3,20 @@
 Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case.
 """
 
-import re
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from jaxstack.config import Component
+from jaxstack.config import Component, PathRule
 
 _PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
 
 
-class Fp8Rule(Component):
-    """Matmuls of the layers whose weight's path the regular expression is found in; the first that matches holds."""
+class Fp8Rule(PathRule):
+    """Which matmuls run in FP8, by paths of weights such as decoder/layers/3/mlp/down_proj/kernel (scanned or not)."""
 
-    path: str
-    """Such as `layers/0/` or `down_proj`; a path is decoder/layers/3/mlp/down_proj/kernel, whether scanned or not."""
     fp8: bool
-
-    @field_validator("path")
-    @classmethod
-    def _compiles(cls, path: str) -> str:
-        try:
-            re.compile(path)
-        except re.error as error:
-            raise ValueError(f"{path!r} is not a regular expression: {error}.") from None
-        return path
 
 
 class PrecisionConfig(Component):
@@ -45,7 +34,8 @@ class PrecisionConfig(Component):
     fp8_history: int = Field(default=16, ge=1)
     """Steps that delayed scaling looks back."""
     fp8_rules: tuple[Fp8Rule, ...] = ()
-    """Exceptions; without them all projections of attention and MLP run in FP8, and nothing else does."""
+    """Without them the projections of attention and MLP run in FP8, but for those of the first and the last layer;
+    `{path: _proj, fp8: true}` adds these."""
 
     @model_validator(mode="after")
     def _check(self) -> "PrecisionConfig":
@@ -57,7 +47,12 @@ class PrecisionConfig(Component):
         """The dtype's name with the default of the platform (`cpu`, `gpu`, ...) filled in."""
         return self.compute or ("float32" if platform == "cpu" else "bfloat16")
 
-    @property
-    def path_rules(self) -> tuple[tuple[str, bool], ...]:
-        """(path, whether it runs in FP8), for `jaxstack.tree_rules.match`."""
-        return (*((rule.path, rule.fp8) for rule in self.fp8_rules), (_PROJECTIONS, True), (".*", False))
+    def path_rules(self, left_out: Sequence[int] = ()) -> tuple[tuple[str, bool], ...]:
+        """(path, whether it runs in FP8), for `jaxstack.tree_rules.match`.
+
+        Args:
+          left_out: layers that no projection of runs in FP8 unless a rule says so.
+        """
+        own = ((rule.path, rule.fp8) for rule in self.fp8_rules)
+        plain = ((f"^decoder/layers/{number}/", False) for number in left_out)
+        return (*own, *plain, (_PROJECTIONS, True), (".*", False))

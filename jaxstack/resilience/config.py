@@ -11,6 +11,8 @@ class ResilienceConfig(Component):
     max_skipped_steps: int = Field(default=10, ge=1)
     """Steps in a row whose loss or gradients are not finite, or spike, are skipped; after this many the run goes back
     to the checkpoint before them and ends with an error."""
+    max_skipped_share: float = Field(default=0.05, gt=0, le=1)
+    """The same where more than this share of the last 1,000 steps was skipped, in a row or not."""
     spike_threshold: float | None = Field(default=None, gt=0)
     """A step is skipped where its loss or gradient norm is more than this many standard deviations (by the median
     absolute deviation, and at least 1 %) above the median of the last 128 steps, e.g. 10. null: spikes are taken."""

@@ -1,18 +1,18 @@
 """SIGTERM and Ctrl-C as a request to save and stop, on one step that all processes of the run agree on."""
 
-import faulthandler
 import itertools
-import os
 import signal
 import threading
+import time
 from types import FrameType
 
 from jaxstack import processes
 from jaxstack.errors import JaxstackError
-from jaxstack.resilience.progress_file import STACKS
 
 _POLL_SECONDS = 0.25
 _AGREE_SECONDS = 120
+_SAME_SECONDS = 5.0
+"""A scheduler that signals all processes of a job reaches this one directly and through the launcher."""
 _NEVER = 2**62
 _numbers = itertools.count()
 
@@ -26,7 +26,7 @@ class Interrupted(JaxstackError):
 
 
 class StopRequest:
-    """Within it, the first SIGTERM or SIGINT is a request to stop; a second SIGINT interrupts at once.
+    """Within it, the first SIGTERM or SIGINT is a request to stop; a SIGINT some seconds later interrupts at once.
 
     One process stops at its next tick. Of several, each tells the others the next tick at which it could stop and
     goes no further until all have spoken; all stop at the latest of these. The talk happens in a thread, so that it
@@ -35,6 +35,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._heard = 0.0
         self._before: dict[int, object] = {}
         self._index, self._count = processes.position()
         self._name = f"stop-{next(_numbers)}"
@@ -80,9 +81,10 @@ class StopRequest:
         return here == self._agreed
 
     def _receive(self, signum: int, _: FrameType | None) -> None:
-        if self.signum is not None and signum == signal.SIGINT:
+        if self.signum is None:
+            self.signum, self._heard = signum, time.monotonic()
+        elif signum == signal.SIGINT and time.monotonic() - self._heard > _SAME_SECONDS:
             raise KeyboardInterrupt
-        self.signum = signum
 
     def _watch(self) -> None:
         try:
@@ -105,43 +107,3 @@ class StopRequest:
         # The exit code tells of the signal that came first, on processes that received none, too.
         self.signum, self._agreed = signum, latest
         self._known.set()
-
-
-class EndAtOnce:
-    """Within it, and outside of a `StopRequest`, SIGTERM ends the process with one line and code 143.
-
-    Python runs handlers between two of its own instructions, and a compilation is one that can take minutes; a thread
-    hears of the signal meanwhile. SIGUSR1 writes the stacks of all threads to standard error, or where the supervisor
-    asked for them, whoever holds the interpreter.
-    """
-
-    def __init__(self, name: str):
-        self._name = name
-
-    def __enter__(self) -> "EndAtOnce":
-        stacks = os.environ.get(STACKS)
-        self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
-        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._handler = lambda signum, frame: None
-        self._before = signal.signal(signal.SIGTERM, self._handler)
-        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._fd_before)
-        signal.signal(signal.SIGTERM, self._before)
-        os.close(self._write)
-        faulthandler.unregister(signal.SIGUSR1)
-        if self._stacks != 2:
-            os.close(self._stacks)
-
-    def _watch(self) -> None:
-        while received := os.read(self._read, 1):
-            if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is self._handler:
-                text = f"stopped by signal {received[0]} outside of the training steps; nothing new to save"
-                os.write(2, f"{self._name}: {text}\n".encode())
-                os._exit(128 + received[0])
-        os.close(self._read)

@@ -4,7 +4,9 @@ Dims: B batch, T length of queries and keys, N query heads, K kv heads, H head d
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ import numpy as np
 from pallas_kernels.attention import mosaic
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.request import Options, Request, Segments
-from pallas_kernels.attention.tiling_tables import Row
+from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tilings import RUNS_WITH, Tiling, blocks_of, kernels, mask_kind, with_blocks
 from pallas_kernels.target import current_target
 
@@ -83,7 +85,7 @@ class Work:
 
 
 def candidates(kernel: str, start: Tiling) -> list[Tiling]:
-    """`start`, then every other combination of the values of one kernel's blocks."""
+    """`start`, then every other combination of the values of one kernel's blocks, those that change least first."""
     values = kernels()[kernel]
     start = dataclasses.replace(start, **RUNS_WITH.get(kernel, {}))
     found = [start]
@@ -98,7 +100,12 @@ def candidates(kernel: str, start: Tiling) -> list[Tiling]:
         tiling = with_blocks(start, kernel, blocks)
         if tiling not in found:
             found.append(tiling)
-    return found
+
+    def changes(tiling: Tiling) -> int:
+        blocks = blocks_of(tiling, kernel)
+        return sum(blocks[name] != value for name, value in blocks_of(start, kernel).items())
+
+    return sorted(found, key=changes)
 
 
 def _is_unused(blocks: dict[str, Any]) -> bool:
@@ -110,39 +117,64 @@ def kernel_order() -> list[str]:
     return sorted(kernels(), key=lambda kernel: kernel not in RUNS_WITH)
 
 
+class Limit:
+    """Shares `minutes` out between `parts`: what one leaves of its share the later ones have. No limit for None."""
+
+    def __init__(self, minutes: float | None, parts: int):
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._parts = parts
+
+    def next_part(self) -> float:
+        """When the next part has to end, on the monotonic clock."""
+        now = time.monotonic()
+        end = now + (self._end - now) / max(self._parts, 1)
+        self._parts -= 1
+        return end
+
+
 def tune(
     work: Work,
-    device: str,
     start: Tiling,
     measure: Measure,
-    names: Sequence[str] | None = None,
+    names: Sequence[str],
+    limit: Limit,
+    keep: Callable[[str, dict[str, Any], str], None],
     report: Callable[[str], None] = print,
-) -> list[Row]:
-    """The rows of the fastest blocks of each kernel, tuned in turn with the best of the kernels before it.
+) -> int:
+    """Tunes kernels in turn, each with the best of those before it; how many of them ran.
 
-    Candidates that `measure` cannot run are passed over, and told of.
+    Candidates that `measure` cannot run are passed over, and told of; so are those that are left when time is out,
+    which `candidates` has in the order of how much they change.
+
+    Args:
+        keep: is given (kernel, blocks, in words how it was measured) whenever they are the fastest so far.
     """
-    rows, best = [], start
-    for kernel in names or kernel_order():
+    best, ran = start, 0
+    for kernel in names:
         seconds: dict[Tiling, float] = {}
-        tried = candidates(kernel, best)
-        for tiling in tried:
-            blocks = " ".join(f"{name} {value}" for name, value in blocks_of(tiling, kernel).items())
+        tried, end = candidates(kernel, best), limit.next_part()
+        for place, tiling in enumerate(tried):
+            # The first shows what there is to gain.
+            if place and time.monotonic() > end:
+                report(f"{work}: {kernel}: time is out, {len(tried) - place} of {len(tried)} candidates not measured")
+                break
+            blocks = blocks_of(tiling, kernel)
+            words = f"{work}: {kernel} {' '.join(f'{name} {value}' for name, value in blocks.items())}"
             try:
                 seconds[tiling] = measure(kernel, tiling)
-                report(f"{work}: {kernel} {blocks}: {1e3 * seconds[tiling]:.3f} ms")
             except Exception as error:
-                report(f"{work}: {kernel} {blocks}: skipped, {_first_line(error)}")
-        if not seconds:
+                report(f"{words}: skipped, {_first_line(error)}")
+                continue
+            report(f"{words}: {1e3 * seconds[tiling]:.3f} ms")
+            if seconds[tiling] == min(seconds.values()):
+                best = with_blocks(best, kernel, blocks)
+                keep(kernel, blocks, f"{1e3 * seconds[tiling]:.3f} ms for {work}, jax {jax.__version__}")
+        if seconds:
+            ran += 1
+            report(f"{work}: {kernel}: takes {blocks_of(best, kernel)}, {1e3 * min(seconds.values()):.3f} ms")
+        else:
             report(f"{work}: {kernel}: none of {len(tried)} candidates runs, nothing is written")
-            continue
-        chosen = min(seconds, key=lambda tiling: seconds[tiling])
-        blocks = blocks_of(chosen, kernel)
-        best = with_blocks(best, kernel, blocks)
-        measured = f"{1e3 * seconds[chosen]:.3f} ms for {work}, best of {len(seconds)}, jax {jax.__version__}"
-        rows.append(Row(device, kernel, work.head_dim, blocks, work.kind, work.length, measured))
-        report(f"{work}: {kernel}: takes {blocks}, {1e3 * seconds[chosen]:.3f} ms")
-    return rows
+    return ran
 
 
 def _first_line(error: Exception) -> str:
@@ -155,6 +187,7 @@ class Stopwatch:
 
     def __init__(self, work: Work):
         self._work, self._arrays, self._segments = work, work.arrays(), work.segments()
+        self._rows: tuple[jax.Array, ...] | None = None
         self._expected: dict[bool, Any] = {}
 
     def __call__(self, kernel: str, tiling: Tiling) -> float:
@@ -164,19 +197,27 @@ class Stopwatch:
             ValueError: the result is not that of the tiling that was measured first.
             Exception: whatever the compiler says.
         """
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return mosaic.attend(self._work.request(q, k, v, self._segments), tiling)[0]
-
-        arguments: tuple = self._arrays
+        arguments = self._arrays
         if kernel == "forward":
-            compiled = jax.jit(attend).lower(*arguments).compile()
+            compiled = jax.jit(functools.partial(self._attend, tiling)).lower(*arguments).compile()
         else:
-            out, pullback = jax.jit(lambda *arrays: jax.vjp(attend, *arrays))(*arguments)
-            arguments = pullback, out
-            compiled = jax.jit(lambda pullback, d_out: pullback(d_out)).lower(*arguments).compile()
+            if self._rows is None:
+                self._rows = jax.jit(functools.partial(self._rows_of_gradients, tiling))(*arguments)
+            arguments = *arguments, *self._rows
+            compiled = jax.jit(functools.partial(self._differentiate, tiling)).lower(*arguments).compile()
         self._compare(kernel == "forward", compiled(*arguments))
         return median_seconds(compiled, *arguments)
+
+    def _attend(self, tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return mosaic.attend(self._work.request(q, k, v, self._segments), tiling)
+
+    def _rows_of_gradients(self, tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        """d_out, for which any numbers of its shape do, lse and delta."""
+        out, lse = self._attend(tiling, q, k, v)
+        return q, lse, row_delta(out, q, jnp.zeros_like(lse))
+
+    def _differentiate(self, tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array) -> tuple:
+        return mosaic.gradients(self._work.request(q, k, v, self._segments), *rows, tiling=tiling)
 
     def _compare(self, is_forward: bool, result: Any) -> None:
         expected = self._expected.setdefault(is_forward, result)

@@ -1,12 +1,16 @@
 """Real damage on disk: every flipped bit, cut or missing file is noticed, named, and passed over."""
 
+import errno
+import hashlib
+import json
+import os
 import random
 import shutil
 
 import pytest
 
 from jaxstack.checkpoint import abstract_state
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError
 from tests.checkpoint.states import assert_same, make_state
 
 
@@ -126,6 +130,80 @@ def test_strangers_are_named_left_alone_and_never_loaded(two, open_manager, warn
     assert {"1", "2", "3", "4", "5", "6", "007", "notes.txt"} <= names
     assert ".saving-8-1" not in names
     assert any("4.moved-aside" in name for name in names)
+
+
+def test_pipes_and_devices_in_place_of_files_are_not_read(two, open_manager, warnings):
+    for name in ("SHA256SUMS", "checkpoint.json"):
+        for stand_in in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+            (two / "2" / name).unlink()
+            stand_in(two / "2" / name)
+            warnings.clear()
+            assert open_manager().latest_step() == 1 and name in warnings[0]
+            repair(two)
+
+
+def test_names_that_no_step_has(two, open_manager, warnings):
+    """A number beyond those of a state's int32 counter, and bytes that are no text."""
+    shutil.copytree(two / "2", two / "99999999999")
+    os.mkdir(os.fsencode(two) + b"/\xff")
+    assert open_manager().latest_step() == 2
+    assert len(warnings) == 2 and all(line.isprintable() and "ignored" in line for line in warnings)
+
+
+def test_a_folder_that_may_not_be_read_is_passed_over(two, open_manager, warnings, monkeypatch):
+    """Mode 0 does not stop root, who may be the one that runs this."""
+    listdir = os.listdir
+
+    def refuse(path="."):
+        if str(path) == str(two / "2"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert open_manager().latest_step() == 1
+    assert str(two / "2") in warnings[0] and "Permission denied" in warnings[0]
+
+
+def rewrite_index(directory, change):
+    """Changes the index of checkpoint 2, and its hash with it."""
+    path, sums = directory / "2" / "checkpoint.json", directory / "2" / "SHA256SUMS"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(change(index)))
+    lines = sums.read_text().splitlines()[:-1]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    sums.write_text("\n".join([*lines, f"{digest}  checkpoint.json"]) + "\n")
+
+
+def test_an_index_that_is_none_is_passed_over(two, open_manager, warnings):
+    for change in (lambda index: [index], lambda index: {**index, "leaves": None}, lambda index: {"format": 1}):
+        rewrite_index(two, change)
+        warnings.clear()
+        assert open_manager().latest_step() == 1 and "not the index of a checkpoint" in warnings[0]
+        repair(two)
+
+
+def test_another_format_is_an_error_and_not_damage(two, open_manager):
+    """Going on from an older checkpoint would throw away what a newer version has trained."""
+    rewrite_index(two, lambda index: {**index, "format": 2})
+    with pytest.raises(ConfigError, match="has format 2, this jaxstack reads 1"):
+        open_manager().latest_step()
+
+
+def test_files_outside_of_the_checkpoint_are_not_looked_at(two, open_manager, warnings):
+    sums = two / "2" / "SHA256SUMS"
+    for name in ("../1/checkpoint.json", "/etc/passwd"):
+        sums.write_text(f"{'0' * 64}  {name}\n" + sums.read_text())
+        warnings.clear()
+        assert open_manager().latest_step() == 1 and "not a hash and a name below it" in warnings[0]
+        repair(two)
+
+
+def test_files_in_place_of_working_folders_are_removed(two, open_manager):
+    for name in (".saving-3-1", ".deleting-1"):
+        (two / name).write_text("a file")
+    manager = open_manager(keep=1)
+    manager.save(3, make_state(3), wait=True)
+    assert manager.latest_step() == 3 and sorted(path.name for path in two.iterdir()) == [".lock", "3"]
 
 
 def test_a_link_in_the_way_of_a_save_is_moved_aside(two, open_manager):

@@ -5,7 +5,7 @@ import pytest
 
 from jaxstack.checkpoint.layout import abstract_state, check_layout, compare
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError
 
 
 def specs(tree):
@@ -39,6 +39,27 @@ def test_keys_of_another_generator_differ():
     assert compare(specs({"rng": jax.random.key(0)}), held) == []
     assert compare(specs({"rng": jax.random.key(0, impl="rbg")}), held)
     assert compare(specs({"rng": jax.random.key_data(jax.random.key(0))}), held)
+
+
+def test_fields_that_came_later_begin_anew_where_the_checkpoint_is_older(open_manager, warnings):
+    """Laid out as they are wanted; what else is missing is an error still."""
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    split = jax.NamedSharding(mesh, jax.P("d"))
+    manager = open_manager()
+    manager.save(1, {"old": jnp.ones(4)}, wait=True)
+    state = {"old": jnp.zeros(4), "new": {"a": jnp.zeros(4), "b": jnp.zeros((2, 2), jnp.int32)}}
+    wanted, later = abstract_state(state, split), {"new": lambda: {"a": jnp.arange(4.0), "b": jnp.eye(2, dtype=int)}}
+    found, _ = manager.restore(1, wanted, later=later)
+    np.testing.assert_array_equal(found["old"], np.ones(4))
+    np.testing.assert_array_equal(found["new"]["a"], np.arange(4.0))
+    np.testing.assert_array_equal(found["new"]["b"], np.eye(2))
+    assert found["new"]["b"].dtype == jnp.int32 and found["new"]["a"].sharding.is_equivalent_to(split, 1)
+    assert len(warnings) == 1 and warnings[0].endswith("is older than 'new', which begins anew")
+    with pytest.raises(ConfigError, match=r"new/a: float32\[4\] wanted, not in the checkpoint"):
+        manager.restore(1, wanted)
+    manager.save(2, {"old": jnp.ones(4), "new": {"a": jnp.ones(4)}}, wait=True)
+    with pytest.raises(ConfigError, match=r"new/b: int32\[2, 2\] wanted, not in the checkpoint"):
+        manager.restore(2, wanted, later=later)  # torn, not older
 
 
 def test_abstract_state_takes_one_sharding_or_a_tree_of_them():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state, manifest
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError
 from tests.checkpoint.states import assert_same, make_state
 
 
@@ -87,6 +87,21 @@ def test_only_one_process_saves_into_a_directory(open_manager, tmp_path, run_pyt
     assert "another process saves checkpoints" in result.stderr and result.returncode == 1
     manager.close()
     manager.save(2, {"x": jnp.ones(4)}, wait=True)
+
+
+def test_a_run_claims_its_directory_before_it_saves(open_manager, run_python):
+    manager = open_manager()
+    manager.claim()
+    claim = "import sys; from jaxstack.checkpoint import CheckpointManager; CheckpointManager(sys.argv[1]).claim()"
+    result = run_python(claim, manager.directory)
+    assert "another process saves checkpoints" in result.stderr and result.returncode == 1
+    manager.save(1, {"x": jnp.ones(4)}, wait=True)
+
+
+def test_a_directory_that_cannot_be_written_is_said_at_the_claim(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write .*file/checkpoints: Not a directory"):
+        CheckpointManager(tmp_path / "file" / "checkpoints").claim()
 
 
 def test_a_failed_save_is_told_once_and_the_next_works(open_manager, warnings, monkeypatch):

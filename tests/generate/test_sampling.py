@@ -14,8 +14,8 @@ PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.25, 0.2])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None]
 
 
-def kept(top_k=None, top_p=None) -> list[int]:
-    return np.flatnonzero(np.isfinite(np.asarray(keep_likeliest(LOGITS, top_k, top_p))[0])).tolist()
+def kept(top_k=None, top_p=None, min_p=None) -> list[int]:
+    return np.flatnonzero(np.isfinite(np.asarray(keep_likeliest(LOGITS, top_k, top_p, min_p))[0])).tolist()
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,21 @@ def kept(top_k=None, top_p=None) -> list[int]:
 def test_masks(top_k, top_p, wanted):
     """With both, top_p counts what top_k has left: 0.4 and 0.25 of 0.85 are more than 0.7."""
     assert kept(top_k, top_p) == wanted
+
+
+@pytest.mark.parametrize(
+    ("min_p", "wanted"), [(0.0, [0, 1, 2, 3, 4]), (0.2, [0, 1, 3, 4]), (0.45, [1, 3, 4]), (0.6, [1, 3]), (1.0, [1])]
+)
+def test_min_p_is_a_share_of_the_likeliest(min_p, wanted):
+    assert kept(min_p=min_p) == wanted
+
+
+def test_a_row_with_its_own_key_draws_as_if_alone():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(6, 50)), jnp.float32)
+    keys = jax.random.split(jax.random.key(2), 6)
+    together = sample(logits, keys, Sampling(temperature=1.0))
+    alone = [int(sample(logits[row : row + 1], keys[row : row + 1], Sampling(temperature=1.0))[0]) for row in range(6)]
+    assert together.tolist() == alone and len(set(alone)) > 1
 
 
 def test_what_is_kept_keeps_its_logits():
@@ -58,7 +73,9 @@ def test_draws_follow_the_probabilities(temperature):
     np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.015)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": -0.1}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}, {"min_p": 2}]
+)
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Sampling(**wrong)

@@ -40,6 +40,17 @@ def test_exit_codes(code, starts, expected):
     assert process.returncode == expected and out.count("started\n") == starts
 
 
+def test_a_rank_that_was_stopped_by_a_signal_stops_the_run():
+    """Before the first step only that one hears of it, and the others fail at its absence."""
+    program = (
+        "import os, sys, time; print('started', flush=True); first = os.environ['JAX_PROCESS_ID'] == '0'; "
+        "time.sleep(2 * first); sys.exit(1 if first else 143)"
+    )
+    process = launch("--processes", "2", "--max-restarts", "3", program=program)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143 and out.count("started\n") == 2 and "starting again" not in out
+
+
 def test_a_new_checkpoint_refills_the_budget(tmp_path):
     """Fails after the checkpoints 1, 2 and 3, then ends well; one restart in a row would not have done."""
     (tmp_path / "n").write_text("0")

@@ -196,13 +196,14 @@ def test_decoding_with_a_cache_equals_the_full_forward(models, tokens, family):
         close(np.stack(found[row]), wanted[row, length - 1 : length + steps], 1e-4)
 
 
-def test_last_only_is_the_last(models, tokens):
-    model = models["llama"]
+def test_prefill_gives_the_logits_after_the_last_token_of_each_row(models, tokens):
+    model, lengths = models["llama"], np.array([T, 5, 1], np.int32)
     positions = np.broadcast_to(np.arange(T), (B, T)).astype(np.int32)
-    every, _ = model.decode(tokens, positions, model.make_cache(B, T))
-    last, cache = model.decode(tokens, positions, model.make_cache(B, T), last_only=True)
-    close(every[:, -1:], last)
-    assert int(cache.length) == T
+    every, cache = model.decode(tokens, positions, model.make_cache(B, T))
+    assert cache.seen.tolist() == [T] * B
+    last, cache = model.prefill(tokens, lengths, T)
+    close(np.asarray(every)[np.arange(B), lengths - 1], last)
+    assert cache.seen.tolist() == lengths.tolist()
 
 
 def test_dropout_needs_a_key_and_keeps_the_mean(tokens):

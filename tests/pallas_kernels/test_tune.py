@@ -1,6 +1,7 @@
 """The tuning command, with a stand-in for the measuring: what is tried, chosen, written and read again."""
 
 import dataclasses
+import threading
 
 import jax
 import pytest
@@ -106,6 +107,46 @@ def test_where_no_candidate_runs_nothing_is_written_and_the_status_is_1(tmp_path
     assert "none of 6 candidates runs" in capsys.readouterr().out
 
 
+def test_an_interruption_keeps_what_was_found(tmp_path):
+    def interrupted(kernel, tiling):
+        if kernel == "whole" or (tiling.forward_keys, tiling.forward_stages) == (64, 3):
+            raise KeyboardInterrupt
+        return some_times(kernel, tiling)
+
+    with pytest.raises(KeyboardInterrupt):
+        tune.main(["--shape", SHAPE, "--kernel", "forward"], stand_in(interrupted)[0])
+    assert choose_tiling(128, "causal", 4096, "NVIDIA H200").forward_keys == 64
+
+
+def test_the_time_is_shared_out(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: now[0])
+
+    def takes_a_minute(kernel, tiling):
+        now[0] += 60.0
+        return some_times(kernel, tiling)
+
+    stopwatch, asked = stand_in(takes_a_minute)
+    assert tune.main(["--shape", SHAPE, "--minutes", "5.5"], stopwatch) == 0
+    # Shares of 11/6 minutes, in which a second candidate can start: it may be late for the next one.
+    assert [kernel for kernel, _ in asked] == ["half", "half", "forward", "forward", "whole", "whole"]
+    assert "whole: time is out, 1 of 3 candidates not measured" in capsys.readouterr().out
+    assert {row.kernel for row in load(tmp_path / "jaxstack" / "tilings.json")} == {"half", "forward", "whole"}
+
+
+def test_a_candidate_that_hangs_ends_the_process(tmp_path, monkeypatch, capsys):
+    ended = threading.Event()
+    monkeypatch.setattr(tune, "_LONGEST_CANDIDATE", 0.01)
+    monkeypatch.setattr(tune.os, "_exit", lambda status: ended.set())
+
+    def hangs(kernel, tiling):
+        assert ended.wait(10)
+        return 1.0
+
+    tune.main(["--shape", SHAPE, "--kernel", "half"], stand_in(hangs)[0])
+    assert "half {'keys': 64} takes longer than 0.01 seconds" in capsys.readouterr().err
+
+
 def test_a_dry_run_lists_and_writes_nothing(tmp_path, capsys):
     assert tune.main(["--shape", SHAPE, "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -127,6 +168,7 @@ def test_without_a_hopper_gpu_one_clear_message(capsys, tmp_path):
         (["--shape", "4,4096,32,8"], "batch,length,heads,kv_heads,head_dim"),
         (["--shape", "4,4096,32,7,128"], "multiple of kv_heads"),
         (["--shape", SHAPE, "--window", "0"], "at least 1, got '0'"),
+        (["--shape", SHAPE, "--minutes", "0"], "a number of minutes above 0, got '0'"),
         (["--shape", SHAPE, "--kernel", "backwards"], "invalid choice"),
         ([], "--shape"),
     ],
@@ -152,6 +194,7 @@ def test_the_stopwatch_runs_the_kernel_and_refuses_a_wrong_result(monkeypatch):
     stopwatch = tuning.Stopwatch(tuning.Work(1, 128, 1, 1, 64, documents=2))
     tiling = choose_tiling(64, "packed", 128)
     assert stopwatch("forward", tiling) == 1.0
+    assert stopwatch("fused", tiling) == stopwatch("fused", dataclasses.replace(tiling, fused_queries=0)) == 1.0
     monkeypatch.setattr(tuning, "_LARGEST_DIFFERENCE", -1.0)
     with pytest.raises(ValueError, match="differs by 0 of its size"):
         stopwatch("forward", tiling)

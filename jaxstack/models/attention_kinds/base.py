@@ -8,6 +8,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.config import Component
@@ -44,10 +45,15 @@ class CacheSlots(NamedTuple):
 
     queries: jax.Array
     """[B, T] int32 positions of this call's tokens, -1 for padding."""
-    positions: jax.Array
-    """[B, S] int32, which position each slot holds, -1 where empty or padding; already with this call's tokens."""
-    start: jax.Array
-    """[] int32: the slot that this call's first token is written to."""
+    seen: jax.Array
+    """[B] int32: tokens of each row in the cache before this call."""
+    first: bool = False
+    """Whether this is the first call: nothing is in the cache, positions count from 0, padding is at the end."""
+
+    @property
+    def seen_after(self) -> jax.Array:
+        """[B] int32: `seen` with this call's tokens."""
+        return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
 
 
 def context_method() -> str | None:
@@ -128,7 +134,11 @@ class AttentionKind(Component):
 
     @abstractmethod
     def make_cache(self, heads: Heads, batch: int, length: int, dtype: Any) -> Any:
-        """What a layer keeps while decoding, before the first token: arrays with logical axes, for `length` slots."""
+        """What a layer keeps while decoding, before the first token: arrays with logical axes, for `length` tokens."""
+
+    @abstractmethod
+    def store(self, k: jax.Array, v: jax.Array, cache: Any, slots: CacheSlots, heads: Heads) -> Any:
+        """The cache after the first tokens, which `attend` computes."""
 
     @abstractmethod
     def decode(

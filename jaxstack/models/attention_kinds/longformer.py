@@ -38,6 +38,9 @@ class LongformerAttention(MaskedSoftmax):
     def mask(self, heads: Heads, length: int) -> Mask:
         return Mask(window=self.window, global_tokens=self.global_tokens)
 
+    def keys_kept(self, heads: Heads) -> tuple[int, int | None]:
+        return self.global_tokens, self.window
+
     def keys_seen(self, heads: Heads, length: int) -> float:
         near = min(self.window, length)
         far = length - near

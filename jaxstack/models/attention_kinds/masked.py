@@ -1,21 +1,13 @@
 """What kinds of softmax attention over a part of the keys share: a cache of keys and values, and their FLOPs."""
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxstack.models.attention_kinds.base import AttentionKind, CacheSlots, Heads
-from jaxstack.parallel import shard
+from jaxstack.models.attention_kinds.key_cache import KeyCache, attend_to, empty_cache, extend, store
 from pallas_kernels.attention.masks import Mask
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, [B, S, K, H] each."""
-
-    key: jax.Array
-    value: jax.Array
 
 
 class MaskedSoftmax(AttentionKind):
@@ -29,33 +21,24 @@ class MaskedSoftmax(AttentionKind):
     def keys_seen(self, heads: Heads, length: int) -> float:
         """How many keys a query sees on average; half of `length` for all that are before it."""
 
-    def make_cache(self, heads: Heads, batch: int, length: int, dtype: Any) -> LayerCache:
-        shape = (batch, length, heads.num_kv_heads, heads.head_dim)
-        names = ("batch", None, "act_kv_heads", "act_head_dim")
-        return LayerCache(*(shard(jnp.zeros(shape, dtype), *names) for _ in range(2)))
+    def keys_kept(self, heads: Heads) -> tuple[int, int | None]:
+        """Of a long text, how many first and how many last keys later queries can see; None: all."""
+        return 0, None
+
+    def make_cache(self, heads: Heads, batch: int, length: int, dtype: Any) -> KeyCache:
+        first, last = self.keys_kept(heads)
+        return empty_cache(heads, batch, length if last is None else min(length, first + last), dtype)
+
+    def store(self, k: jax.Array, v: jax.Array, cache: KeyCache, slots: CacheSlots, heads: Heads) -> KeyCache:
+        return store(cache, k, v, slots.seen_after, self.keys_kept(heads)[0])
 
     def decode(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: CacheSlots, heads: Heads
-    ) -> tuple[jax.Array, LayerCache]:
-        cache = LayerCache(_put(cache.key, k, slots.start), _put(cache.value, v, slots.start))
-        # Decoding reads the whole cache once a token: bound by its bytes, so a plain einsum is as fast as a kernel.
-        batch, length, num_heads, width = q.shape
-        groups = num_heads // cache.key.shape[2]
-        q = q.reshape(batch, length, -1, groups, width)
-        scores = jnp.einsum("btkgh,bskh->bkgts", q, cache.key, preferred_element_type=jnp.float32) * heads.scale
-        if heads.soft_cap:
-            scores = jnp.tanh(scores / heads.soft_cap) * heads.soft_cap
-        visible = slots.positions[:, None, :] >= 0
-        masked = self.mask(heads, slots.positions.shape[1]).visible(slots.queries, slots.positions)
-        visible = visible if masked is None else visible & masked
-        scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(cache.value.dtype)
-        out = jnp.einsum("bkgts,bskh->btkgh", weights, cache.value)
-        return out.reshape(batch, length, num_heads, width), cache
+        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: KeyCache, slots: CacheSlots, heads: Heads
+    ) -> tuple[jax.Array, KeyCache]:
+        cache, seen, positions = extend(cache, k, v, slots, self.keys_kept(heads)[0])
+        visible = (positions >= 0)[:, None]
+        masked = self.mask(heads, cache.key.shape[2]).visible(slots.queries, positions)
+        return attend_to(q, seen, visible if masked is None else visible & masked, heads), cache
 
     def flops_per_token(self, heads: Heads, length: int) -> float:
         return 12.0 * self.keys_seen(heads, length) * heads.num_heads * heads.head_dim
-
-
-def _put(stored: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(stored, new.astype(stored.dtype), start, axis=1)

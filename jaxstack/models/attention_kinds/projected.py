@@ -8,6 +8,7 @@ from flax import nnx
 from pydantic import Field, PrivateAttr
 
 from jaxstack.models.attention_kinds.base import AttentionKind, CacheSlots, Heads
+from jaxstack.models.attention_kinds.key_cache import KeyCache, attend_to, empty_cache, extend, store
 from jaxstack.parallel import shard
 from pallas_kernels import flash_attention, sequence_order
 
@@ -27,12 +28,11 @@ class _Summaries(NamedTuple):
 
 
 class ProjectedCache(NamedTuple):
-    """Keys and values [B, S, K, H] of all tokens, and the sums [B, M, R, K, H] that the summaries are so far."""
+    """The tokens of the newest block, and the sums that the summaries of all blocks are so far."""
 
-    key: jax.Array
-    value: jax.Array
-    summary_key: jax.Array
-    summary_value: jax.Array
+    block: KeyCache
+    summaries: KeyCache
+    """[B, K, M, R, H] float32 each."""
 
 
 class ProjectedAttention(AttentionKind):
@@ -115,42 +115,33 @@ class ProjectedAttention(AttentionKind):
             super().check(model)
 
     def make_cache(self, heads: Heads, batch: int, length: int, dtype: Any) -> ProjectedCache:
-        tail = (heads.num_kv_heads, heads.head_dim)
-        blocks = -(-length // self.block_size)
-        names = ("act_kv_heads", "act_head_dim")
-        token = shard(jnp.zeros((batch, length, *tail), dtype), "batch", None, *names)
-        summary = shard(jnp.zeros((batch, blocks, self.summaries, *tail), jnp.float32), "batch", None, None, *names)
-        return ProjectedCache(token, token, summary, summary)
+        shape = (batch, heads.num_kv_heads, -(-length // self.block_size), self.summaries, heads.head_dim)
+        names = ("batch", "act_kv_heads", None, None, "act_head_dim")
+        summaries = KeyCache(*(shard(jnp.zeros(shape, jnp.float32), *names) for _ in range(2)))
+        return ProjectedCache(empty_cache(heads, batch, min(length, self.block_size), dtype), summaries)
+
+    def store(
+        self, k: jax.Array, v: jax.Array, cache: ProjectedCache, slots: CacheSlots, heads: Heads
+    ) -> ProjectedCache:
+        return ProjectedCache(store(cache.block, k, v, slots.seen_after), self._summed(cache.summaries, k, v, slots))
 
     def decode(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: ProjectedCache, slots: CacheSlots, heads: Heads
     ) -> tuple[jax.Array, ProjectedCache]:
-        cache = ProjectedCache(
-            jax.lax.dynamic_update_slice_in_dim(cache.key, k.astype(cache.key.dtype), slots.start, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(cache.value, v.astype(cache.value.dtype), slots.start, axis=1),
-            cache.summary_key + self._contribution(0, k, slots.queries, cache.summary_key.shape[1]),
-            cache.summary_value + self._contribution(1, v, slots.queries, cache.summary_key.shape[1]),
-        )
-        size, positions = self.block_size, slots.positions
-        blocks = jnp.arange(cache.summary_key.shape[1] * self.summaries) // self.summaries
-        of_query = (slots.queries // size)[:, :, None]
-        same_block = of_query == (positions // size)[:, None]
-        near = (positions >= 0)[:, None] & same_block & (positions[:, None] <= slots.queries[:, :, None])
-        visible = jnp.concatenate([blocks < of_query, near], axis=2)
+        block, near, positions = extend(cache.block, k, v, slots)
+        summaries = self._summed(cache.summaries, k, v, slots)
+        blocks = jnp.arange(summaries.key.shape[2] * self.summaries) // self.summaries
+        of_query = (slots.queries // self.block_size)[:, :, None]
+        same_block = of_query == (positions // self.block_size)[:, None]
+        causal = (positions >= 0)[:, None] & (positions[:, None] <= slots.queries[:, :, None])
+        visible = jnp.concatenate([blocks < of_query, same_block & causal], axis=2)
 
         def joined(summary: jax.Array, token: jax.Array) -> jax.Array:
-            flat = summary.reshape(summary.shape[0], -1, *summary.shape[3:])
-            return jnp.concatenate([flat.astype(token.dtype), token], axis=1)
+            flat = summary.reshape(*summary.shape[:2], -1, summary.shape[-1])
+            return jnp.concatenate([flat.astype(token.dtype), token], axis=2)
 
-        batch, length, num_heads, width = q.shape
-        keys, values = joined(cache.summary_key, cache.key), joined(cache.summary_value, cache.value)
-        q = q.reshape(batch, length, keys.shape[2], -1, width)
-        scores = jnp.einsum("btkgh,bskh->bkgts", q, keys, preferred_element_type=jnp.float32) * heads.scale
-        if heads.soft_cap:
-            scores = jnp.tanh(scores / heads.soft_cap) * heads.soft_cap
-        scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-        return jnp.einsum("bkgts,bskh->btkgh", weights, values).reshape(batch, length, num_heads, width), cache
+        seen = KeyCache(*(joined(*pair) for pair in zip(summaries, near, strict=True)))
+        return attend_to(q, seen, visible, heads), ProjectedCache(block, summaries)
 
     def flops_per_token(self, heads: Heads, length: int) -> float:
         """Of the keys and summaries seen on average, and of the projection."""
@@ -221,8 +212,13 @@ class ProjectedAttention(AttentionKind):
         )
         return out.reshape(q.shape)
 
-    def _contribution(self, which: int, x: jax.Array, positions: jax.Array, blocks: int) -> jax.Array:
-        """What tokens [B, T, K, H] at these positions (-1: padding) add to the summaries of all blocks, float32."""
-        weight = self._weight[which].astype(jnp.float32)[positions % self.block_size]
+    def _summed(self, summaries: KeyCache, k: jax.Array, v: jax.Array, slots: CacheSlots) -> KeyCache:
+        """The summaries of all blocks with what these tokens [B, T, K, H] add to them; padding adds nothing."""
+        positions, blocks = slots.queries, summaries.key.shape[2]
         to_block = jax.nn.one_hot(jnp.where(positions < 0, -1, positions // self.block_size), blocks)
-        return jnp.einsum("btm,btr,btkh->bmrkh", to_block, weight, x.astype(jnp.float32))
+
+        def add(which: int, sums: jax.Array, x: jax.Array) -> jax.Array:
+            weight = self._weight[which].astype(jnp.float32)[positions % self.block_size]
+            return sums + jnp.einsum("btm,btr,btkh->bkmrh", to_block, weight, x.astype(jnp.float32))
+
+        return KeyCache(add(0, summaries.key, k), add(1, summaries.value, v))

@@ -39,10 +39,19 @@ class Recurrent(AttentionKind):
         state = empty_linear_state(batch, heads.num_kv_heads, self.features_of(heads), heads.head_dim)
         return LinearState(*(shard(x, "batch", "act_kv_heads", *(None,) * (x.ndim - 2)) for x in state))
 
+    def store(self, k: jax.Array, v: jax.Array, cache: LinearState, slots: CacheSlots, heads: Heads) -> LinearState:
+        return self.decode(k, k, v, cache, slots, heads)[1]  # XLA leaves out what only the outputs need
+
     def decode(
         self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LinearState, slots: CacheSlots, heads: Heads
     ) -> tuple[jax.Array, LinearState]:
-        return self.run(q, k, v, jnp.where(slots.queries >= 0, 0, -1), heads, cache)
+        there = slots.queries >= 0
+        # The state is that of the last document: padding goes before the tokens.
+        order = jnp.argsort(there, axis=1, stable=True)
+        q, k, v = (jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in (q, k, v))
+        padding = jnp.take_along_axis(jnp.where(there, 0, -1), order, axis=1)
+        out, state = self.run(q, k, v, padding, heads, cache)
+        return jnp.take_along_axis(out, jnp.argsort(order, axis=1)[:, :, None, None], axis=1), state
 
     def flops_per_token(self, heads: Heads, length: int) -> float:
         """Of the recurrence token by token: each key is added to the state, each query multiplied with it."""

@@ -66,6 +66,9 @@ class SoftmaxAttention(MaskedSoftmax):
     def mask(self, heads: Heads, length: int) -> Mask:
         return Mask(window=heads.window)
 
+    def keys_kept(self, heads: Heads) -> tuple[int, int | None]:
+        return 0, heads.window
+
     def keys_seen(self, heads: Heads, length: int) -> float:
         seen = min(heads.window or length, length)
         return seen - seen * seen / (2 * length)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxstack.errors import ConfigError, JaxstackError, nearest
+from jaxstack.models.adapters import adapted_layers, merge_adapters
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
@@ -33,7 +34,8 @@ def to_huggingface(
     """Writes config.json and the weights so that `transformers` loads them; returns the model_type.
 
     Args:
-      model: a `Transformer`, or its parameters as nested dicts (then give `config`), on the devices of this process.
+      model: a `Transformer`, whose adapters are merged, or its parameters as nested dicts (then give `config`), on the
+        devices of this process.
       family: the model_type; default: the plainest family that can express the model.
       dtype: of the files: float32, bfloat16 or float16.
       max_shard_bytes: of a file; more go into several with an index.
@@ -44,6 +46,7 @@ def to_huggingface(
     """
     if isinstance(model, Transformer):
         config = config or model.config
+        model = merge_adapters(nnx.clone(model)) if adapted_layers(model) else model
         flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
         arrays: Any = {"/".join(map(str, path)): variable.get_value() for path, variable in flat}
     else:

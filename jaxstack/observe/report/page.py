@@ -12,6 +12,7 @@ import yaml
 from jaxstack.observe.environment import read_environment
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
+from jaxstack.observe.report.sharding import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
 from jaxstack.observe.report.tables import render_value
 from jaxstack.observe.report.timeline import render_timeline
@@ -46,8 +47,10 @@ _SECTION_TITLES = {
     "memory": "Memory",
     "mesh": "Mesh",
     "pipeline": "Schedule of the pipeline",
+    "sharding": "Where the parameters lie (numbers are devices, in the order of the mesh)",
     "kernels": "Kernels chosen, and why others were passed over",
 }
+_DRAWN = {"pipeline": render_timeline, "sharding": render_sharding}
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -252,9 +255,11 @@ def _sections(title: str, sections: Any) -> str:
         return ""
     cards = []
     for key, value in sections.items():
+        if value in ({}, []):
+            continue
         heading = _SECTION_TITLES.get(str(key), str(key).replace("_", " ").capitalize())
-        drawn = str(key) == "pipeline" and isinstance(value, Mapping)
-        body = render_timeline(value) if drawn else render_value(value, str(key))
+        render = _DRAWN.get(str(key)) if isinstance(value, Mapping) else None
+        body = render(value) if render is not None else render_value(value, str(key))
         content = f"<h3>{html.escape(heading)}</h3>{body}"
         cards.append(f'<div class="card">{content}</div>')
     return f"<h2>{html.escape(title)}</h2>{''.join(cards)}"

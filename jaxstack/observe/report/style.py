@@ -96,6 +96,12 @@ pre { margin: 0; padding: 12px 14px; background: var(--code); border-radius: 8px
 .legend .task-f::before, .legend .task-b::before, .legend .task-w::before { content: ""; display: inline-block;
   width: 10px; height: 10px; margin-right: 6px; border-radius: 2px; background: #8db4f5; }
 .legend .task-b::before { background: #f4ad7e; } .legend .task-w::before { background: #9bd0a5; }
+.shardings { display: flex; flex-wrap: wrap; gap: 14px 28px; } .sharding { margin: 0; min-width: 0; flex: 0 1 auto; }
+.sharding figcaption { display: block; margin-bottom: 6px; } .sharding figcaption small { display: block; margin: 0; }
+.sharding svg { display: block; width: 100%; height: auto; } .sharding text { font-size: 12px; fill: #171a1f;
+  text-anchor: middle; } .sharding .name { fill: var(--soft); text-anchor: start; }
+.hue0 rect { fill: #a8c7f7; } .hue1 rect { fill: #f7c39c; } .hue2 rect { fill: #a9d8b2; } .hue3 rect { fill: #d9b8ec; }
+.hue4 rect { fill: #f3d77e; } .hue5 rect { fill: #9fd8dc; } .hue6 rect { fill: #f2b3bb; } .hue7 rect { fill: #c9cdd4; }
 @media print { .chart, .card { break-inside: avoid; } }
 """
 

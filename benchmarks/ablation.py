@@ -1,0 +1,143 @@
+"""What each technique is worth: from plain float32 to everything, one technique a row, on real text.
+
+    python benchmarks/ablation.py            # about ten minutes on an H200
+    python benchmarks/ablation.py --quick    # fewer steps of half the batch, under five minutes
+    python benchmarks/ablation.py --tiny     # tiny sizes on simulated CPU devices
+
+A Llama of 337 million parameters trains on Python's standard library. Every row has what the rows before it have; all
+see the same batches in the same order, with the same optimizer (AdamW, float32 weights and moments, clipping).
+`final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
+row's time by this row's. Each row runs in a process of its own and is appended to benchmarks/results/ablation.jsonl at
+once.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.learning import learn, mean_loss
+from benchmarks.rows import append_rows, print_table
+from benchmarks.steps import open_run, rates, run_process
+
+MODEL = (
+    "model.num_layers=24", "model.hidden_size=1024", "model.num_heads=16", "model.num_kv_heads=4",
+    "model.intermediate_size=2816", "model.vocab_size=32768",
+)  # fmt: skip
+TINY = (
+    "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2", "model.vocab_size=512",
+    "data.tokenizer.name=byte", "train.sequence_length=64", "train.global_batch_size=4", "parallel.simulate_devices=1",
+)  # fmt: skip
+NAIVE = (
+    "precision.compute=float32", "model.attention_implementation=reference", "model.remat=full",
+    "model.scan_layers=true",
+)  # fmt: skip
+EVERY = 4
+TECHNIQUES: dict[str, tuple[str, ...]] = {
+    "float32, nothing else": NAIVE,
+    "TF32 matmuls": (),
+    "bfloat16 compute": ("precision.compute=bfloat16",),
+    "flash attention": ("model.attention_implementation=null",),
+    "fused loss": (),
+    "no rematerialisation": ("model.remat=none",),
+    "unrolled layers": ("model.scan_layers=false",),
+    "FP8 matmuls": ("precision.fp8=current",),
+}
+"""Technique -> what it changes in the configuration. TF32 and the loss are not of the configuration, see `measure`."""
+COLUMNS = (
+    "variant", "tokens_per_second_per_device", "mfu", "milliseconds", "speedup", "peak_memory_bytes", "final_loss",
+    "loss_ratio", "compile_seconds",
+)  # fmt: skip
+
+
+def full_logits_loss(model: Any, batch: Any) -> Any:
+    """Cross-entropy by the textbook: all logits in float32, then their log-softmax."""
+    import jax
+
+    labels = batch["labels"]
+    scores = jax.nn.log_softmax(model(batch["tokens"], positions=batch.get("positions")), axis=-1)
+    picked = jax.numpy.take_along_axis(scores, jax.numpy.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    real = labels >= 0
+    return -(picked * real).sum() / real.sum()
+
+
+def overrides_of(variant: str) -> list[str]:
+    """The configuration of a row: that of all rows up to it."""
+    names = list(TECHNIQUES)
+    return [override for name in names[: names.index(variant) + 1] for override in TECHNIQUES[name]]
+
+
+def measure(variant: str, overrides: list[str]) -> dict[str, Any]:
+    """The row of one variant, in this process."""
+    import jax
+
+    from jaxstack.language_run import make_trainer
+    from jaxstack.observe.memory import peak_memory_bytes
+    from jaxstack.trainer import Trainer
+
+    reached = list(TECHNIQUES)[: list(TECHNIQUES).index(variant) + 1]
+    if "TF32 matmuls" not in reached:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    config, data = open_run([*overrides_of(variant), *overrides])
+    trainer = make_trainer(config, data)
+    if "fused loss" not in reached:
+        trainer = Trainer(
+            trainer.module.make, full_logits_loss, data, optimizer=config.optimizer, schedule=config.schedule,
+            mesh=trainer.rules, train=config.train, seed=config.run.seed,
+        )  # fmt: skip
+    began = time.perf_counter()
+    trainer.compile(trainer.peek_batch())
+    compile_seconds = time.perf_counter() - began
+    points = learn(trainer, every=EVERY)
+    steps = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in zip(points, points[1:], strict=False)]
+    last = points[-1]["tokens"]
+    milliseconds = 1e3 * statistics.median(steps)
+    backends = {kernel["operation"]: kernel["backend"] for kernel in trainer.describe()["kernels"]}
+    return {
+        "implementation": "jaxstack", **rates(config, milliseconds, 1, jax.devices()[0].device_kind),
+        "milliseconds": milliseconds, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
+        "final_loss": mean_loss(points, 0.75 * last, last), "tokens": last, "backends": backends,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measures every technique in turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20 steps of 8 x 2048 tokens instead of 100 of 16 x 2048")
+    parser.add_argument("--only", nargs="+", default=list(TECHNIQUES), choices=TECHNIQUES, metavar="TECHNIQUE")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds a row may take")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
+    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        variant, *overrides = args.worker
+        print(json.dumps(measure(variant, overrides)))
+        return
+    steps, batch = (8, 4) if args.tiny else (20, 8) if args.quick else (100, 16)
+    overrides = [
+        *MODEL, "data.packing=false", "data.tokenizer.vocab_size=32768", f"train.global_batch_size={batch}",
+        "train.sequence_length=2048", *(TINY if args.tiny else ()), f"train.steps={steps}", "schedule.name=constant",
+        f"schedule.warmup_steps={steps // 4}", "optimizer.learning_rate=1.0e-3",
+    ]  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for variant in args.only:
+        row = run_process(variant, [__file__, "--worker", variant, *overrides], args.timeout)
+        if row:
+            work = f"llama 337M, {steps} steps of {batch} x 2048 tokens of real text" if not args.tiny else "tiny llama"
+            first = rows[0] if rows else row
+            ratios = {
+                "loss_ratio": row["final_loss"] / first["final_loss"],
+                "speedup": first["milliseconds"] / row["milliseconds"],
+            }
+            rows.append({"work": work, "variant": f"{list(TECHNIQUES).index(variant)} {variant}", **row, **ratios})
+            append_rows("tiny/ablation" if args.tiny else "ablation", rows[-1:])
+    print_table(rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Generation with random weights: tokens/s of the first pass over the prompts, and of the steps after it.
+
+    python benchmarks/generate.py                                   # llama3-1b on a GPU, tiny on a CPU
+    python benchmarks/generate.py llama3-8b --batch 1 64 --prompt 2048 parallel.tensor=4
+
+Greedy. A measurement is a call of `Decoder.generate`, as a user's, host and all: up to the first token it is the
+prefill, from there on the steps. GB/s counts what a step must read at least: all weights in the compute dtype, and the
+whole cache. The fastest of three calls counts. Rows are appended to benchmarks/results/generate.jsonl.
+"""
+
+import argparse
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.rows import append_rows, print_table
+from jaxstack.functional import FunctionalModule
+from jaxstack.generate import Decoder, Sampling
+from jaxstack.models import Transformer
+from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.opened_run import decoding_layout
+from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.run_config import RunConfig, load_config
+from jaxstack.startup import cache_compilations, start_devices
+
+CALLS, VARIANTS = 3, {"unrolled": False, "scanned": True}
+VOCABULARY = 4096
+"""Of presets that leave it to the tokenizer."""
+
+
+def make_decoder(config: RunConfig, given: bool) -> Decoder:
+    """The model with random weights on its mesh."""
+    model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"})
+    parallel = decoding_layout(config, jax.device_count(), given)
+    mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
+    rules, dtype = make_rules(mesh), jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
+    module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
+    shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
+    params, rest = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
+    return Decoder(module, params, rest, rules)
+
+
+def bytes_read(decoder: Decoder, batch: int, prompt: int, tokens: int) -> int:
+    """What one step reads at least, on all devices: the weights but for the input embedding, and the cache."""
+    model = decoder.module.merge(decoder.params, decoder.rest)
+    room = decoder.width(prompt) + -(-tokens // 64) * 64
+    cache = jax.eval_shape(lambda: model.make_cache(batch, room).layers)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((decoder.params, cache)))
+    table = decoder.params["embedding"]["table"]
+    return size - (0 if decoder.config.tie_word_embeddings else table.size * table.dtype.itemsize)
+
+
+def measure(decoder: Decoder, batch: int, prompt: int, tokens: int) -> tuple[float, float]:
+    """Seconds to the first token, and of each further step; the fastest of a few calls."""
+    prompts = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (batch, prompt)).tolist()
+    samples = []
+    for _ in range(1 + CALLS):
+        began = time.perf_counter()
+        steps = decoder.generate(prompts, tokens, Sampling(temperature=0.0))
+        next(steps)
+        shown = time.perf_counter()
+        for _ in steps:
+            pass
+        samples.append((shown - began, (time.perf_counter() - shown) / (tokens - 1)))
+    first, further = zip(*samples[1:], strict=True)  # the first call compiles
+    return min(first), min(further)
+
+
+def rows_of(decoder: Decoder, name: str, variant: str, batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for the prefill and one for the steps."""
+    first, further = measure(decoder, batch, args.prompt, args.tokens)
+    devices = decoder.rules.mesh.size
+    layout = {axis: degree for axis, degree in decoder.rules.mesh.shape.items() if degree > 1}
+    words = " ".join(f"{axis}{degree}" for axis, degree in layout.items())
+    work = f"generate {name}{' ' * bool(words)}{words} batch {batch} prompt {args.prompt} {decoder.module.dtype}"
+    common = {
+        "implementation": "jaxstack", "variant": variant, "device": jax.devices()[0].device_kind, "devices": devices,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }  # fmt: skip
+    read = bytes_read(decoder, batch, args.prompt, args.tokens)
+    return [
+        {
+            "work": f"{work}: prefill", **common, "milliseconds": 1e3 * first,
+            "tokens_per_second_per_device": batch * args.prompt / first / devices,
+        },
+        {
+            "work": f"{work}: steps", **common, "milliseconds": 1e3 * further,
+            "tokens_per_second_per_device": batch / further / devices,
+            "gigabytes_per_second": read / further / devices / 1e9,
+        },
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="PRESET | section.key=value", help="models; parallel, precision")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="texts at a time")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="ways to run")
+    args = parser.parse_intermixed_args()
+    overrides = [word for word in args.words if "=" in word]
+    simulated = load_config(None, [word for word in overrides if word.startswith("parallel.simulate")])
+    start_devices(simulated.parallel.simulate_devices)
+    cache_compilations()
+    presets = [word for word in args.words if "=" not in word]
+    rows = []
+    for name in presets or ["tiny" if jax.default_backend() == "cpu" else "llama3-1b"]:
+        for variant in args.variants:
+            shape = [f"model.preset={name}", f"model.scan_layers={VARIANTS[variant]}", "train.global_batch_size=4096"]
+            config = load_config(None, [*shape, *overrides])
+            given = any(degree != 1 for degree in config.parallel.degrees.values())
+            decoder = make_decoder(config, given)
+            for batch in args.batch:
+                rows += rows_of(decoder, name, variant, batch, args)
+    append_rows("generate", rows)
+    print_table(
+        rows, ("work", "variant", "milliseconds", "tokens_per_second_per_device", "gigabytes_per_second", "devices")
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

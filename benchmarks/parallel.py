@@ -1,0 +1,143 @@
+"""Parallel layouts of whole training steps on the four GPUs of one machine, and the parts that they are made of.
+
+    python benchmarks/parallel.py                                   # everything, about 20 minutes on four H200s
+    python benchmarks/parallel.py --only tensor context pipeline
+    python benchmarks/parallel.py --only weak --devices 2
+    python benchmarks/parallel.py --tiny                            # tiny sizes on simulated CPU devices
+
+Parts:
+    tensor     llama3-8b, 2 x 8192 tokens, tensor and sequence parallel, with and without overlap
+    context    llama3-8b, one sequence of 65,536 tokens over all devices
+    pipeline   the bubble of each schedule beside the simulated one (benchmarks/pipeline.py)
+    matmul     the MLP of llama3-8b with its communication inside the matmuls (benchmarks/collective_matmul.py)
+    weak       llama3-1b, 4 x 8192 tokens a device, on one device and on all
+
+Rows of `pipeline` and `matmul` are appended to the results of their own scripts, all others to
+benchmarks/results/parallel.jsonl, each as soon as it is measured. `efficiency` is tokens/s a device against one device.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.rows import append_rows, print_table
+from benchmarks.steps import COLUMNS, TINY, run_worker
+from benchmarks.train_step import VARIANTS, WORKS
+
+TENSOR = ("unrolled", "unrolled, no overlap")
+CONTEXT: dict[str, list[str]] = {
+    "context 4, full remat": ["parallel.context=4", "model.remat=full"],
+    "context 4, save_attention": ["parallel.context=4", "model.remat=save_attention"],
+    "context 2, tensor 2, save_attention": [
+        "parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "model.remat=save_attention",
+    ],
+}  # fmt: skip
+"""Ways to spread one long sequence over four devices."""
+
+Row = dict[str, Any]
+
+
+def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[str], devices: int) -> Row | None:
+    """A row of our step on so many devices."""
+    settings = {}
+    if args.tiny:
+        length = f"train.sequence_length={64 * devices}"
+        overrides = [*overrides, *TINY, length, f"parallel.simulate_devices={devices}"]
+    elif devices < args.devices:
+        settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
+    row = run_worker(f"{work}, {variant}", "jaxstack", [*overrides, *args.set], args.timeout, settings)
+    return row and {"work": work, "variant": variant, **row}
+
+
+def measure_tensor(args: argparse.Namespace) -> Iterator[Row | None]:
+    """Tensor and sequence parallelism, with and without overlap."""
+    name = "llama3-8b tensor4 bf16"
+    for variant in args.variants or TENSOR:
+        yield measure(args, name, variant, [*WORKS[name], *VARIANTS[variant]], 4)
+
+
+def measure_context(args: argparse.Namespace) -> Iterator[Row | None]:
+    """One sequence over four devices."""
+    name = "llama3-8b context4 65536 bf16"
+    for variant in args.variants or CONTEXT:
+        yield measure(args, name, variant, [*WORKS[name], *CONTEXT[variant]], 4)
+
+
+def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
+    """The same work a device on one device and on all, which share the batch or the state too."""
+    single, work = WORKS["llama3-1b bf16"], "llama3-1b 4 x 8192 tokens a device bf16"
+    layouts, alone = (("1 device", "data", 1), ("data", "data", args.devices), ("fsdp", "fsdp", args.devices)), None
+    for variant, axis, devices in layouts:
+        if args.variants and variant not in args.variants:
+            continue
+        overrides = [f"train.global_batch_size={4 * devices}", f"parallel.{axis}={devices}", "model.scan_layers=false"]
+        row = measure(args, work, variant, [*single, *overrides], devices)
+        if row and devices == 1:
+            alone = row["tokens_per_second_per_device"]
+        if row and alone:
+            row["efficiency"] = row["tokens_per_second_per_device"] / alone
+        yield row
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row | None]]] = {
+    "tensor": measure_tensor,
+    "context": measure_context,
+    "weak": measure_weak,
+}
+SCRIPTS = {
+    "pipeline": ["pipeline.py", "--microbatches", "4", "8", "--stages"],
+    "matmul": ["collective_matmul.py", "--quick", "--devices"],
+}
+"""Parts that are scripts of their own, the number of devices their last argument."""
+
+
+def run_script(args: argparse.Namespace, name: str) -> None:
+    """Runs a part that prints and keeps its own rows."""
+    script, *options = SCRIPTS[name]
+    command = [str(Path(__file__).with_name(script)), *options, str(args.devices), *(["--tiny"] if args.tiny else [])]
+    try:
+        done = subprocess.run([sys.executable, *command], timeout=args.script_timeout, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: ended after {args.script_timeout:.0f} s; the rows that it had are kept", flush=True)
+        return
+    if done.returncode:
+        print(f"{name}: exit code {done.returncode}", flush=True)
+
+
+def main() -> None:
+    """Measures the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("tensor", "context", "pipeline", "matmul", "weak")
+    parser.add_argument("--only", nargs="+", default=list(names), choices=names, metavar="PART")
+    parser.add_argument("--variants", nargs="+", help="of the part named by --only")
+    parser.add_argument("--devices", type=int, default=4, help="for pipeline, matmul and weak; the others need 4")
+    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for every whole step")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds a whole step's measurement may take")
+    parser.add_argument("--script-timeout", type=float, default=500, help="seconds that pipeline or matmul may take")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
+    args = parser.parse_args()
+    known = {"tensor": list(VARIANTS), "context": list(CONTEXT), "weak": ["1 device", "data", "fsdp"]}
+    if args.variants:
+        wrong = [v for v in args.variants if len(args.only) != 1 or v not in known.get(args.only[0], [])]
+        if wrong:
+            parser.error(f"--variants {wrong} needs --only with the one part that has them; known: {known}")
+    rows = []
+    for part in args.only:
+        if part in SCRIPTS:
+            run_script(args, part)
+            continue
+        for row in PARTS[part](args):
+            if row:
+                rows.append(row)
+                append_rows("tiny/parallel" if args.tiny else "parallel", [row])
+    if rows:
+        print_table(rows, [*COLUMNS, "efficiency"])
+
+
+if __name__ == "__main__":
+    main()

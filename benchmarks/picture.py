@@ -1,0 +1,72 @@
+"""Curves as a picture: a stand-alone SVG with panels side by side, as docs/performance.md shows it."""
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxstack.observe.report.axes import Axis, step_axis, value_axis
+
+WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 50, 40, 30
+COLOURS = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#57606a", "#bf3989")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plot: name of a curve -> its points (x, y)."""
+
+    title: str
+    x_label: str
+    curves: Mapping[str, Sequence[tuple[float, float]]]
+
+
+def draw(panels: Sequence[Panel], title: str) -> str:
+    """The SVG's text; a curve has the same colour in each panel."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    step = LEFT + WIDTH + GAP
+    parts = [
+        f'<g transform="translate({index * step + LEFT},{TOP})">{_panel(panel, colours)}</g>'
+        for index, panel in enumerate(panels)
+    ]
+    keys = "".join(
+        f'<tspan dx="14" fill="{colours[name]}">&#9632;</tspan><tspan dx="4">{html.escape(name)}</tspan>'
+        for name in names
+    )
+    width, height = len(panels) * step + GAP, TOP + HEIGHT + 70
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="12" role="img" aria-label="{html.escape(title, quote=True)}">\n'
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n'
+        + "\n".join(parts)
+        + f'\n<text x="{LEFT - 14}" y="{height - 14}">{keys}</text>\n</svg>\n'
+    )
+
+
+def _panel(panel: Panel, colours: Mapping[str, str]) -> str:
+    points = np.array([point for curve in panel.curves.values() for point in curve], float)
+    x, y = step_axis(points[:, 0].min(), points[:, 0].max()), value_axis(points[:, 1], scale="linear")
+    lines = "".join(
+        f'<polyline fill="none" stroke="{colours[name]}" stroke-width="1.5" points="{_path(curve, x, y)}"/>'
+        for name, curve in panel.curves.items()
+    )
+    across = "".join(
+        f'<path stroke="#d8dee4" d="M0 {HEIGHT * (1 - at):.1f}H{WIDTH}"/>'
+        f'<text x="-6" y="{HEIGHT * (1 - at) + 4:.1f}" text-anchor="end">{label}</text>'
+        for at, label in y.labelled_ticks()
+    )
+    below = "".join(
+        f'<text x="{WIDTH * at:.1f}" y="{HEIGHT + 18}" text-anchor="middle">{label}</text>'
+        for at, label in x.labelled_ticks()
+    )
+    return (
+        f'<text y="-14" font-weight="bold">{html.escape(panel.title)}</text>{across}{below}{lines}'
+        f'<text x="{WIDTH}" y="{HEIGHT + 34}" text-anchor="end">{html.escape(panel.x_label)}</text>'
+    )
+
+
+def _path(curve: Sequence[tuple[float, float]], x: Axis, y: Axis) -> str:
+    points = np.array(curve, float)
+    lefts, tops = WIDTH * x.position(points[:, 0]), HEIGHT * (1 - y.position(points[:, 1]))
+    return " ".join(f"{left:.1f},{top:.1f}" for left, top in zip(lefts, tops, strict=True))

@@ -1,0 +1,218 @@
+"""Whole training steps, each measured in a process of its own, so that no framework holds memory while another runs.
+
+`run_worker` is what train_step.py and parallel.py call; this file is also the program that it starts. ablation.py and
+convergence.py, which train on real text, take `open_run` and `run_process`.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+WARMUP, BLOCKS, BLOCK_SECONDS = 3, 5, 2.0
+SYNTHETIC = ("data.sources=[{path: synthetic}]", "data.packing=false")
+COLUMNS = (
+    "work", "implementation", "variant", "tokens_per_second_per_device", "tflops_per_device", "mfu", "milliseconds",
+    "peak_memory_bytes", "compile_seconds", "last_loss",
+)  # fmt: skip
+TINY = ("model.preset=tiny", "model.num_heads=4", "model.vocab_size=512", "model.rope_scaling=null")
+"""Overrides that make any work small enough for simulated CPU devices."""
+
+
+def run_worker(
+    title: str,
+    implementation: str,
+    overrides: Sequence[str],
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any] | None:
+    """A row without `work` and `variant`; None where the measurement fails. See `run_process`.
+
+    Args:
+        title: of the measurement, for messages.
+        implementation: a name of `IMPLEMENTATIONS`.
+        overrides: the run's configuration, `section.key=value`.
+        timeout: seconds after which the process is killed.
+        environment: variables that are set for it.
+    """
+    return run_process(title, [__file__, implementation, *overrides], timeout, environment)
+
+
+def run_process(
+    title: str, arguments: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any] | None:
+    """The row that a Python program prints last; None, and the reason printed, where it fails."""
+    # The default of three quarters of a GPU's memory is too little for the largest works.
+    variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, **(environment or {})}
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
+    except subprocess.TimeoutExpired:
+        print(f"{title}: no result within {timeout:.0f} s", flush=True)
+        return None
+    if done.returncode:
+        print(f"{title} failed:\n{done.stderr[-1500:]}", flush=True)
+        return None
+    row = json.loads(done.stdout.splitlines()[-1])
+    print(f"{title}: {row['tokens_per_second_per_device']:,.0f} tokens/s/device", flush=True)
+    return row
+
+
+def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
+    """Median time of a step over blocks of two seconds, which are queued together; `float(step())` is the loss.
+
+    After each block the device runs empty for a moment, which is no part of training: blocks are long.
+    """
+    losses = [float(step()) for _ in range(WARMUP - 1)]
+    began = time.perf_counter()
+    losses.append(float(step()))
+    count = max(2, min(20, int(BLOCK_SECONDS / (time.perf_counter() - began))))
+    seconds = []
+    for _ in range(BLOCKS):
+        began = time.perf_counter()
+        for _ in range(count):
+            loss = step()
+        losses.append(float(loss))
+        seconds.append((time.perf_counter() - began) / count)
+    return {"milliseconds": 1e3 * median(seconds), "first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[str, Any]:
+    """The fields of a row that follow from a step's time."""
+    from jaxstack.models import model_flops_per_token
+    from jaxstack.observe.throughput import throughput
+
+    train = config.train
+    flops = model_flops_per_token(config.model, train.sequence_length)
+    tokens = train.global_batch_size * train.sequence_length
+    found = throughput(tokens, milliseconds / 1e3, devices, flops, device)
+    return {
+        "device": device, "devices": devices, "tokens_per_second_per_device": found["tokens_per_second_per_device"],
+        "tflops_per_device": found["model_tflops_per_device"], "mfu": found["mfu"],
+    }  # fmt: skip
+
+
+def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
+    """The resolved configuration of a run, and its data."""
+    from jaxstack.data import open_data
+    from jaxstack.language_run import resolve_model
+    from jaxstack.run_config import load_config, resolve_layout
+    from jaxstack.startup import cache_compilations, start_devices
+
+    config = load_config(None, list(overrides))
+    config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
+    cache_compilations()
+    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed)
+    return config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)}), data
+
+
+def set_variables() -> dict[str, str]:
+    """Variables of the environment that change how XLA and NCCL work."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "NCCL_", "JAX_ENABLE"))}
+
+
+def measure_jaxstack(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for our step; overrides that begin with `xla_` are XLA's options for it."""
+    import jax
+
+    from jaxstack.observe.memory import peak_memory_bytes
+
+    options, settings = split_options(overrides)
+    config, trainer = open_trainer(settings)
+    trainer.compiler_options.update(options)
+    began = time.perf_counter()
+    trainer.compile(trainer.peek_batch())
+    compile_seconds = time.perf_counter() - began
+    batches = trainer.batches(0)
+    times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"])
+    batches.close()
+    ran = trainer.describe()
+    return {
+        "implementation": "jaxstack",
+        **rates(config, times["milliseconds"], jax.device_count(), jax.devices()[0].device_kind),
+        **times, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
+        "backends": {kernel["operation"]: kernel["backend"] for kernel in ran["kernels"]},
+        "matmuls": ran.get("matmuls"), "overrides": list(overrides), "environment": set_variables(),
+    }  # fmt: skip
+
+
+def measure_torch(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for a compiled PyTorch model of the same shape, on one device."""
+    import torch
+
+    from benchmarks.peers.torch_step import TorchStep, make_module
+    from jaxstack.run_config import load_config
+
+    config = load_config(None, list(overrides))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    module = make_module(config.model, config.train.sequence_length)
+    step = TorchStep(module, compiled=True, device=device, autocast=torch.bfloat16)
+    generator = torch.Generator(device=device).manual_seed(0)
+    size = (config.train.global_batch_size, config.train.sequence_length)
+
+    def one() -> Any:
+        ids = [torch.randint(0, config.model.vocab_size, size, device=device, generator=generator) for _ in range(2)]
+        return step(*ids)
+
+    times = time_steps(one)
+    name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
+    return {
+        "implementation": f"PyTorch {torch.__version__} {type(module).__name__.removeprefix('Torch')}, torch.compile",
+        **rates(config, times["milliseconds"], 1, name), **times,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+    }  # fmt: skip
+
+
+def measure_torchtitan(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for torchtitan's step."""
+    from benchmarks.peers import torchtitan_step
+    from jaxstack.run_config import load_config
+
+    config = load_config(None, list(overrides))
+    found, devices = torchtitan_step.measure(config), math.prod(config.parallel.degrees.values())
+    return {**found, **rates(config, found["milliseconds"], devices, found["device"])}
+
+
+def measure_maxtext(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for MaxText's step."""
+    import jax
+
+    from benchmarks.peers import maxtext_step
+    from jaxstack.run_config import load_config
+
+    config = load_config(None, list(overrides))
+    found, devices = maxtext_step.measure(config), math.prod(config.parallel.degrees.values())
+    # Only now: the peer's process needs the memory that JAX takes in this one.
+    return {**found, **rates(config, found["milliseconds"], devices, jax.devices()[0].device_kind)}
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
+    "jaxstack": measure_jaxstack,
+    "torch": measure_torch,
+    "torchtitan": measure_torchtitan,
+    "maxtext": measure_maxtext,
+}
+
+
+def main() -> None:
+    """Measures one implementation; the last line printed is its row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("implementation", choices=IMPLEMENTATIONS)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args()
+    print(json.dumps(IMPLEMENTATIONS[args.implementation](args.overrides)))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

@@ -1,0 +1,89 @@
+"""Which devices hold which part of an array: the numbers behind the pictures of a mesh and of shardings."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Mesh = Mapping[str, int]
+"""Axis -> degree, slowest first. A device's number is its place in this order."""
+
+
+def device_grid(mesh: Mesh, mesh_axes: Sequence[Sequence[str]]) -> np.ndarray:
+    """The devices that hold each part of an array.
+
+    Args:
+      mesh_axes: of every dim of the array the axes that split it.
+
+    Returns:
+      An object array with a dim for each dim of the array, as long as the parts that it is split into; each element is
+      the tuple of the numbers of the devices that hold this part (copies of it).
+    """
+    sizes = [int(np.prod([mesh[axis] for axis in axes], dtype=int)) for axes in mesh_axes]
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for number, place in enumerate(np.ndindex(*mesh.values())):
+        at = dict(zip(mesh, place, strict=True))
+        part = tuple(_index([(at[axis], mesh[axis]) for axis in axes]) for axes in mesh_axes)
+        parts.setdefault(part, []).append(number)
+    grid = np.empty(sizes, dtype=object)
+    for part, devices in parts.items():
+        grid[part] = tuple(devices)
+    return grid
+
+
+def _index(places: Sequence[tuple[int, int]]) -> int:
+    """The place of (index, size) pairs, slowest first, in one count."""
+    number = 0
+    for index, size in places:
+        number = number * size + index
+    return number
+
+
+def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
+    """`device_grid` of a row of `describe_shardings` as [panels, rows, columns] of a picture: the last two dims that
+    are split go down and across, those before them make panels.
+    """
+    grid = device_grid(mesh, row["mesh_axes"])
+    split = [size for size in grid.shape if size > 1]
+    down, across = ([1, 1] + split)[-2:]
+    return grid.reshape(-1, down, across)
+
+
+def panels_name(row: Mapping[str, Any]) -> str:
+    """The dims that `split_panels` makes panels of."""
+    dims = zip(row["logical_axes"], row["mesh_axes"], strict=True)
+    split = [f"{name or 'dim'} / {' x '.join(axes)}" for name, axes in dims if axes]
+    return ", ".join(split[:-2])
+
+
+def axes_of_copies(row: Mapping[str, Any], mesh: Mesh) -> list[str]:
+    """The mesh axes that do not split the array: along them every device has a copy."""
+    used = {axis for axes in row["mesh_axes"] for axis in axes}
+    return [axis for axis in mesh if axis not in used]
+
+
+def describe_dims(row: Mapping[str, Any]) -> str:
+    """`embed / fsdp, mlp / tensor`: the dims of an array with the axes that split them."""
+    names = (name or str(size) for name, size in zip(row["logical_axes"], row["shape"], strict=True))
+    parts = zip(names, row["mesh_axes"], strict=True)
+    return ", ".join(f"{name} / {' x '.join(axes)}" if axes else name for name, axes in parts) or "a number"
+
+
+def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
+    """One row of every way in which arrays are split, the largest array of each, with the number of the others."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(str([axes for axes in row["mesh_axes"] if axes]), []).append(row)
+    largest = [max(same, key=lambda row: int(np.prod(row["shape"]))) for same in found.values()]
+    return [(row, sum(r["arrays"] for r in same) - 1) for row, same in zip(largest, found.values(), strict=True)]
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """`0-3, 8, 12, 13`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

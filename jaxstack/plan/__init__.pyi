@@ -1,0 +1,2 @@
+from .layout import plan_layout as plan_layout
+from .text import draw_plan as draw_plan

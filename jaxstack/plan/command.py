@@ -1,0 +1,45 @@
+"""`python -m jaxstack.plan --config FILE`: what a configuration would do on a cluster, without having it."""
+
+import argparse
+import importlib
+import json
+from collections.abc import Sequence
+
+from jaxstack.cli import run_command
+from jaxstack.errors import ConfigError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="jaxstack plan",
+        description="Show how a configuration lies on a mesh: the devices, the bytes that each holds between steps, "
+        "model FLOPs, the schedule of a pipeline. No device is used and nothing is computed.",
+        epilog="example: python -m jaxstack.plan --config configs/llama3-8b-fsdp4.yaml --devices 8 parallel.fsdp=-1 "
+        "--show-sharding",
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="devices of the cluster (default: what the degrees multiply to)"
+    )
+    parser.add_argument(
+        "--show-sharding", action="store_true", help="also list every parameter, and draw which device holds what"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    args = make_parser().parse_intermixed_args(argv)
+
+    def body() -> None:
+        if args.devices is not None and args.devices < 1:
+            raise ConfigError(f"--devices must be at least 1; found {args.devices}.")
+        plan = importlib.import_module("jaxstack.plan")
+        config = importlib.import_module("jaxstack.run_config").load_config(args.config, args.overrides)
+        found = plan.plan_layout(config, args.devices)
+        print(json.dumps(found, indent=1) if args.json else plan.draw_plan(found, args.show_sharding))
+
+    return run_command("jaxstack plan", body)

@@ -1,0 +1,48 @@
+"""SIGTERM outside of the training steps, and stacks on SIGUSR1. Imports no jax: it holds from the first line on."""
+
+import faulthandler
+import os
+import signal
+import threading
+
+from jaxstack.resilience.progress_file import STACKS
+
+
+class EndAtOnce:
+    """Within it, and outside of a `StopRequest`, SIGTERM ends the process with one line and code 143.
+
+    Python runs handlers between two of its own instructions, and a compilation is one that can take minutes; a thread
+    hears of the signal meanwhile. SIGUSR1 writes the stacks of all threads to standard error, or where the supervisor
+    asked for them, whoever holds the interpreter.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> "EndAtOnce":
+        stacks = os.environ.get(STACKS)
+        self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._handler = lambda signum, frame: None
+        self._before = signal.signal(signal.SIGTERM, self._handler)
+        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        signal.signal(signal.SIGTERM, self._before)
+        os.close(self._write)
+        faulthandler.unregister(signal.SIGUSR1)
+        if self._stacks != 2:
+            os.close(self._stacks)
+
+    def _watch(self) -> None:
+        while received := os.read(self._read, 1):
+            if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is self._handler:
+                text = f"stopped by signal {received[0]} outside of the training steps; nothing new to save"
+                os.write(2, f"{self._name}: {text}\n".encode())
+                os._exit(128 + received[0])
+        os.close(self._read)

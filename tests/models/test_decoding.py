@@ -1,0 +1,124 @@
+"""Decoding with a cache computes what the whole forward computes, for every kind of cache; and what a cache holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxstack.functional import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer, unroll_layers
+from jaxstack.models.attention_kinds.base import CacheSlots, Heads
+from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention, StridedPattern
+from jaxstack.models.attention_kinds.key_cache import empty_cache, held_positions, put, store
+from jaxstack.models.attention_kinds.linear import LinearAttention
+from jaxstack.models.attention_kinds.longformer import LongformerAttention
+from jaxstack.models.attention_kinds.performer import PerformerAttention
+from jaxstack.models.attention_kinds.projected import ProjectedAttention
+from jaxstack.models.moe.config import MoEConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BASE = {
+    "vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48,
+    "initialization": "fan_in", "initializer_range": 0.5,
+}  # fmt: skip
+WINDOWS = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 5}
+MODELS = {
+    "every key": {},
+    "windows, soft caps": {
+        **WINDOWS, "num_layers": 3, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "post_norms": True,
+        "rope_local_base_freq": 100.0,
+    },
+    "learned positions, windows only": {
+        "positions": "learned", "max_position_embeddings": 40, "layer_types": ("sliding_attention",),
+        "sliding_window": 4, "norm": "layer_norm", "tie_word_embeddings": True, "num_kv_heads": None,
+    },
+    "experts, unrolled": {
+        **WINDOWS, "scan_layers": False, "moe": MoEConfig(num_experts=4, num_experts_per_tok=2, capacity_factor=None),
+    },
+    "longformer": {"attention": LongformerAttention(window=4, global_tokens=3)},
+    "block sparse": {"attention": BlockSparseAttention(pattern=StridedPattern(local=1, stride=2), block_size=16)},
+    "linear": {"attention": LinearAttention()},
+    "performer": {"attention": PerformerAttention(features=24)},
+    "projected": {"attention": ProjectedAttention(block_size=8, summaries=3)},
+}  # fmt: skip
+T, LENGTHS, STEPS = 36, (17, 2, 6), 19
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_and_steps_give_the_logits_of_the_whole_forward(name):
+    """Rows of other lengths side by side, over several turns of each ring."""
+    model = Transformer(ModelConfig(**{**BASE, **MODELS[name]}), nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 61, (len(LENGTHS), T)).astype(np.int32)
+    wanted = np.asarray(nnx.jit(lambda model, tokens: model(tokens))(model, tokens))
+    lengths, rows = np.array(LENGTHS, np.int32), np.arange(len(LENGTHS))
+    prompt = np.where(np.arange(20) < lengths[:, None], tokens[:, :20], 7)
+    logits, cache = nnx.jit(lambda *a: a[0].prefill(*a[1:], T))(model, prompt, lengths)
+    step = nnx.jit(lambda model, *arguments: model.decode(*arguments))
+    for done in range(STEPS):
+        np.testing.assert_allclose(logits, wanted[rows, lengths + done - 1], rtol=1e-5, atol=1e-5, err_msg=str(done))
+        at = (lengths + done)[:, None]
+        logits, cache = step(model, tokens[rows[:, None], at], at, cache)
+        logits = logits[:, 0]
+    assert cache.seen.tolist() == [n + STEPS for n in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("values", "slots"),
+    [
+        ({}, [512, 512]),
+        (WINDOWS, [5, 512]),
+        ({"layer_types": ("sliding_attention",), "sliding_window": 5}, [5, 5]),
+        ({"layer_types": ("sliding_attention",), "sliding_window": 1000}, [512, 512]),
+        ({"attention": LongformerAttention(window=4, global_tokens=3)}, [7, 7]),
+    ],
+)
+def test_the_window_bounds_what_a_layer_keeps(values, slots):
+    model = Transformer(ModelConfig(**{**BASE, **values, "scan_layers": False}), nnx.Rngs(0))
+    cache = jax.eval_shape(lambda: model.make_cache(3, 512))
+    assert [layer.key.shape for layer in cache.layers] == [(3, 2, n, 8) for n in slots]
+
+
+@pytest.mark.parametrize(("slots", "pinned"), [(8, 0), (5, 2), (3, 3), (1, 0)])
+def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
+    """A token at a time, several at once, and all at once, against a list of who wrote where."""
+    heads, ring = Heads(1, 1, 1, 1.0), slots - (pinned if pinned < slots else 0)
+    first, count = slots - ring, 12
+    values = (1 + jnp.arange(count, dtype=jnp.float32)).reshape(1, count, 1, 1)
+
+    @jax.jit
+    def add(cache, queries):
+        new = jnp.take(values, queries[0], axis=1)
+        cache = put(cache, new, new, CacheSlots(queries, queries[:, 0]), pinned)
+        seen = queries[:, -1] + 1
+        return cache, held_positions(seen, slots, pinned), store(cache, values, values, seen, pinned)
+
+    cache = start = empty_cache(heads, 1, slots, jnp.float32)
+    held = [-1] * slots
+    for position in range(count):
+        held[position if position < first else first + (position - first) % ring] = position
+        cache, found, whole = add(cache, np.array([[position]], np.int32))
+        assert found[0].tolist() == held
+        assert (np.asarray(cache.key[0, 0, :, 0]) - 1).tolist() == held
+        some = np.array(held) >= 0
+        assert (np.asarray(whole.value[0, 0, :, 0]) - 1)[some].tolist() == np.array(held)[some].tolist()
+    together, _, _ = add(start, np.arange(count, dtype=np.int32)[None])
+    assert together.key.tolist() == cache.key.tolist()
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+def test_unrolled_layers_compute_the_same(lead):
+    """With a remainder after the stacked layers, and dense layers before them."""
+    moe = MoEConfig(num_experts=4, num_experts_per_tok=2, first_k_dense_replace=1) if lead else None
+    config = ModelConfig(**{**BASE, **WINDOWS, "num_layers": 5 + lead, "moe": moe})
+    unrolled = config.model_copy(update={"scan_layers": False})
+    modules = [FunctionalModule(lambda rngs, c=c: Transformer(c, rngs)) for c in (config, unrolled)]
+    params, rest = modules[0].init(jax.random.key(0))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 12)), jnp.int32)
+    scanned, single = (
+        jax.jit(lambda p, module=module: module.merge(p, rest)(tokens))(p)
+        for module, p in zip(modules, (params, unroll_layers(config, params)), strict=True)
+    )
+    assert modules[0].merge(params, rest).decoder.scanned
+    np.testing.assert_allclose(scanned, single, rtol=1e-5, atol=1e-5)

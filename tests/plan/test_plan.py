@@ -1,0 +1,117 @@
+"""A plan says, without devices, what the run then does on them."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack.observe.device_grid import device_grid, number_ranges, split_panels
+from jaxstack.plan.command import main
+from jaxstack.plan.layout import plan_layout
+from jaxstack.plan.text import draw_mesh, draw_plan
+from jaxstack.run_config import load_config
+from tests.small_runs import SMALL, make_trainer, small_config
+
+LAYOUTS = [
+    ("parallel.data=2", "parallel.fsdp=2", "parallel.tensor=2"),
+    ("parallel.pipeline=2", "parallel.fsdp=2", "parallel.data=2", "parallel.zero=1"),
+    ("parallel.tensor=8", "model.scan_layers=false"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_plan_is_where_the_arrays_really_lie(layout):
+    config = small_config(*layout, "train.global_batch_size=16")
+    plan = plan_layout(config)["sharding"]
+    trainer = make_trainer(config)
+    order = {device: number for number, device in enumerate(trainer.rules.mesh.devices.flat)}
+    rows = {row["parameter"]: row for row in plan["parameters"]}
+    for path, array in jax.tree_util.tree_leaves_with_path(trainer.abstract_state.params):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        row = rows.get(name) or rows[name.replace("layers/0", "layers/*").replace("layers/1", "layers/*")]
+        assert tuple(row["shape"]) == array.shape
+        grid = device_grid(plan["mesh"], row["mesh_axes"])
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            starts = [part.start or 0 for part in index]
+            part = tuple(start // size for start, size in zip(starts, row["device_shape"], strict=True))
+            assert order[device] in grid[part]
+        assert sum(map(len, grid.flat)) == len(order)
+    assert trainer.describe_sharding() == plan
+
+
+def test_bytes_are_those_of_a_device(quick_compilation):
+    config = small_config("parallel.fsdp=2", "train.global_batch_size=4", "model.num_layers=1")
+    held, state = plan_layout(config)["sharding"]["device_bytes"], make_trainer(config).state
+    for name, tree in (("parameters", state.params), ("optimizer", state.optimizer)):
+        assert held[name] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def test_cluster_need_not_be_there(tmp_path, capsys):
+    file = tmp_path / "big.yaml"
+    file.write_text("model: {preset: llama3-70b}\nparallel: {fsdp: -1, tensor: 8}\ntrain: {global_batch_size: 2048}\n")
+    assert main(["--config", str(file), "--devices", "1024", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["sharding"]["mesh"] == {"fsdp": 128, "tensor": 8}
+    total = 4 * plan["parameters_total"]  # all matrices are split over all devices, vectors over none
+    assert total / 1024 <= plan["sharding"]["device_bytes"]["parameters"] < 1.02 * total / 1024
+    tokens = 2048 * 256
+    assert plan["tokens_a_step"] == tokens
+    flops = 6 * plan["parameters_total"] * tokens / 1024
+    assert plan["model_flops_a_step_and_device"] == pytest.approx(flops, rel=0.03)
+
+
+def test_command_draws_mesh_shardings_and_schedule(tmp_path, capsys):
+    file = tmp_path / "drawn.yaml"
+    file.write_text("model: {preset: tiny}\ntrain: {global_batch_size: 8}\nparallel: {pipeline: 2, fsdp: 2}\n")
+    assert main(["--config", str(file)]) == 0
+    short = capsys.readouterr().out
+    assert "mesh: pipeline 2 x fsdp 2" in short and "1f1b, 2 stages, 4 microbatches; 25.0 %" in short
+    assert "stage 1  ...F0 B0" in short and "mlp/up_proj" not in short
+    assert main(["--config", str(file), "--show-sharding"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(short.rstrip()) and "layers / pipeline, embed / fsdp, mlp" in shown
+    assert "| 0 | 1 |" in shown and "| 2 | 3 |" in shown and "| 0-3 |" in shown
+
+
+def test_mistakes_get_one_message(tmp_path, capsys):
+    file = tmp_path / "rest.yaml"
+    file.write_text("model: {preset: tiny}\nparallel: {fsdp: -1}\n")
+    assert main(["--config", str(file)]) == 2
+    assert "give --devices N" in capsys.readouterr().err
+    assert main(["--config", str(file), "--devices", "3"]) == 2
+    assert "nearest" in capsys.readouterr().err
+    assert main(["--config", str(file), "--devices", "0"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_vocabulary_of_a_byte_tokenizer(tmp_path):
+    plan = plan_layout(load_config(None, [*SMALL, "model.vocab_size=null", "data.tokenizer.name=byte"]))
+    row = next(row for row in plan["sharding"]["parameters"] if row["parameter"] == "embedding/table")
+    assert row["shape"][0] == 320 and not plan["vocabulary_assumed"]  # 257 ids, up to a multiple of 64
+
+
+def test_pictures_of_a_large_mesh_say_what_they_leave_out():
+    lines = draw_mesh({"data": 64, "fsdp": 32})
+    assert len(lines) == 18 and "and 48 more rows" in lines[-1] and lines[1].split()[-1] == "..."
+    parameters = {"arrays": 1, "shape": [4096, 8], "logical_axes": ["vocab", None], "parameter": "table"}
+    row = {**parameters, "mesh_axes": [["data", "fsdp"], []], "device_shape": [2, 8], "device_bytes": 64}
+    assert split_panels(row, {"data": 64, "fsdp": 32}).shape == (1, 1, 2048)
+    held = {"parameters": 64, "optimizer": 0, "other": 0}
+    sharding = {"mesh": {"data": 64, "fsdp": 32}, "parameters": [row], "device_bytes": held}
+    sizes = {"tokens_a_step": 1, "model_flops_a_step": 1.0, "model_flops_a_step_and_device": 1.0}
+    plan = {"name": "big", "devices": 2048, "parameters_total": 1, "vocabulary_assumed": False, **sizes}
+    assert "(1 x 1 x 2048 parts in all)" in draw_plan({**plan, "sharding": sharding}, show_sharding=True)
+
+
+def test_number_ranges():
+    assert number_ranges([0, 1, 2, 3, 8, 12, 13]) == "0-3, 8, 12, 13"
+
+
+def test_device_grid_counts_as_numpy_does():
+    mesh = {"data": 2, "fsdp": 3, "tensor": 4}
+    grid = device_grid(mesh, [["tensor"], ["data", "fsdp"]])
+    numbers = np.arange(math.prod(mesh.values())).reshape(2, 3, 4)
+    expected = numbers.transpose(2, 0, 1).reshape(4, 6)
+    assert [[cell[0] for cell in row] for row in grid] == expected.tolist()
