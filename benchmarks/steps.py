@@ -114,6 +114,11 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     return config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)}), data
 
 
+def set_variables() -> dict[str, str]:
+    """Variables of the environment that change how XLA and NCCL work."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "NCCL_", "JAX_ENABLE"))}
+
+
 def measure_jaxstack(overrides: Sequence[str]) -> dict[str, Any]:
     """One row for our step; overrides that begin with `xla_` are XLA's options for it."""
     import jax
@@ -135,7 +140,7 @@ def measure_jaxstack(overrides: Sequence[str]) -> dict[str, Any]:
         **rates(config, times["milliseconds"], jax.device_count(), jax.devices()[0].device_kind),
         **times, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
         "backends": {kernel["operation"]: kernel["backend"] for kernel in ran["kernels"]},
-        "matmuls": ran.get("matmuls"), "overrides": list(overrides),
+        "matmuls": ran.get("matmuls"), "overrides": list(overrides), "environment": set_variables(),
     }  # fmt: skip
 
 

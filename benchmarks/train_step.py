@@ -10,6 +10,7 @@ bfloat16, torchtitan (0.2.2) and MaxText. Those that are not are named.
 
 import argparse
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -104,12 +105,12 @@ def main() -> None:
         turns += [(peer, None) for peer in peers_of(work, args.peers)]
         for implementation, variant in turns * args.rounds:
             ours = [*VARIANTS[variant], *args.set] if variant else []
-            if variant:
-                variant = ", ".join([variant, *args.set])
-            title = f"{work}, {variant or implementation}"
+            extra = [*args.set, *filter(None, [os.environ.get("XLA_FLAGS")])]
+            named = ", ".join([variant, *extra]) if variant else None
+            title = f"{work}, {named or implementation}"
             row = run_worker(title, implementation, [*WORKS[work], *ours], args.timeout)
             if row:
-                rows.append({"work": work, "variant": variant, **row})
+                rows.append({"work": work, "variant": named, **row})
                 append_rows("train_step", rows[-1:])
     print_table(rows, COLUMNS)
 

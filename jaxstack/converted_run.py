@@ -18,6 +18,8 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config import dump_yaml
 from jaxstack.data import Tokenizer, load_tokenizer
 from jaxstack.data.atomic import write_file
+from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.errors import ConfigError
 from jaxstack.functional import FunctionalModule
@@ -87,8 +89,7 @@ def to_checkpoint(
     chosen = choose_step(manager, step)
     folder = source / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    start = None if tokenizer is None else tokenizer.document_start
-    ids = {} if start is None else {"bos_token_id": start, "eos_token_id": start}
+    ids = {} if tokenizer is None else _token_ids(tokenizer)
     kind = write_checkpoint(
         _leaf_reader(manager, chosen, config), config.model, output, model_type, dtype, max_shard_bytes, ids
     )
@@ -96,10 +97,19 @@ def to_checkpoint(
         write_file(output / GENERATION, (json.dumps({"eos_token_id": ends}) + "\n").encode())
     if tokenizer is not None and (model_json := tokenizer.model_json()) is not None:
         write_file(output / "tokenizer.json", model_json.encode())
-        write_file(output / "tokenizer_config.json", b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+        write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
     else:
         _warn(f"{source} has no tokenizer.json: {output} is written without one")
     print(f"{output}: {kind}, {dtype}, {source} at step {chosen}")
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids for config.json: of the tokens that the tokenizer's chats begin and end with, or else document starts."""
+    tokens = {} if tokenizer.chat is None else tokenizer.chat.tokens
+    return {
+        f"{name}_id": tokenizer.special_tokens.get(tokens.get(name, ""), tokenizer.document_start)
+        for name in ("bos_token", "eos_token")
+    }
 
 
 def _leaf_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:

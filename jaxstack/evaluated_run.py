@@ -100,6 +100,7 @@ def _evaluation_data(config: RunConfig, args: argparse.Namespace) -> Data:
 
 
 def _run_tasks(harness: Any, config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
+    manager = harness.find_tasks(args.tasks, args.include_path)
     generator, step = open_generator(
         args.run, args.overrides, step=args.step, document_start=not args.no_document_start
     )
@@ -108,9 +109,7 @@ def _run_tasks(harness: Any, config: RunConfig, args: argparse.Namespace) -> dic
     if longest is not None and length > longest:
         raise ConfigError(f"--max-length {length} exceeds the model's max_position_embeddings ({longest}).")
     model = harness.HarnessModel(generator, max_length=length, batch_size=args.batch_size)
-    found = harness.run_tasks(
-        model, args.tasks, num_fewshot=args.num_fewshot, limit=args.limit, include_path=args.include_path
-    )
+    found = harness.run_tasks(model, args.tasks, num_fewshot=args.num_fewshot, limit=args.limit, manager=manager)
     if args.output is not None:
         write_file(Path(args.output), (json.dumps(found, indent=2, default=str) + "\n").encode())
     return {"step": step, "tasks": harness.task_metrics(found)}

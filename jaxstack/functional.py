@@ -91,16 +91,16 @@ class FunctionalModule:
         return _nest(flat.items()), _nest(adapters.items())
 
     def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
-        """All parameters, from those of the module without its adapters, whose results they do not change. Traceable."""
+        """All parameters, from those without adapters; the new ones change no result. Traceable."""
         fresh, rest = self.init(key)
         adapters = self.split_adapters(fresh)[1]
         if not adapters:
             return params
         return self.split(measure_magnitudes(self.merge(self.join(params, adapters), rest)))[0]
 
-    def merge_adapters(self, params: Dict, rest: Dict) -> Dict:
+    def merge_adapters(self, base: Dict, adapters: Dict, rest: Dict) -> Dict:
         """The parameters of the module without adapters that computes the same. Traceable."""
-        return self.split(merge_adapters(self.merge(params, rest)))[0]
+        return self.split(merge_adapters(self.merge(self.join(base, adapters), rest)))[0]
 
     def split_scaling(self, rest: Dict) -> tuple[Dict, Dict]:
         """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxstack.errors import ConfigError
-from jaxstack.generate import Sampling, TextGenerator
+from jaxstack.generate import ChatGenerator, Sampling, TextGenerator
 from jaxstack.opened_run import open_generator
 
 _TOKENS = 200
@@ -34,10 +34,11 @@ def generate_text(args: argparse.Namespace) -> None:
         args.run, args.overrides, step=args.step, document_start=not args.no_document_start
     )
     print(f"[{args.run}, step {step}]", file=sys.stderr)
+    generator, line_end = (ChatGenerator(generator), "\n") if args.chat else (generator, "")
     rows = _make_rows(generator, prompts, args.samples, args.seed)
     tokens = _max_tokens(generator, rows, args.max_tokens)
     if len(rows) == 1 and not args.json:
-        print(rows[0].prompt, end="", flush=True)
+        print(rows[0].prompt, end=line_end, flush=True)
         for piece in generator.stream([rows[0].ids], tokens, sampling, seed=[args.seed], stop=args.stop):
             print(piece.text, end="", flush=True)
         print()
@@ -49,7 +50,7 @@ def generate_text(args: argparse.Namespace) -> None:
                 line = {"prompt": row.prompt, "text": text, "seed": row.seed, "finish_reason": reason}
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             else:
-                print(f"--- {row.title}\n{row.prompt}{text}", flush=True)
+                print(f"--- {row.title}\n{row.prompt}{line_end}{text}", flush=True)
 
 
 def _finished(

@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
         return list(map(int, self.generator.tokenizer.encode(string)))
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         rows = []
         for _, context, wanted in requests:
@@ -85,24 +85,21 @@ class HarnessModel(TemplateLM):
                 raise ConfigError(f"an answer of {len(wanted)} tokens exceeds the model's {self.max_length}.")
             ids = [*before, *wanted][-(self.max_length + 1) :]
             rows.append((ids, len(ids) - len(wanted)))
-        scores = self.scorer.score(rows, self._progress("scored", len(rows), disable_tqdm))
-        found = [(score.log_probability, score.is_greedy) for score in scores]
+        found = self._scores(rows, disable_tqdm)
         for (words, *_), one in zip(requests, found, strict=True):
-            if words is not None:
-                self.cache_hook.add_partial("loglikelihood", words, one)
+            self.cache_hook.add_partial("loglikelihood", words, one)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        windows, owners = [], []
+        rows, owners = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            first = self._opened([])[-1]
-            for window in get_rolling_token_windows(ids, first, self.max_length, 1):
+            for window in get_rolling_token_windows(ids, self._opened([])[-1], self.max_length, 1):
                 context, wanted = make_disjoint_window(window)
-                windows.append((None, context, wanted))
+                rows.append(([*context, *wanted], len(context)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, (value, _) in zip(owners, self._loglikelihood_windows(windows, disable_tqdm), strict=True):
+        for number, (value, _) in zip(owners, self._scores(rows, disable_tqdm), strict=True):
             totals[number] += value
         return totals
 
@@ -139,10 +136,8 @@ class HarnessModel(TemplateLM):
             opening = []
         return [*opening, *context] or [self.eot_token_id]
 
-    def _loglikelihood_windows(self, windows: Sequence[Any], disable_tqdm: bool) -> list[tuple[float, bool]]:
-        """As `_loglikelihood_tokens`, of contexts that stand in the middle of a text."""
-        rows = [([*context, *wanted], len(context)) for _, context, wanted in windows]
-        scores = self.scorer.score(rows, self._progress("scored", len(rows), disable_tqdm))
+    def _scores(self, rows: Sequence[tuple[Sequence[int], int]], quiet: bool) -> list[tuple[float, bool]]:
+        scores = self.scorer.score(rows, self._progress("scored", len(rows), quiet))
         return [(score.log_probability, score.is_greedy) for score in scores]
 
     def _question(self, number: int, context: str, settings: dict[str, Any]) -> _Question:
@@ -185,7 +180,7 @@ def run_tasks(
     *,
     num_fewshot: int | None = None,
     limit: int | None = None,
-    include_path: str | None = None,
+    manager: TaskManager | None = None,
 ) -> dict[str, Any]:
     """The harness's results, plain data: `results` has the metrics of each task.
 
@@ -193,24 +188,32 @@ def run_tasks(
       tasks: names, or paths of task files.
       num_fewshot: examples before each question; default: as the task says.
       limit: questions of each task at most.
-      include_path: directory with further task files.
+      manager: what `find_tasks` returned for them.
 
     Raises:
       ConfigError: there is no such task.
       JaxstackError: a task or its data cannot be loaded.
     """
-    manager = check_tasks(tasks, include_path)
+    manager = manager or find_tasks(tasks)
     found = simple_evaluate(
         model=model, tasks=list(tasks), num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False
     )
     return dict(found or {})
 
 
-def check_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
-    """What loads the tasks. Raises ConfigError where there is no such task."""
-    manager = _Tasks(include_path=include_path)
-    for name in tasks:
-        if name not in manager.all_tasks and not Path(name).is_file():
+def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
+    """What loads the tasks; the harness's own, of which it reads thousands of files, only where a name asks for them.
+
+    Args:
+      include_path: directory with further task files.
+
+    Raises:
+      ConfigError: there is no such task.
+    """
+    names = [name for name in tasks if not Path(name).is_file()]
+    manager = _Tasks(include_path=include_path, include_defaults=bool(names))
+    for name in names:
+        if name not in manager.all_tasks:
             raise ConfigError(f"there is no task {name!r} and no such file; {nearest(name, manager.all_tasks)}")
     return manager
 

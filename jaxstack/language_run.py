@@ -1,6 +1,7 @@
 """A language-model run put together from its configuration: data, model, mesh, trainer."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,15 @@ from jaxstack.evaluation import bits_per_byte
 from jaxstack.initial_parameters import initial_parameters
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
-from jaxstack.models import ModelConfig, Transformer, add_adapters, count_parameters, in_fp8, model_flops_per_token
+from jaxstack.models import (
+    ModelConfig,
+    Transformer,
+    add_adapters,
+    count_parameters,
+    flops_saved_per_token,
+    in_fp8,
+    model_flops_per_token,
+)
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
@@ -71,7 +80,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
 
 def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
     """What makes the run's model, with its adapters."""
-    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters, rngs)
+    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
 
 
 def make_trainer(
@@ -130,8 +139,12 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
+    frozen = trainer.frozen_parameters()
     flops = model_flops_per_token(config.model, config.train.sequence_length)
-    say(_introduce(config, data, flops))
+    flops -= flops_saved_per_token(config.model, frozen)
+    say(_introduce(config, data, flops, bool(frozen)))
+    if frozen:
+        say(_count_trained(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
     baselines, tasks = _Baselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
@@ -187,7 +200,12 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
         raise cannot_write(f"the run directory {directory}", error) from None
 
 
-def _introduce(config: RunConfig, data: Data, flops: float) -> str:
+def _count_trained(total: int, frozen: int) -> str:
+    trained = total - frozen
+    return f"{trained:,} parameters are trained ({trained / total:.2%}); {frozen:,} are frozen, without optimizer state"
+
+
+def _introduce(config: RunConfig, data: Data, flops: float, frozen: bool) -> str:
     count = count_parameters(config.model)
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
@@ -203,7 +221,8 @@ def _introduce(config: RunConfig, data: Data, flops: float) -> str:
         f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
-        f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention)"
+        f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention"
+        f"{', without the gradients of frozen weights' * frozen})"
     )
 
 
@@ -230,4 +249,6 @@ def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, 
     if bits is not None:
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
-    say(f'next: python -m jaxstack.generate --run {config.directory} --prompt "def "')
+    chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
+    prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
+    say(f"next: python -m jaxstack.generate --run {config.directory} {prompt}")

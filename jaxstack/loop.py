@@ -63,7 +63,7 @@ class LoopSettings:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
     describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
-    """Adds values to an evaluation's line, e.g. bits per byte, given it, its `max_tokens`, and a sign of life to give."""
+    """Adds values to an evaluation's line, such as bits per byte, given it, its `max_tokens` and a sign of life."""
     on_start: Callable[[], None] | None = None
     """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
     on_new_run: Callable[[], None] | None = None

@@ -11,7 +11,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.config import Component, build_component, load_yaml, merge_overrides, merge_trees
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapters import AdapterRule
+from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.observe.config import ObserveConfig
@@ -29,6 +29,7 @@ class RunSection(Component):
     """Where the run is kept, and its seed."""
 
     name: str = "run"
+    """Folder of the run. Without it, a run from a file is called after the file."""
     dir: str = "runs"
     """The run directory is dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -85,9 +86,7 @@ class RunConfig(Component):
     schedule: AnySchedule = Cosine()
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    adapters: tuple[AdapterRule, ...] = ()
-    """Dense layers that get an adapter; then all other parameters are frozen, unless `optimizer.groups` say otherwise.
-    """
+    adapters: AdapterConfig = AdapterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
@@ -145,9 +144,11 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"tensor degrees that fit: {', '.join(map(str, fits))}."
         )
     elif model.kv_heads % tensor and tensor % model.kv_heads:
+        fits = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
+        fits = [d for d in fits if model.kv_heads % d == 0 or d % model.kv_heads == 0]
         problems.append(
             f"model.num_kv_heads ({model.kv_heads}) and parallel.tensor ({tensor}) must divide one another; "
-            f"nearest tensor: {_near_multiples(tensor, model.kv_heads)}."
+            f"tensor degrees that fit: {', '.join(map(str, fits))}."
         )
     if model.feed_forward_size % tensor and not all(map(model.is_mixture, range(model.num_layers))):
         problems.append(
@@ -251,10 +252,8 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
     try:
         plan = config.pipeline_plan()
         assert plan is not None
-        if config.adapters:
+        if config.adapters.rules:
             raise ConfigError("adapters do not go through a pipeline; use fsdp or tensor, or drop the adapters.")
-        if model.remat == "offload":
-            raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
         lead, period = model.layer_pattern
         StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
     except ConfigError as error:
@@ -298,10 +297,22 @@ def config_from_tree(tree: dict[str, Any], origin: str = "the configuration") ->
     model = tree.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         tree["model"] = merge_trees(load_preset(model["preset"]), model)
+    if _leaves_ends_plain(tree) and isinstance(tree.setdefault("model", {}), dict):
+        tree["model"] = {"single_layers": 1, **tree["model"]}
     for section, default in (("optimizer", "adamw"), ("schedule", "cosine")):
         if isinstance(tree.get(section), dict):
             tree[section] = {"name": default, **tree[section]}
     return build_component(RunConfig, tree, origin)
+
+
+def _leaves_ends_plain(tree: dict[str, Any]) -> bool:
+    """Whether the first and the last layer stay out of FP8, and so out of the scan; a pipeline has no single layers."""
+
+    def value(section: str, key: str, default: Any) -> Any:
+        found = tree.get(section)
+        return found.get(key, default) if isinstance(found, dict) else default
+
+    return value("precision", "fp8", "none") != "none" and value("parallel", "pipeline", 1) == 1
 
 
 def config_schema() -> dict[str, Any]:

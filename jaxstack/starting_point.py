@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxstack.config import build_component, load_yaml, merge_trees
 from jaxstack.errors import ConfigError
-from jaxstack.models.adapters import AdapterRule
+from jaxstack.models.adapters import AdapterConfig, AdapterRule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import read_model_config
 
@@ -46,7 +46,7 @@ def read_adapters(run: str | Path) -> tuple[AdapterRule, ...]:
       ConfigError: they cannot be read.
     """
     path = Path(run) / _RUN
-    return tuple(build_component(AdapterRule, rule, str(path)) for rule in load_yaml(path).get("adapters") or ())
+    return build_component(AdapterConfig, load_yaml(path).get("adapters") or {}, str(path)).rules
 
 
 def fill_in(tree: dict[str, Any], directory: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Tasks of the lm-evaluation-harness while a model trains: `train.eval_tasks`."""
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,9 @@ def open_harness() -> Any:
     Raises:
       ConfigError: the lm-evaluation-harness is not installed.
     """
+    if not sys.stderr.isatty():  # its progress bars are for terminals
+        for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
     try:
         return importlib.import_module("jaxstack.harness")
     except ModuleNotFoundError as error:
@@ -40,10 +45,11 @@ class TrainingTasks:
     def __init__(self, config: RunConfig, trainer: Trainer, tokenizer: Tokenizer):
         self._config, self._trainer, self._tokenizer = config, trainer, tokenizer
         self._harness: Any = None
+        self._manager: Any = None
         self._model: Any = None
         if config.train.eval_tasks:
             self._harness = open_harness()
-            self._harness.check_tasks(config.train.eval_tasks)
+            self._manager = self._harness.find_tasks(config.train.eval_tasks)
 
     def run(self, alive: Callable[[], None]) -> dict[str, float]:
         """`eval_<task>_<metric>` of each; `alive` is called now and then."""
@@ -63,7 +69,8 @@ class TrainingTasks:
             )
         else:
             self._model.generator.decoder.load(state.params, state.rest)
-        found = self._harness.run_tasks(self._model, train.eval_tasks, limit=train.eval_tasks_limit)
+        tasks, limit = train.eval_tasks, train.eval_tasks_limit
+        found = self._harness.run_tasks(self._model, tasks, limit=limit, manager=self._manager)
         self._model.generator.decoder.unload()
         metrics = self._harness.task_metrics(found)
         return {f"eval_{task}_{name}": value for task, numbers in metrics.items() for name, value in numbers.items()}

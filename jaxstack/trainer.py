@@ -27,6 +27,7 @@ from jaxstack.shardings import describe_shardings
 from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
+from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice, NotSupported, record_choices
 
 
@@ -183,6 +184,13 @@ class Trainer:
     def count_parameters(self) -> int:
         """Parameters of the module."""
         return sum(math.prod(x.shape) for x in jax.tree.leaves(self.module.abstract_params))
+
+    def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+        """Path -> logical axes and shape of the parameters that are not trained."""
+        known = self.module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
+        frozen = self.module.split_frozen(known)[1]
+        leaves = jax.tree_util.tree_leaves_with_path(frozen, is_leaf=lambda x: isinstance(x, tuple))
+        return {path_name(path): leaf for path, leaf in leaves}
 
     def host_rows(self, batch_size: int) -> np.ndarray:
         """The rows of a global batch that this process's devices need."""

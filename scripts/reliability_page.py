@@ -14,9 +14,10 @@ BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 
 
 def newest_rows(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest record of each test, in the order of the scorecard."""
+    """The newest record of each test, those at full length before shortened ones, in the order of the scorecard."""
     rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
-    newest = {(row["row"], row["test"]): row for row in sorted(rows, key=lambda row: row["date"])}
+    rows.sort(key=lambda row: (row.get("full", False), row["date"]))
+    newest = {(row["row"], row.get("name", row["test"])): row for row in rows}
     return sorted(newest.values(), key=lambda row: (str(row["row"]).zfill(2), row["test"]))
 
 

@@ -1,8 +1,9 @@
 """The typed configuration of the data: sources, tokenizer, split, packing."""
 
+import datetime
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxstack.config.base import Component
 
@@ -44,12 +45,35 @@ class SourceConfig(Component):
     """
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the rows that come from this source, relative to the other sources' weights."""
-    format: Literal["auto", "text", "jsonl", "parquet", "tokens"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "tokens", "chat"] = "auto"
     """auto decides by the name: .jsonl(.gz|.zst), .parquet, a directory with index.json is tokens, the rest
-    text.
+    text. chat: jsonl with `messages`, or `prompt` and `completion`, of which the answers alone are learnt.
     """
     text_key: Annotated[str, Field(min_length=1)] = "text"
     """The key (jsonl) or column (parquet) that holds the text."""
+
+
+class ChatConfig(Component):
+    """How the chats of sources of format chat are written, and what of them is learnt."""
+
+    template: str = "auto"
+    """auto: the tokenizer's own; chatml, llama3, gemma; a file with a Jinja template; none: prompt and completion
+    as they are, with a document-start id around them."""
+    answers: Literal["all", "last"] = "all"
+    """Which answers of a chat are learnt."""
+    too_long: Literal["truncate", "drop", "refuse"] = "truncate"
+    """What becomes of a chat of more than sequence_length tokens: cut at its end, left out, or an error."""
+    date: str = "2024-07-26"
+    """What templates that write the date take for today; a fixed one, so that a run can be repeated."""
+
+    @field_validator("date")
+    @classmethod
+    def _is_a_day(cls, date: str) -> str:
+        try:
+            datetime.date.fromisoformat(date)
+        except ValueError:
+            raise ValueError(f"must be a day such as 2024-07-26; found {date!r}.") from None
+        return date
 
 
 class DataConfig(Component):
@@ -62,14 +86,17 @@ class DataConfig(Component):
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of documents held out, chosen by a hash of their content. Not read where held_out is given."""
     held_out_max_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Evaluation reads at most about so many bytes of held-out text; None: all of it."""
+    """Evaluation reads at most about so many bytes of held-out text; left out: all of it."""
     tokenizer: TokenizerConfig = TokenizerConfig()
+    """`byte`, `bpe`, `file`, or `auto`."""
+    chat: ChatConfig = ChatConfig()
+    """Of sources of `format: chat`, see [Fine-tuning](finetuning.md#data)."""
     packing: bool = True
-    """True: segment ids and positions restart at every document. False: one stream, attention crosses
-    documents.
+    """true: segment ids and positions restart at every document. false: one stream, attention crosses
+    documents. Of chats: several a row, or one.
     """
     shuffle: bool = True
-    """Read rows in a new pseudo-random order every epoch; False: in the order of the stream."""
+    """Read rows in a new pseudo-random order every epoch; false: in the order of the stream."""
     cache_dir: str | None = None
     """Where tokens made from raw text are kept; default ~/.cache/jaxstack/data (created with mode 0700)."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 2**24

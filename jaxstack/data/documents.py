@@ -109,6 +109,16 @@ def align(stream: IO[bytes], position: int, size: int, whole_lines: bool = False
 
 
 def _read_jsonl(piece: Piece) -> Iterator[Document]:
+    for record, replaced, where in read_records(piece):
+        yield _document(record, replaced, where, piece.text_key)
+
+
+def read_records(piece: Piece) -> Iterator[tuple[dict, int, str]]:
+    """The objects of a jsonl file, each with the number of invalid UTF-8 sequences, and its file and line.
+
+    Raises:
+      JaxstackError: a line is no JSON object; the message names it.
+    """
     with open_file(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
@@ -123,11 +133,12 @@ def _read_jsonl(piece: Piece) -> Iterator[Document]:
                 line = line.removeprefix(BYTE_ORDER_MARK)
             if line.strip():
                 where = f"line {number}" if not piece.start else f"the line at byte {at}"
-                yield _parse_line(line, f"{piece.file.path}, {where}", piece.text_key)
+                place = f"{piece.file.path}, {where}"
+                yield *_parse_line(line, place), place
             at = stream.tell() if piece.stop is not None else at + 1
 
 
-def _parse_line(line: bytes, where: str, text_key: str) -> Document:
+def _parse_line(line: bytes, where: str) -> tuple[dict, int]:
     decoded, replaced = decode_utf8(line)
     try:
         record = json.loads(decoded)
@@ -135,9 +146,16 @@ def _parse_line(line: bytes, where: str, text_key: str) -> Document:
         raise JaxstackError(f"{where} is not JSON: {e}") from None
     if not isinstance(record, dict):
         raise JaxstackError(f"{where} is a JSON {type(record).__name__}, not an object with a text")
+    return record, replaced
+
+
+def _document(record: dict, replaced: int, where: str, text_key: str) -> Document:
     if text_key not in record:
         keys = ", ".join(repr(k) for k in record) or "none"
-        raise ConfigError(f"{where} has no key {text_key!r}; its keys: {keys}; set text_key to the one with the text")
+        chat = "; for chats set format to chat" if {"messages", "completion"} & record.keys() else ""
+        raise ConfigError(
+            f"{where} has no key {text_key!r}; its keys: {keys}; set text_key to the one with the text{chat}"
+        )
     text = record[text_key]
     if text is None:
         return Document("")

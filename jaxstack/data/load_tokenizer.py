@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Model
 
+from jaxstack.data.chat_format import read_chat_format
 from jaxstack.data.subword import SubwordTokenizer, file_vocab_size
 from jaxstack.data.tokenizer import CONFIG_FILE, MODEL_FILE, ByteTokenizer, SyntheticTokenizer, Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError, nearest
@@ -30,6 +31,7 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
         raise JaxstackError(f"no tokenizer in {directory}: {e.filename} does not exist") from None
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise JaxstackError(f"{path} does not describe a tokenizer: {type(e).__name__}: {e}") from None
+    tokenizer.chat = read_chat_format(Path(directory))
     if description.get("sha256") != tokenizer.hash:
         raise JaxstackError(
             f"the tokenizer in {directory} is not the one that was saved (SHA-256 {tokenizer.hash[:12]}.., "
@@ -70,7 +72,9 @@ def read_tokenizer_file(path: str, document_start: str | None = None) -> Tokeniz
         raise ConfigError(f"{file} has no special token {document_start!r}; {known}")
     names = (document_start,) if document_start else DOCUMENT_STARTS
     chosen = next((special[n] for n in names if n in special), file_vocab_size(model))
-    return SubwordTokenizer(model, "file", chosen)
+    tokenizer = SubwordTokenizer(model, "file", chosen)
+    tokenizer.chat = read_chat_format(file.parent)
+    return tokenizer
 
 
 def _read_model(file: Path, error: type[JaxstackError]) -> Model:

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxstack.data.config import DataConfig
 from jaxstack.data.mixture import order_hash, row_order
-from jaxstack.data.packing import Stream, make_batch, read_row, row_count
+from jaxstack.data.packing import Stream
+from jaxstack.data.rows import ExampleRows, ExampleSet, Row, Rows, TextRows, describe_fitted
 from jaxstack.data.streams import Streams, open_streams
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
@@ -36,6 +37,7 @@ def open_data(
         raise ConfigError(f"sequence_length is {sequence_length}, it must be at least 1")
     say = report or (lambda message: None)
     data = Data(config, open_streams(config, seed, say), sequence_length, seed)
+    data.describe_chats(say)
     if 0 < data.held_out_tokens < sequence_length:
         say(f"held out are only {data.held_out_tokens} tokens, less than a row of {sequence_length}: padded")
     return data
@@ -56,14 +58,18 @@ class Data:
         self._seed = seed
         self._train = streams.train
         self._held_out = streams.held_out
+        self._rows = [self._rows_of(stream) for stream in self._train]
+        self._held_out_rows = [self._rows_of(stream) for stream in self._held_out]
         self._check_enough()
-        counts = [row_count(s.tokens, sequence_length) for s in self._train]
+        counts = [rows.count for rows in self._rows]
         self.rows_per_epoch = tuple(counts)
         self._order = row_order(counts, [s.weight for s in config.sources], seed, config.shuffle)
 
     def _check_enough(self) -> None:
-        for source, stream in zip(self._config.sources, self._train, strict=True):
-            if stream.tokens <= self.sequence_length:
+        for source, stream, rows in zip(self._config.sources, self._train, self._rows, strict=True):
+            if isinstance(rows, ExampleRows):
+                self._check_chats(source.path, rows)
+            elif stream.tokens <= self.sequence_length:
                 raise ConfigError(
                     f"the data source {source.path!r} has {stream.tokens} training tokens, one row of "
                     f"sequence_length {self.sequence_length} needs {self.sequence_length + 1}: use a shorter "
@@ -75,6 +81,25 @@ class Data:
                 f"no text is held out: held_out_fraction {self._config.held_out_fraction} of "
                 f"{self.train_tokens} training tokens left nothing; raise it, give held_out sources, "
                 "or set held_out_fraction to 0 for a run without evaluation"
+            )
+
+    def _rows_of(self, stream: Stream | ExampleSet) -> Rows:
+        packing, cut = self._config.packing, self._config.chat.too_long == "truncate"
+        if isinstance(stream, ExampleSet):
+            return ExampleRows(stream, self.sequence_length, truncate=cut, packing=packing)
+        return TextRows(stream, self.sequence_length, packing)
+
+    def _check_chats(self, path: str, rows: ExampleRows) -> None:
+        fitted, length = rows.fitted, self.sequence_length
+        if fitted.too_long and self._config.chat.too_long == "refuse":
+            raise ConfigError(
+                f"{fitted.too_long:,} of {fitted.total:,} chats of {path!r} have more than sequence_length ({length}) "
+                f"tokens, the longest {fitted.longest:,}: raise it, or set data.chat.too_long to truncate or drop"
+            )
+        if not rows.count:
+            raise ConfigError(
+                f"no chat of {path!r} has an answer within sequence_length ({length}) tokens: raise it, or see "
+                "data.chat.too_long"
             )
 
     @property
@@ -93,7 +118,9 @@ class Data:
         checkpoint.
         """
         # Causes first: other tokens make other shards, and the first difference is the one that is shown in full.
+        chats = any(isinstance(rows, ExampleRows) for rows in (*self._rows, *self._held_out_rows))
         return {
+            **({"too_long": self._config.chat.too_long} if chats else {}),
             "tokenizer": self.tokenizer.hash,
             "weights": [s.weight for s in self._config.sources],
             "shards": [_joint_hash(s) for s in self._train],
@@ -125,7 +152,7 @@ class Data:
 
         def batch(k: int) -> Batch:
             samples = [order[k * global_batch_size + row] for row in wanted]
-            return self._make([(self._train[s], row, self._train[s].tokens) for s, row in samples])
+            return _stacked([self._rows[s].read(row) for s, row in samples])
 
         return _read_ahead(batch, start, None, self._config.read_ahead)
 
@@ -142,17 +169,18 @@ class Data:
         wanted = _checked_rows(rows, batch_size)
         limits = self._held_out_limits(max_tokens)
         places = [
-            (stream, row, limit + 1)
-            for stream, limit in zip(self._held_out, limits, strict=True)
-            for row in range(row_count(limit + 1, self.sequence_length))
+            (rows, row, limit)
+            for rows, limit in zip(self._held_out_rows, limits, strict=True)
+            for row in range(rows.count_for(limit))
         ]
         if not places:
             return iter(())
-        nothing = (self._held_out[0], 0, 0)
+        nothing = (self._held_out_rows[0], 0, 0)
 
         def batch(k: int) -> Batch:
             samples = (k * batch_size + row for row in wanted)
-            return self._make([places[i] if i < len(places) else nothing for i in samples])
+            chosen = (places[i] if i < len(places) else nothing for i in samples)
+            return _stacked([rows.read(row, limit) for rows, row, limit in chosen])
 
         return _read_ahead(batch, 0, -(-len(places) // batch_size), self._config.read_ahead)
 
@@ -164,27 +192,29 @@ class Data:
         where texts end.
         """
         limits = self._held_out_limits(max_tokens)
-        parts = (s.read(1, limit) for s, limit in zip(self._held_out, limits, strict=True))
+        parts = (rows.label_ids(limit) for rows, limit in zip(self._held_out_rows, limits, strict=True))
         return b"".join(self.tokenizer.decode_bytes(ids) for ids in parts)
+
+    def describe_chats(self, say: Callable[[str], None]) -> None:
+        """Says how chats fill their rows, and which are cut or left out."""
+        for source, rows in zip(self._config.sources, self._rows, strict=True):
+            if isinstance(rows, ExampleRows):
+                say(describe_fitted(source.path, rows, self.sequence_length))
 
     def close(self) -> None:
         """Closes the shard files."""
         for stream in (*self._train, *self._held_out):
             stream.close()
 
-    def _make(self, places: list[tuple[Stream, int, int]]) -> Batch:
-        rows = [read_row(stream, row, self.sequence_length, limit) for stream, row, limit in places]
-        return make_batch(rows, self.tokenizer.document_start, self._config.packing)
-
     def _held_out_limits(self, max_tokens: int | None) -> list[int]:
         """How many tokens of each held-out stream are predicted: shares in proportion where there is a
         limit.
         """
-        sizes = [s.tokens - 1 for s in self._held_out]
+        sizes = [rows.labels for rows in self._held_out_rows]
         total = sum(sizes)
         if self._config.held_out_max_bytes is not None:
             share = self._config.held_out_max_bytes / max(len(sizes), 1)
-            sizes = [min(n, self._tokens_in_bytes(s, share)) for s, n in zip(self._held_out, sizes, strict=True)]
+            sizes = [min(n, self._tokens_in_bytes(r, share)) for r, n in zip(self._held_out_rows, sizes, strict=True)]
             total = sum(sizes)
         if max_tokens is None or max_tokens >= total:
             return sizes
@@ -193,14 +223,18 @@ class Data:
             limits[i] += 1
         return limits
 
-    def _tokens_in_bytes(self, stream: Stream, limit: float) -> int:
-        """The most predicted tokens of `stream` that stand for at most `limit` bytes; at least one."""
-        ids = stream.read(1, int(limit) + 1)
+    def _tokens_in_bytes(self, rows: Rows, limit: float) -> int:
+        """The most predicted tokens of `rows` that stand for at most `limit` bytes; at least one."""
+        ids = rows.label_ids(int(limit) + 1)
         total = np.cumsum(self.tokenizer.byte_lengths[ids])
         return max(int(np.searchsorted(total, limit, side="right")), 1)
 
 
-def _joint_hash(stream: Stream) -> str:
+def _stacked(rows: list[Row]) -> Batch:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _joint_hash(stream: Stream | ExampleSet) -> str:
     """One hash over the hashes of all shards of a stream."""
     return hashlib.sha256(" ".join(stream.hashes).encode()).hexdigest()
 

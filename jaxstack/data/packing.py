@@ -74,3 +74,31 @@ def segments(tokens: np.ndarray, document_start: int) -> tuple[np.ndarray, np.nd
     columns = np.arange(tokens.shape[1], dtype=np.int32)
     positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
     return segment_ids, positions.astype(np.int32)
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Puts items into rows of `capacity`: from the longest on, each into the row with the least room that is enough.
+
+    Best-fit decreasing, which leaves next to no room for language data (Ding et al. 2024, arXiv:2404.10830).
+
+    Args:
+      lengths: [E] each in 1..capacity.
+    """
+    rows: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room that they have
+    rooms = 0  # bit r is set where with_room[r] has a row
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            row = with_room[room].pop()
+            if not with_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(item)
+        with_room[room - length].append(row)
+        rooms |= 1 << (room - length)
+    return rows

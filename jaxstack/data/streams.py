@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxstack.data.cache import (
     cache_folder,
@@ -12,9 +13,12 @@ from jaxstack.data.cache import (
     prepared_tokenizer,
 )
 from jaxstack.data.config import DataConfig, SourceConfig
+from jaxstack.data.documents import Split
+from jaxstack.data.files import EXTRA
 from jaxstack.data.mixture import source_seed
 from jaxstack.data.packing import Stream
 from jaxstack.data.plan import Plan
+from jaxstack.data.rows import ExampleSet
 from jaxstack.data.shards import INDEX, is_prepared, open_split, read_index
 from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer, Tokenizer
@@ -28,8 +32,8 @@ class Streams:
     """The tokenizer, and a training and a held-out stream per source."""
 
     tokenizer: Tokenizer
-    train: list[Stream]
-    held_out: list[Stream]
+    train: list[Stream | ExampleSet]
+    held_out: list[Stream | ExampleSet]
 
 
 def open_streams(config: DataConfig, seed: int, report: Report) -> Streams:
@@ -41,13 +45,19 @@ def open_streams(config: DataConfig, seed: int, report: Report) -> Streams:
     """
     fraction = 0.0 if config.held_out else config.held_out_fraction
     everything = (*config.sources, *config.held_out)
-    is_raw = {s: not prepared(s) and s.path != "synthetic" for s in everything}
+    is_raw = {s: not is_chat(s) and not prepared(s) and s.path != "synthetic" for s in everything}
     plans = {(s, False): plan_source(s, fraction) for s in config.sources if is_raw[s]}
     plans |= {(s, True): plan_source(s, 1.0) for s in config.held_out if is_raw[s]}
-    folder = cache_folder(config.cache_dir) if plans else Path()
+    with_chats = any(map(is_chat, everything))
+    folder = cache_folder(config.cache_dir) if plans or with_chats else Path()
     training = [plans[s, False] for s in config.sources if is_raw[s]]
     tokenizer = _choose_tokenizer(config, everything, training, folder, report)
-    opener = _Opener(tokenizer, plans, folder, config.shard_tokens, seed, report)
+    opener = _Opener(tokenizer, plans, folder, config.shard_tokens, seed, report, fraction)
+    if with_chats:
+        opener.chats = import_chat().open_chats(config.chat, tokenizer)
+        tokenizer.chat = opener.chats.format
+        if opener.chats.remark is not None:
+            report(opener.chats.remark)
     train = [opener.open(s, "train", False, i) for i, s in enumerate(config.sources)]
     if config.held_out:
         held_out = [opener.open(s, "held_out", True, i) for i, s in enumerate(config.held_out)]
@@ -56,6 +66,20 @@ def open_streams(config: DataConfig, seed: int, report: Report) -> Streams:
     else:
         held_out = []
     return Streams(tokenizer, train, [s for s in held_out if s.tokens > 1])
+
+
+def is_chat(source: SourceConfig) -> bool:
+    """Whether `source` holds chats."""
+    return source.format == "chat"
+
+
+def import_chat():
+    """The module that reads chats, or a ConfigError with the command that installs what it needs."""
+    try:
+        from jaxstack.data import chat
+    except ImportError:
+        raise ConfigError(f"reading chats needs jinja2: {EXTRA}") from None
+    return chat
 
 
 def prepared(source: SourceConfig) -> bool:
@@ -82,6 +106,11 @@ def _choose_tokenizer(
             raise ConfigError(_mismatch(path, tokenizer, "bpe"))
         report(f"the tokenizer is that of {path}: {tokenizer.kind}, {tokenizer.vocab_size} ids")
         return tokenizer
+    if any(map(is_chat, sources)) and not plans and not made and not wanted.path and wanted.name != "byte":
+        raise ConfigError(
+            "chats need the tokenizer of the model that they train: set run.init_from to a model that has one, or "
+            "data.tokenizer.path to a tokenizer.json"
+        )
     if not plans and not made and not wanted.path and wanted.name != "byte":
         return SyntheticTokenizer(wanted.vocab_size)
     if not plans and not wanted.path:
@@ -100,7 +129,7 @@ def _mismatch(path: str, tokenizer: Tokenizer, wanted: str) -> str:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Opener:
     tokenizer: Tokenizer
     plans: dict[tuple[SourceConfig, bool], Plan]
@@ -108,8 +137,10 @@ class _Opener:
     shard_tokens: int
     seed: int
     report: Report
+    fraction: float
+    chats: Any = None
 
-    def open(self, source: SourceConfig, split: str, whole: bool, number: int) -> Stream:
+    def open(self, source: SourceConfig, split: Split, whole: bool, number: int) -> Stream | ExampleSet:
         """The stream of one side of one source.
 
         Args:
@@ -121,6 +152,9 @@ class _Opener:
             tokens = TRAIN_TOKENS if split == "train" else HELD_OUT_TOKENS
             seed = source_seed(self.seed, f"synthetic {split} {number}")
             return SyntheticStream(self.tokenizer.vocab_size, self.tokenizer.document_start, seed, tokens)
+        if is_chat(source):
+            fraction = 1.0 if whole else self.fraction
+            return import_chat().open_examples(source, self.chats, fraction, self.folder, self.report)[split]
         plan = self.plans.get((source, whole))
         if plan is not None:
             place = ensure_tokens(plan, self.tokenizer, self.folder, self.shard_tokens, self.report)

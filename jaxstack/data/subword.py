@@ -42,6 +42,21 @@ class SubwordTokenizer(Tokenizer):
             result.append(ids)
         return result
 
+    @cached_property
+    def _marked(self) -> Model:
+        """The model that reads special tokens, and whose places are not trimmed by a post-processor."""
+        model = Model.from_str(json.dumps({**json.loads(self._json), "post_processor": None}))
+        model.encode_special_tokens = False
+        return model
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encoded = self._marked.encode_batch([valid_unicode(text) for text in texts], add_special_tokens=False)
+        return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        return {t.content: i for i, t in self._model.get_added_tokens_decoder().items() if t.special}
+
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
         array = checked_ids(ids, self.vocab_size)
         if self.writes_bytes:

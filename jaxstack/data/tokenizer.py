@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxstack.data.atomic import write_file
-from jaxstack.errors import JaxstackError
+from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
+from jaxstack.data.chat_format import ChatFormat
+from jaxstack.errors import ConfigError, JaxstackError
 
 FORMAT = "jaxstack-tokenizer"
 CONFIG_FILE = "jaxstack_tokenizer.json"
@@ -29,6 +31,8 @@ class Tokenizer(ABC):
     vocab_size: int
     """V: every id is below it, the document-start id included."""
     document_start: int
+    chat: ChatFormat | None = None
+    """How chats are written for it; no part of its hash."""
     writes_bytes = True
     """Whether a token stands for the same bytes wherever it stands, so that texts can be joined token by token."""
 
@@ -44,6 +48,19 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of many texts at once, on all cores where the implementation can."""
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids [n] of each text, in which special tokens are written out, and the characters [n, 2] that they stand for.
+
+        Raises:
+          ConfigError: this kind of tokenizer has no text.
+        """
+        raise ConfigError(f"a {self.kind} tokenizer cannot write chats; set data.tokenizer.path to a tokenizer.json")
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Texts that `encode_marked` takes for one id, with that id."""
+        return {}
 
     @abstractmethod
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
@@ -89,6 +106,8 @@ class Tokenizer(ABC):
         if model is not None:
             write_file(folder / MODEL_FILE, model.encode())
         description = {**self.description(), "sha256": self.hash}
+        if self.chat is not None:
+            write_file(folder / CHAT_CONFIG, self.chat.as_json().encode())
         write_file(folder / CONFIG_FILE, (json.dumps(description, indent=2) + "\n").encode())
 
 
@@ -101,6 +120,14 @@ class ByteTokenizer(Tokenizer):
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(valid_unicode(t).encode(), np.uint8).astype(np.int32) for t in texts]
+
+    def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        def places(text: str) -> np.ndarray:
+            at = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
+            return np.stack([at, at + 1], axis=1)
+
+        texts = [valid_unicode(text) for text in texts]
+        return [(ids, places(text)) for ids, text in zip(self.encode_documents(texts), texts, strict=True)]
 
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
         array = checked_ids(ids, self.vocab_size)

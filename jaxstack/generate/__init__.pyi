@@ -1,3 +1,4 @@
+from .chat import ChatGenerator as ChatGenerator
 from .decode import Decoder as Decoder
 from .decode import ModelOnMesh as ModelOnMesh
 from .decode import in_compute_dtype as in_compute_dtype

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--prompts", metavar="FILE", help='prompts, one JSON object a line: {"prompt": "Once"}')
     text.add_argument("--samples", type=int, default=1, metavar="N", help="texts for each prompt (default 1)")
+    text.add_argument("--chat", action="store_true", help="ask the prompts by the tokenizer's chat template")
     text.add_argument(
         "--no-document-start", action="store_true", help="do not put the tokenizer's document-start id before a prompt"
     )
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; found {value}.")
         if not 0 <= args.seed < 2**32 - args.samples:
             raise ConfigError(f"--seed must be at least 0 and below 2^32 - samples; found {args.seed}.")
-        if hasattr(sys.stdout, "reconfigure"):  # a terminal that cannot show a character shows another
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows another
             sys.stdout.reconfigure(errors="replace")
         importlib.import_module("jaxstack.generated_text").generate_text(args)
 

@@ -1,3 +1,4 @@
+from .adapters import AdapterConfig as AdapterConfig
 from .adapters import AdapterRule as AdapterRule
 from .adapters import adapted_layers as adapted_layers
 from .adapters import add_adapters as add_adapters
@@ -5,6 +6,7 @@ from .adapters import merge_adapters as merge_adapters
 from .config import ModelConfig as ModelConfig
 from .config import RopeScaling as RopeScaling
 from .count import count_parameters as count_parameters
+from .count import flops_saved_per_token as flops_saved_per_token
 from .count import model_flops_per_token as model_flops_per_token
 from .huggingface import from_huggingface as from_huggingface
 from .huggingface import to_huggingface as to_huggingface

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field
 
-from jaxstack.config import PathRule
+from jaxstack.config import Component, PathRule
 from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.linear import Linear, multiply
 from jaxstack.tree_rules import check_patterns
@@ -22,7 +22,7 @@ from pallas_kernels import QuantizedWeight
 
 
 class AdapterRule(PathRule):
-    """Dense layers that get an adapter: those in whose weight's path the regular expression is found."""
+    """The adapter of dense layers whose weight has such a path, as decoder/layers/3/mlp/down_proj/kernel."""
 
     method: Literal["lora", "dora"] = "lora"
     rank: int = Field(default=16, ge=1)
@@ -30,6 +30,13 @@ class AdapterRule(PathRule):
     """What the adapter adds is scaled by alpha / rank; left out: by 1."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Of the adapter's input, while training."""
+
+
+class AdapterConfig(Component):
+    """The adapters of a model. With any, all other parameters are frozen, unless `optimizer.groups` say otherwise."""
+
+    rules: tuple[AdapterRule, ...] = ()
+    """The first whose path is found in that of a dense layer's weight decides on its adapter; without, it has none."""
 
 
 class Adapter(nnx.Module):
@@ -120,10 +127,10 @@ def add_adapters(model: Any, rules: Sequence[AdapterRule], rngs: nnx.Rngs) -> An
     for path, layer in _dense_layers(model):
         names = weight_paths(model, path)
         seen.update(dict.fromkeys(names, 0))
-        rule = choose_for_all(names, table, "adapters", "get another adapter")
+        rule = choose_for_all(names, table, "adapters.rules", "get another adapter")
         layer.adapter = nnx.data(None if rule is None else Adapter(layer, rule, rngs))
     if rules:
-        check_patterns([rule.path for rule in rules], seen, "adapters (of dense layers)")
+        check_patterns([rule.path for rule in rules], seen, "adapters.rules, which are for dense layers")
     return model
 
 

@@ -40,8 +40,11 @@ class ModelConfig(Component):
     vocab_size: int | None = Field(default=None, ge=2)
     """Rows of the embedding; left out: the tokenizer's vocabulary, padded to a multiple of 64."""
     hidden_size: int = Field(default=256, ge=1)
+    """Width of the residual stream."""
     num_layers: int = Field(default=4, ge=1)
+    """Layers."""
     num_heads: int = Field(default=4, ge=1)
+    """Query heads."""
     num_kv_heads: int | None = Field(default=None, ge=1)
     """Key/value heads (grouped-query attention); left out: num_heads."""
     head_dim: int | None = Field(default=None, ge=1)
@@ -52,46 +55,59 @@ class ModelConfig(Component):
     """Longest sequence; needed for learned positions, otherwise only a bound that is checked."""
 
     norm: Literal["rms_norm", "rms_norm_unit_offset", "layer_norm"] = "rms_norm"
+    """`rms_norm`, `rms_norm_unit_offset` (Gemma), `layer_norm`."""
     norm_eps: float = Field(default=1e-5, gt=0)
+    """Added to the variance."""
     post_norms: bool = False
     """Also normalise what each sublayer returns, before it joins the residual (Gemma 2)."""
     qk_norm: bool = False
     """RMS-normalise every query and key head (Qwen 3); with `norm: rms_norm_unit_offset` by that norm (Gemma 3)."""
 
     positions: Literal["rope", "learned", "none"] = "rope"
+    """`rope`, `learned`, `none`."""
     rope_theta: float = Field(default=10000.0, gt=0)
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
+    """`{rope_type: linear, factor: 4.0}`, or `rope_type: llama3` with the keys of Llama 3.1."""
     rope_local_base_freq: float | None = Field(default=None, gt=0)
     """`rope_theta` of the sliding_attention layers, which are then not scaled (Gemma 3); left out: as all others."""
 
     attention: AnyAttention = SoftmaxAttention()
-    """Attention kind of all layers, by `name`: see `jaxstack/models/attention_kinds/`."""
+    """Attention kind of all layers, by `name`."""
     layer_types: tuple[LayerType, ...] = ("full_attention",)
     """With softmax attention, whether each layer sees all keys or a window; repeated over the depth."""
     sliding_window: int | None = Field(default=None, ge=1)
     """Keys that a query of a sliding_attention layer sees, itself included."""
     qkv_bias: bool = False
+    """Biases on queries, keys and values."""
     output_bias: bool = False
     """Bias of the attention's output projection."""
     attn_logit_softcapping: float | None = Field(default=None, gt=0)
+    """Cap c of the attention scores, c tanh(score / c)."""
     query_pre_attn_scalar: float | None = Field(default=None, gt=0)
     """Attention scores are divided by its square root; left out: head_dim."""
 
     mlp: Literal["gated", "plain"] = "gated"
+    """`gated` (SwiGLU, GeGLU) or `plain`."""
     hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
+    """`silu`, `gelu`, `gelu_tanh`, `relu`, `relu_squared`."""
     mlp_bias: bool = False
+    """Biases in the MLP."""
     moe: MoEConfig | None = None
-    """Left out: every feed-forward sublayer is dense."""
+    """A mixture of experts in place of the feed-forward sublayers; left out: all of them are dense."""
 
     tie_word_embeddings: bool = False
+    """The head uses the embedding's table."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
     final_logit_softcapping: float | None = Field(default=None, gt=0)
+    """Cap of the logits."""
 
     initialization: Literal["normal", "depth_scaled", "fan_in"] = "depth_scaled"
     """`normal`: std initializer_range everywhere; `depth_scaled`: the same, residual projections by 1/sqrt(2 layers)
     (GPT-2); `fan_in`: std 1/sqrt(inputs), residual projections depth-scaled too."""
     initializer_range: float = Field(default=0.02, gt=0)
+    """Standard deviation of the initial weights."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On embeddings and on what each sublayer adds to the residual."""
 
@@ -99,6 +115,9 @@ class ModelConfig(Component):
     """Attention backend by name; left out: the first of the table that can do it. An explicit one never falls back."""
     scan_layers: bool = True
     """One compiled layer run in a loop (compiles fast) instead of all layers unrolled (runs fastest)."""
+    single_layers: int = Field(default=0, ge=0)
+    """Of the layers at each end, how many stay out of the loop of `scan_layers`; with FP8, which leaves the first and
+    the last layer in bfloat16, 1 where it is left out."""
     remat: Literal["none", "full", "save_attention", "save_dots", "offload"] = "none"
     """What the backward pass finds saved: everything; layer inputs only; also attention outputs; also matmul outputs;
     layer inputs in host memory."""
@@ -190,16 +209,22 @@ class ModelConfig(Component):
     def layer_pattern(self) -> tuple[int, int]:
         """(layers before it, length) of the pattern that, repeated, gives the rest; that with the fewest single layers.
 
-        The last repetition may be cut short.
+        The last repetition may be cut short, and ends before the `ends`.
         """
-        kinds = self.layer_kinds()
+        kinds = self.layer_kinds()[self.ends : self.num_layers - self.ends]
 
-        def period(kinds: list[Any]) -> int:
+        def repeats_after(kinds: list[Any]) -> int:
             fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
             return next(fits, len(kinds))
 
-        found = [(lead, period(kinds[lead:])) for lead in range(len(kinds))]
-        return min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+        found = [(lead, repeats_after(kinds[lead:])) for lead in range(len(kinds))]
+        lead, period = min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+        return self.ends + lead, period
+
+    @property
+    def ends(self) -> int:
+        """`single_layers`, but for what a model of so few layers has not."""
+        return min(self.single_layers, (self.num_layers - 1) // 2)
 
 
 def _near_divisors(number: int, near: int) -> str:

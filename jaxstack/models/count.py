@@ -6,6 +6,8 @@ output head counted) plus attention, which its kind counts: full causal attentio
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 
 from jaxstack.models.config import ModelConfig
 
@@ -72,3 +74,20 @@ def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     layers = (config.heads(window) for window in config.windows())
     attention = sum(config.attention.flops_per_token(heads, sequence_length) for heads in layers)
     return 6.0 * count_parameters(config).matmul + attention
+
+
+def flops_saved_per_token(config: ModelConfig, frozen: Mapping[str, tuple[Sequence[str], Sequence[int]]]) -> float:
+    """What a step does not compute of `model_flops_per_token`: the gradients of frozen matrices, 2 FLOPs a parameter.
+
+    Args:
+      frozen: path -> logical axes and shape of the frozen parameters.
+    """
+    head = "embedding/table" if config.tie_word_embeddings else "head"
+
+    def used(path: str, axes: Sequence[str]) -> float:
+        """The share of a matrix that multiplies a token."""
+        if config.moe is not None and "expert" in axes:
+            return config.moe.num_experts_per_tok / config.moe.num_experts
+        return float(path.endswith("/kernel") or path == head)
+
+    return 2.0 * sum(math.prod(shape) * used(path, axes) for path, (axes, shape) in frozen.items())

@@ -1,4 +1,4 @@
-"""Path rules for dense layers, which know them by the numbers of the model's layers, whatever one scan runs together."""
+"""Path rules for dense layers: they go by the numbers of the model's layers, whichever of these one scan runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def choose_for_all(names: Sequence[str], rules: Rules[Any], section: str, what: 
         yes = next(name for name, value in zip(names, chosen, strict=True) if value)
         no = next(name for name, value in zip(names, chosen, strict=True) if value != match(yes, rules))
         raise ConfigError(
-            f"{section}: {yes} is to {what} and {no} is not, but one scan runs both; set model.scan_layers to false, or "
-            "drop the layer's number from the rule."
+            f"{section}: {yes} is to {what} and {no} is not, but one scan runs both; keep as many layers at each end "
+            "out of it by model.single_layers, set model.scan_layers to false, or drop the layer's number from the rule."
         )
     return chosen[0]

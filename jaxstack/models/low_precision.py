@@ -5,6 +5,7 @@ from typing import Any
 from flax import nnx
 
 from jaxstack.models.layer_paths import choose_for_all, weight_paths
+from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, use_fp8
@@ -17,17 +18,21 @@ _PRODUCTS = 3
 def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     """The model with its dense layers' matmuls as `precision` says; changed in place.
 
+    The first and the last layer stay as they are unless a rule says otherwise, in a model of three layers or more where
+    no scan runs them together with others (`ModelConfig.single_layers`; a pipeline's stages always do).
+
     Raises:
       ConfigError: a rule tells apart layers that one scan runs, or matches no weight.
     """
     if precision.fp8 == "none":
         return model
     matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}
+    rules = precision.path_rules(_ends(model.decoder))
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
         names = weight_paths(model, path)
         seen.update(dict.fromkeys(names, 0))
-        return matmul if choose_for_all(names, precision.path_rules, "precision.fp8_rules", "run in FP8") else None
+        return matmul if choose_for_all(names, rules, "precision.fp8_rules", "run in FP8") else None
 
     use_fp8(model, choose, history=precision.fp8_history)
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
@@ -43,3 +48,11 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
             stacked = layer.kernel.get_metadata().get("logical_axes", ())[:1] == ("layers",)
             count += layer.kernel.shape[0] if stacked else 1
     return _PRODUCTS * count
+
+
+def _ends(stack: Stack) -> list[int]:
+    """The first and the last of at least three layers, where they are layers of the module of their own."""
+    numbers = [stack.numbers(index) for index in range(len(stack.layers))]
+    alone = {found[0] for found in numbers if len(found) == 1}
+    count = sum(map(len, numbers))
+    return sorted(alone & {0, count - 1}) if count > 2 else []

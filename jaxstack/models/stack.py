@@ -72,13 +72,13 @@ class Stack(nnx.Module):
     """The layers of a Transformer.
 
     `layers` are blocks. With `config.scan_layers` those from `lead` to `lead + period` are stacked `repeats` times;
-    the others (dense layers before a mixture of experts, what is left of the last period) are single.
+    the others (dense layers before a mixture of experts, what is left of the last period, `config.ends`) are single.
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         kinds = config.layer_kinds()
         self.lead, self.period = config.layer_pattern if config.scan_layers else (0, len(kinds))
-        self.repeats = (len(kinds) - self.lead) // self.period
+        self.repeats = (len(kinds) - config.ends - self.lead) // self.period if config.scan_layers else 1
         if self.repeats == 1:
             self.lead, self.period = 0, len(kinds)
         self.scanned = range(self.lead, self.lead + self.period) if self.repeats > 1 else range(0)

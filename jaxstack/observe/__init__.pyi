@@ -27,6 +27,9 @@ from .trackers import (
     JsonLines as JsonLines,
 )
 from .trackers import (
+    MLflow as MLflow,
+)
+from .trackers import (
     TensorBoard as TensorBoard,
 )
 from .trackers import (

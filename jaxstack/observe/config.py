@@ -12,10 +12,11 @@ class ObserveConfig(Component):
 
     log_every: int = Field(default=10, ge=1)
     """Steps between two logged lines; throughput is the mean over them."""
-    trackers: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = ("jsonl", "tensorboard")
-    """Where the metrics go: `metrics.jsonl`, `tensorboard/`, Weights & Biases."""
+    trackers: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...] = ("jsonl", "tensorboard")
+    """Where the metrics go: `metrics.jsonl`, `tensorboard/`, Weights & Biases, MLflow."""
     profile_steps: tuple[int, int] | None = None
-    """First and last step of a `jax.profiler` trace, written to `profile/` in the run directory."""
+    """First and last step of a `jax.profiler` trace, written to `profile/` in the run directory, with the devices'
+    memory after the last."""
     fail_on_fallback: bool = False
     """Make it an error when a kernel backend is passed over that would normally be taken."""
     progress: bool = True

@@ -11,6 +11,8 @@ _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _NAME = re.compile(r"%([\w.\-]+)")
+_LONGEST = 20_000
+"""Characters of an instruction's attributes."""
 
 
 class ArrayType(NamedTuple):
@@ -178,7 +180,10 @@ def _parse_instruction(line: str) -> Instruction | None:
     opcode, end = rest[:opening], _bracket_end(rest, opening)
     literal = opcode in ("constant", "parameter")
     operands = () if literal else tuple(_NAME.findall(_COMMENT.sub("", rest[opening:end])))
-    return Instruction(name.lstrip("%"), type_, opcode, operands, rest[end:])
+    attributes = rest[end:]
+    if len(attributes) > _LONGEST:
+        attributes = attributes.partition(", backend_config=")[0]  # a kernel's code, half a megabyte of it
+    return Instruction(name.lstrip("%"), type_, opcode, operands, attributes)
 
 
 def _bracket_end(text: str, start: int) -> int:

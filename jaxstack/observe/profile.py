@@ -9,10 +9,12 @@ import jax
 
 
 class StepProfiler:
-    """Traces steps (counted from 1, first and last included) into `directory`, for TensorBoard or Perfetto.
+    """Traces steps (counted from 1, first and last included) into `directory`.
 
-    Only files are written: no profiler server is started, no port opened. With `steps=None` it does nothing.
-    A run that resumes behind `first` traces what is left of the window; one that resumes behind `last`,
+    It leaves `plugins/profile/TIME/*.xplane.pb` for xprof and TensorBoard, `*.trace.json.gz` beside it for
+    https://ui.perfetto.dev, and `memory.pb.gz`: what the devices held after the last step, by the line that allocated
+    it, for `pprof`. Only files are written: no profiler server is started, no port opened. With `steps=None` it does
+    nothing. A run that resumes behind `first` traces what is left of the window; one that resumes behind `last`,
     nothing.
     """
 
@@ -51,4 +53,5 @@ class StepProfiler:
         if self.active:
             self.active = False
             jax.profiler.stop_trace()
+            jax.profiler.save_device_memory_profile(str(self._directory / "memory.pb.gz"))
             self._report(f"profile of steps {self._first} to {self._last}: {self._directory}")

@@ -186,11 +186,61 @@ class WandB:
         self._run.finish()
 
 
+class MLflow:
+    """Logs to MLflow under one run id, kept in the run directory for a resumed run to go on in.
+
+    Server and experiment come from mlflow's own environment variables (`MLFLOW_TRACKING_URI`; without it a folder or
+    file of mlflow's choice; `MLFLOW_EXPERIMENT_NAME` falls back to `jaxstack`). A value that is not finite is left out.
+    Raises ConfigError where the package is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        start_step: int = 0,
+        name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        try:
+            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError(
+                "the tracker 'mlflow' needs the package mlflow-skinny (or mlflow), which is not installed: "
+                "pip install 'jaxstack[mlflow]', or take 'mlflow' out of observe.trackers"
+            ) from error
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        id_file = directory / "mlflow_id.txt"
+        self._client = MlflowClient()
+        if id_file.exists():
+            self._run_id = id_file.read_text().strip()
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxstack")
+        found = self._client.get_experiment_by_name(experiment)
+        key = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        self._run_id = self._client.create_run(key, run_name=name).info.run_id
+        id_file.write_text(self._run_id + "\n")
+        for section, values in (settings or {}).items():
+            for setting, value in (values if isinstance(values, Mapping) else {"": values}).items():
+                self._client.log_param(self._run_id, f"{section}.{setting}".strip("."), str(value)[:500])
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = {key: _plain(value) for key, value in values.items()}
+        for key, value in numbers.items():
+            if isinstance(value, int | float):
+                self._client.log_metric(self._run_id, key, float(value), step=int(step))
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
 TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
     # First the file that everything else can be made from: it is written even when a later tracker fails.
     "jsonl": lambda run_dir, start, name, settings: JsonLines(run_dir / "metrics.jsonl", start),
     "tensorboard": lambda run_dir, start, name, settings: TensorBoard(run_dir / "tensorboard", start),
     "wandb": lambda run_dir, start, name, settings: WandB(run_dir, start, name, settings),
+    "mlflow": lambda run_dir, start, name, settings: MLflow(run_dir, start, name, settings),
 }
 
 

@@ -102,7 +102,7 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
 
 
 def is_matrix(path: str, leaf: Any) -> bool:
-    """Whether weight decay applies. Scales, biases and magnitudes are vectors even where a layer stack gives them a second dim."""
+    """Whether weight decay applies. Scales, biases and magnitudes are vectors even where they have two dims."""
     return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
 
 

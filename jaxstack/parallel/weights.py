@@ -14,7 +14,7 @@ from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is
 
 
 def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """A whole stored parameter as the computation wants it: cast (vectors are not), and gathered over the `weight_axes`.
+    """A whole stored parameter as the computation wants it: cast (not a vector), and whole over the `weight_axes`.
 
     Its gradient lies as it is stored. Does no more than cast outside of `logical_axis_rules`.
     """
@@ -63,13 +63,15 @@ def gathers_shards() -> bool:
     return rules is not None and "fsdp" in rules.manual and bool(rules.weight_axes)
 
 
-_COMPUTED_AGAIN = frozenset(
-    """abs add add_any all_gather and broadcast_in_dim concatenate convert_element_type copy cos div dynamic_slice eq erf
-    erfc exp exp2 expand_dims expm1 ge gt integer_pow iota le log log1p logistic lt max min mul ne neg not or pad pow
-    random_bits random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left
-    shift_right_logical sign sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor""".split()
-)
-"""The gather of weights, and operations of elements, which cost little beside what it costs to keep their results."""
+_OF_ELEMENTS = """
+    abs add add_any and broadcast_in_dim concatenate convert_element_type copy cos div dynamic_slice eq erf erfc exp exp2
+    expand_dims expm1 ge gt integer_pow iota le log log1p logistic lt max min mul ne neg not or pad pow random_bits
+    random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left shift_right_logical sign
+    sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor
+"""
+_COMPUTED_AGAIN = frozenset(("all_gather", *_OF_ELEMENTS.split()))
+"""The gather of weights, and operations of elements: to repeat them costs little beside keeping their results."""
+
 
 def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: the backward pass gathers weights again, and multiplies nothing again.

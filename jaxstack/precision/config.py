@@ -3,6 +3,7 @@
 Master weights, optimizer state, accumulated gradients, norms and the softmax are float32 in every case.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -13,7 +14,7 @@ _PROJECTIONS = r"/(attention/(q|k|v|o)_proj|mlp/(gate|up|down)_proj)/kernel$"
 
 
 class Fp8Rule(PathRule):
-    """Whether the matmul of a weight's path, such as decoder/layers/3/mlp/down_proj/kernel (scanned or not), is in FP8."""
+    """Which matmuls run in FP8, by paths of weights such as decoder/layers/3/mlp/down_proj/kernel (scanned or not)."""
 
     fp8: bool
 
@@ -33,7 +34,8 @@ class PrecisionConfig(Component):
     fp8_history: int = Field(default=16, ge=1)
     """Steps that delayed scaling looks back."""
     fp8_rules: tuple[Fp8Rule, ...] = ()
-    """Exceptions; without them all projections of attention and MLP run in FP8, and nothing else does."""
+    """Without them the projections of attention and MLP run in FP8, but for those of the first and the last layer;
+    `{path: _proj, fp8: true}` adds these."""
 
     @model_validator(mode="after")
     def _check(self) -> "PrecisionConfig":
@@ -45,7 +47,12 @@ class PrecisionConfig(Component):
         """The dtype's name with the default of the platform (`cpu`, `gpu`, ...) filled in."""
         return self.compute or ("float32" if platform == "cpu" else "bfloat16")
 
-    @property
-    def path_rules(self) -> tuple[tuple[str, bool], ...]:
-        """(path, whether it runs in FP8), for `jaxstack.tree_rules.match`."""
-        return (*((rule.path, rule.fp8) for rule in self.fp8_rules), (_PROJECTIONS, True), (".*", False))
+    def path_rules(self, left_out: Sequence[int] = ()) -> tuple[tuple[str, bool], ...]:
+        """(path, whether it runs in FP8), for `jaxstack.tree_rules.match`.
+
+        Args:
+          left_out: layers that no projection of runs in FP8 unless a rule says so.
+        """
+        own = ((rule.path, rule.fp8) for rule in self.fp8_rules)
+        plain = ((f"^decoder/layers/{number}/", False) for number in left_out)
+        return (*own, *plain, (_PROJECTIONS, True), (".*", False))

@@ -17,6 +17,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 address = f"127.0.0.1:{port}"
 jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address)
 import jax.numpy as jnp
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state, manifest
 
@@ -57,8 +58,17 @@ expected = make(5)
 for name in ("split", "whole"):
     for one, other in zip(found[name].addressable_shards, expected[name].addressable_shards, strict=True):
         assert (one.data == other.data).all()
+count = len(told)
+multihost_utils.sync_global_devices("read")
+victim = sorted(manifest.read_index(manager._path(5))["files"])[1]  # in the share of rank 1, and told by rank 0
+if rank == 0:
+    path = manager._path(5) / victim
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+multihost_utils.sync_global_devices("harmed")
+assert manager.latest_step() == 3
+assert rank or f"passed over: {victim}: " in told[-1], told
 manager.close()
-print(rank, step, extra, len(told))
+print(rank, step, extra, count)
 """
 
 

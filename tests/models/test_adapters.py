@@ -7,7 +7,15 @@ import pytest
 from flax import nnx
 
 from jaxstack.errors import ConfigError
-from jaxstack.models import AdapterRule, ModelConfig, Transformer, add_adapters, merge_adapters
+from jaxstack.models import (
+    AdapterRule,
+    ModelConfig,
+    Transformer,
+    add_adapters,
+    count_parameters,
+    flops_saved_per_token,
+    merge_adapters,
+)
 from jaxstack.models.adapters import Adapter, adapted_layers
 from jaxstack.models.linear import Linear
 from jaxstack.tree_rules import ADAPTER, path_name
@@ -29,7 +37,7 @@ def moved(model: Transformer) -> Transformer:
         adapter = layer.adapter
         adapter.b[...] = jnp.asarray(random.normal(0, 0.1, adapter.b.shape), jnp.float32)
         if adapter.magnitude is not None:
-            adapter.magnitude[...] = adapter.magnitude[...] * jnp.asarray(random.uniform(0.5, 2, adapter.magnitude.shape))
+            adapter.magnitude[...] *= jnp.asarray(random.uniform(0.5, 2, adapter.magnitude.shape), jnp.float32)
     return model
 
 
@@ -97,9 +105,9 @@ def test_rules_may_tell_layers_apart_where_they_are_unrolled():
     rules = [AdapterRule(path="layers/1/.*q_proj")]
     layers = adapted_layers(model_of(MODEL.model_copy(update={"scan_layers": False}), rules))
     assert list(layers) == ["decoder/layers/1/attention/q_proj"]
-    with pytest.raises(ConfigError, match="adapters: .*layers/1/.*one scan runs both"):
+    with pytest.raises(ConfigError, match="adapters.rules: .*layers/1/.*one scan runs both"):
         model_of(MODEL, rules)
-    with pytest.raises(ConfigError, match=r"adapters .*'experts' matches no"):
+    with pytest.raises(ConfigError, match=r"adapters.rules, .*'experts' matches no"):
         model_of(MODEL, [AdapterRule(path="experts")])
 
 
@@ -112,7 +120,8 @@ def test_dropout_is_for_training_only_and_differs_between_layers():
     np.testing.assert_allclose(logits(merge_adapters(model)), plain, atol=1e-5)
 
 
-ADAPT = "adapters=[{path: attention, rank: 4, alpha: 8}, {path: down_proj, method: dora, rank: 2}]"
+ADAPT = "adapters.rules=[{path: attention, rank: 4, alpha: 8}, {path: down_proj, method: dora, rank: 2}]"
+FREEZE_ALL = "optimizer.groups=[{path: kernel|head, frozen: true}]"
 LAYOUTS = {
     "unrolled, accumulation": ("model.scan_layers=false", "train.gradient_accumulation=2"),
     "fsdp": ("parallel.data=2", "parallel.fsdp=2", "train.gradient_accumulation=2"),
@@ -159,6 +168,16 @@ def test_the_optimizer_holds_two_moments_of_the_adapters():
     assert sum(x.size for x in jax.tree.leaves(adapters)) == numbers
     moments = [x for x in jax.tree.leaves(trainer.abstract_state.optimizer) if x.ndim]
     assert sum(x.size * x.dtype.itemsize for x in moments) == 2 * 4 * numbers
+
+
+def test_frozen_weights_cost_four_flops_a_parameter_instead_of_six():
+    plain, adapted = make_trainer(small_config()), trainer_of()
+    assert plain.frozen_parameters() == {}
+    config = small_config().model
+    assert flops_saved_per_token(config, adapted.frozen_parameters()) == 2 * count_parameters(config).matmul
+    mixture = small_config("model.moe={num_experts: 4, num_experts_per_tok: 2, first_k_dense_replace: 1}", FREEZE_ALL)
+    saved = flops_saved_per_token(mixture.model, make_trainer(mixture).frozen_parameters())
+    assert saved == 2 * count_parameters(mixture.model).matmul
 
 
 def test_groups_may_train_more_than_the_adapters():

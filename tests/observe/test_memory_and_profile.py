@@ -1,24 +1,34 @@
 """Peak memory grows with what is held; a profile holds the steps that were asked for."""
 
+import gzip
+import json
+import subprocess
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from flax import nnx
 
+from jaxstack.models import ModelConfig, Transformer
 from jaxstack.observe import memory
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
 
+GROWING = """
+import numpy as np
+from jaxstack.observe.memory import peak_memory_bytes
+before = peak_memory_bytes()
+assert 2**24 < before < 2**40
+held = np.ones(before // 8 + 2**23)  # as large as all memory so far
+assert peak_memory_bytes() >= before + 2**25
+"""
+
 
 def test_peak_memory_on_cpu_is_the_resident_set():
-    before = peak_memory_bytes()
-    assert 2**24 < before < 2**40
-    held = np.ones(before // 8 + 2**23)  # as large as all memory so far
-    assert peak_memory_bytes() >= before + 2**25
-    del held
+    """In a process of its own: that of the tests may have held gigabytes before."""
+    subprocess.run([sys.executable, "-c", GROWING], check=True, timeout=120)
 
 
 def test_peak_memory_is_that_of_the_fullest_device(monkeypatch):
@@ -35,6 +45,7 @@ def calls(monkeypatch):
     made = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: made.append(("start", directory)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: made.append(("stop",)))
+    monkeypatch.setattr(jax.profiler, "save_device_memory_profile", lambda file: made.append(("memory", file)))
     return made
 
 
@@ -61,17 +72,33 @@ def _run(profiler, first, last):
 )
 def test_traced_steps(calls, steps, first, last, traced):
     assert _run(StepProfiler(steps, "where"), first, last) == traced
-    assert calls == ([("start", "where"), ("stop",)] if traced else [])
+    assert calls == ([("start", "where"), ("stop",), ("memory", "where/memory.pb.gz")] if traced else [])
 
 
-def test_profile_writes_a_trace(tmp_path):
+def test_profile_opens_in_perfetto_and_xprof_with_the_layers_by_name(tmp_path, quick_compilation):
     said = []
     profiler = StepProfiler((2, 2), tmp_path / "profile", said.append)
-    step = jax.jit(lambda x: jnp.sin(x).sum())
+    model = Transformer(ModelConfig(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32), nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    step = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens).sum())
     for number in (1, 2, 3):
         with profiler.step(number):
-            result = step(jnp.ones(8))
+            result = step(state, jnp.zeros((1, 8), jnp.int32))
         profiler.finish_step(number, result)
-    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+    (trace,) = (tmp_path / "profile").rglob("*.trace.json.gz")  # what Perfetto reads
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    steps = [event for event in events if event.get("name") == "train"]
+    assert [event["args"]["step_num"] for event in steps] == ["2"]
+
+    (planes,) = (tmp_path / "profile").rglob("*.xplane.pb")  # what xprof reads
+    data = jax.profiler.ProfileData.from_file(str(planes))
+    assert any(event.name == "train" for plane in data.planes for line in plane.lines for event in line.events)
+    operations = planes.read_bytes()  # the program is part of it, with the scope of every operation
+    for scope in (b"embedding/", b"layers/attention/", b"layers/mlp/", b"final_norm/"):
+        assert scope in operations, scope
+
+    memory = gzip.decompress((tmp_path / "profile" / "memory.pb.gz").read_bytes())
+    assert b"space" in memory and b"bytes" in memory  # the units of pprof's table
     assert said and str(tmp_path) in said[0]
     assert "jax.profiler.start_server" not in sys.modules

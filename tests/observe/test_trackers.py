@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jaxstack.errors import ConfigError
-from jaxstack.observe.trackers import TRACKERS, JsonLines, TensorBoard, Trackers, WandB, open_trackers
+from jaxstack.observe.trackers import TRACKERS, JsonLines, MLflow, TensorBoard, Trackers, WandB, open_trackers
 
 
 def _records(path):
@@ -193,8 +193,61 @@ def test_missing_wandb_says_how_to_install_it(tmp_path, monkeypatch):
         open_trackers(("jsonl", "wandb"), tmp_path)
 
 
+class _FakeMLflow:
+    """mlflow's client, as far as the tracker uses it; what it holds outlives the tracker."""
+
+    experiments, runs = {}, {}
+
+    def get_experiment_by_name(self, name):
+        found = self.experiments.get(name)
+        return found and types.SimpleNamespace(experiment_id=found)
+
+    def create_experiment(self, name):
+        self.experiments[name] = "7"
+        return "7"
+
+    def create_run(self, experiment, run_name):
+        run_id = f"{experiment}-{len(self.runs)}"
+        self.runs[run_id] = {"name": run_name, "params": {}, "metrics": [], "status": "RUNNING"}
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
+    def update_run(self, run_id, status):
+        self.runs[run_id]["status"] = status
+
+    def log_param(self, run_id, key, value):
+        self.runs[run_id]["params"][key] = value
+
+    def log_metric(self, run_id, key, value, step):
+        assert self.runs[run_id]["status"] == "RUNNING"
+        self.runs[run_id]["metrics"].append((step, key, value))
+
+    def set_terminated(self, run_id):
+        self.runs[run_id]["status"] = "FINISHED"
+
+
+def test_mlflow_resumes_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=_FakeMLflow))
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    tracker = MLflow(tmp_path, name="a", settings={"train": {"steps": 3}})
+    tracker.log(1, {"loss": np.float32(2.0), "mfu": None, "note": "text", "grad_norm": math.nan})
+    tracker.close()
+    resumed = MLflow(tmp_path, start_step=1)
+    resumed.log(2, {"loss": 1.0})
+    resumed.close()
+    ((_, run),) = _FakeMLflow.runs.items()
+    assert run["metrics"] == [(1, "loss", 2.0), (2, "loss", 1.0)] and run["status"] == "FINISHED"
+    assert (run["name"], run["params"]) == ("a", {"train.steps": "3"}) and _FakeMLflow.experiments == {"jaxstack": "7"}
+
+
+def test_missing_mlflow_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxstack\[mlflow\]'"):
+        open_trackers(("jsonl", "mlflow"), tmp_path)
+
+
 def test_open_trackers_fans_out_in_the_table_order(tmp_path, fake_wandb):
-    assert list(TRACKERS) == ["jsonl", "tensorboard", "wandb"]
+    assert list(TRACKERS) == ["jsonl", "tensorboard", "wandb", "mlflow"]
     trackers = open_trackers(("wandb", "tensorboard", "jsonl"), tmp_path / "run", settings={"a": 1})
     trackers.log(3, {"loss": 0.5})
     trackers.close()

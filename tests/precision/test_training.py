@@ -14,6 +14,7 @@ from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.ran import refuse_missing_fp8
 from jaxstack.precision import PrecisionConfig, ScalingState, use_fp8
 from jaxstack.precision.recipe import Fp8Matmul
+from jaxstack.run_config import load_config
 from pallas_kernels import record_choices
 from tests.small_runs import make_trainer, run_steps, small_config
 
@@ -46,11 +47,34 @@ PROJECTIONS = {
 }
 
 
-def test_all_projections_of_the_layers_and_nothing_else():
+EVERY = ({"path": "_proj", "fp8": True},)
+
+
+def test_all_projections_but_of_the_first_and_the_last_layer():
     found = paths_in_fp8(PrecisionConfig(fp8="current"), scan_layers=False)
-    assert found == {f"decoder/layers/{i}/{name}" for i in range(4) for name in PROJECTIONS}
-    assert paths_in_fp8(PrecisionConfig(fp8="current")) == {f"decoder/layers/0/{name}" for name in PROJECTIONS}
+    assert found == {f"decoder/layers/{i}/{name}" for i in (1, 2) for name in PROJECTIONS}
+    # Scanned: the layers at the ends are the first and the last of three modules.
+    found = paths_in_fp8(PrecisionConfig(fp8="current"), single_layers=1)
+    assert found == {f"decoder/layers/1/{name}" for name in PROJECTIONS}
     assert not paths_in_fp8(PrecisionConfig())
+
+
+def test_a_rule_takes_the_first_and_the_last_layer_too():
+    found = paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=EVERY), scan_layers=False)
+    assert found == {f"decoder/layers/{i}/{name}" for i in range(4) for name in PROJECTIONS}
+    found = paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=EVERY), single_layers=1)
+    assert found == {f"decoder/layers/{i}/{name}" for i in range(3) for name in PROJECTIONS}
+
+
+def test_one_scan_of_all_layers_runs_all_in_fp8():
+    assert paths_in_fp8(PrecisionConfig(fp8="current")) == {f"decoder/layers/0/{name}" for name in PROJECTIONS}
+
+
+def test_a_run_in_fp8_scans_the_layers_between():
+    assert load_config(None, ["precision.fp8=current"]).model.single_layers == 1
+    assert load_config(None, ["precision.fp8=current", "model.single_layers=0"]).model.single_layers == 0
+    assert load_config(None, ["precision.fp8=current", "parallel.pipeline=2"]).model.single_layers == 0
+    assert load_config(None, []).model.single_layers == 0
 
 
 def test_rules_leave_layers_out():
@@ -78,9 +102,14 @@ def test_layers_of_alternating_kinds_are_numbered_as_in_the_model():
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_number_of_matmuls(scan):
-    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=4, scan_layers=scan)
-    model = nnx.eval_shape(lambda: in_fp8(Transformer(config, nnx.Rngs(0)), PrecisionConfig(fp8="current")))
-    assert count_fp8_matmuls(model) == 3 * 7 * 4
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=4, scan_layers=scan, single_layers=1)
+
+    def count(*rules) -> int:
+        precision = PrecisionConfig(fp8="current", fp8_rules=rules)
+        return count_fp8_matmuls(nnx.eval_shape(lambda: in_fp8(Transformer(config, nnx.Rngs(0)), precision)))
+
+    assert count() == 3 * 7 * 2
+    assert count(*EVERY) == 3 * 7 * 4
 
 
 def test_a_users_own_layers():

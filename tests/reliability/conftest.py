@@ -11,6 +11,8 @@ import pytest
 
 from tests.reliability.runs import REPOSITORY, Runs
 
+SKIPPING = "not gpu and not slow"
+"""What pyproject.toml leaves out."""
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
@@ -18,6 +20,12 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the scorecard at its full length (an hour)")
     parser.addoption("--kills", type=int, help="of rows 1 and 2; default: 100 and 30 at full length, 2 and 1 otherwise")
     parser.addoption("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
+
+
+def pytest_configure(config):
+    # Nearly all of these are slow: who names them, asks for them.
+    if config.option.markexpr == SKIPPING and any("reliability" in argument for argument in config.args):
+        config.option.markexpr = "not gpu"
 
 
 def pytest_collection_modifyitems(config, items):

@@ -6,23 +6,34 @@ import time
 
 import pytest
 
-from tests.reliability.runs import Runs, alive, finish, ranks
+from tests.reliability.runs import Runs, alive, finish, ranks, read_until
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def unbroken(runs: Runs) -> str:
+def mixture(runs: Runs) -> str:
+    """Two sources, one of them three times as often as its size, in packed rows."""
+    other = runs.folder / "mixed"
+    other.mkdir()
+    for index, path in enumerate(sorted((runs.folder / "texts").iterdir())):
+        if index % 3 == 0:
+            (other / path.name).write_text(path.read_text().upper())
+    return f"data.sources=[{{path: {runs.folder / 'texts'}, weight: 1}}, {{path: {other}, weight: 1}}]"
+
+
+@pytest.fixture(scope="module")
+def unbroken(runs: Runs, mixture) -> str:
     """Eighteen steps of one process."""
-    code, said = finish(runs.start(runs.train("unbroken", "train.steps=18")))
+    code, said = finish(runs.start(runs.train("unbroken", "train.steps=18", mixture)))
     assert code == 0, said
     return "unbroken"
 
 
-def test_two_then_one_then_four_processes(runs: Runs, unbroken, record, full):
+def test_two_then_one_then_four_processes(runs: Runs, unbroken, mixture, record, full):
     """Row 8. Every step logs the loss of its global batch: another sample in it would be another loss."""
     for processes, steps in ((2, 6), (1, 12), (4, 18)) if full else ((2, 12), (4, 18)):
-        launcher = runs.launch(["--processes", str(processes)], runs.train("moved", f"train.steps={steps}"))
+        launcher = runs.launch(["--processes", str(processes)], runs.train("moved", f"train.steps={steps}", mixture))
         code, said = finish(launcher)
         assert code == 0, said
         assert processes == 1 or f"in {processes} processes" in said
@@ -40,7 +51,7 @@ def test_two_then_one_then_four_processes(runs: Runs, unbroken, record, full):
     record(
         8,
         "2 -> 1 -> 4 processes" if full else "2 -> 4 processes",
-        f"18 steps, each once; losses within {worst:.1e} (relative) of an unbroken run",
+        f"18 steps of a mixture, each once; losses within {worst:.1e} (relative) of an unbroken run",
     )
 
 
@@ -83,6 +94,24 @@ def test_sigterm_to_one_rank_stops_all(runs: Runs, full):
     os.kill(ranks(launcher)[1], signal.SIGTERM)
     code, said = finish(launcher)
     assert code == 143 and said.count(f"after step {max(runs.losses('one-hears'))}") == 2, said
+
+
+def test_a_rank_killed_and_a_rank_stopped_while_they_compile(runs: Runs, record, full):
+    """A killed one is a failure, after which all start again; one that is stopped by a signal stops the run."""
+    if not full:
+        pytest.skip("--full")
+    command = runs.train("compiling", "model.num_layers=24", "model.scan_layers=false", "train.steps=3")
+    launcher = runs.launch(["--processes", "2"], command)
+    for signum, last in ((signal.SIGKILL, "starting again"), (signal.SIGTERM, "stopped by signal 15 outside of")):
+        read_until(launcher, "MFLOP")
+        time.sleep(0.5)
+        pids = ranks(launcher)
+        os.kill(pids[1], signum)
+        said = "".join(read_until(launcher, last))
+        assert "compiled the step" not in said
+    code, said = finish(launcher)
+    assert code == 143 and "starting again" not in said and not any(map(alive, pids.values())), said
+    record(11, "SIGKILL, then SIGTERM, of one of 2 while they compile", "started again; the run stopped, exit code 143")
 
 
 def test_sigterm_before_the_first_step(runs: Runs, record):

@@ -129,7 +129,7 @@ def test_other_data_is_refused_unless_it_is_accepted(runs: Runs, unbroken, recor
     for change in list(changes)[: None if full else 2]:
         code, said = finish(runs.start(runs.train(unbroken, *PLAIN, "train.steps=25", *changes[change])))
         (line,) = [line for line in said.splitlines() if "is not what" in line]
-        assert code == 1 and said_of[change] in line and "accept_data_change" in line and "Traceback" not in said
+        assert code == 2 and said_of[change] in line and "accept_data_change" in line and "Traceback" not in said
         assert runs.saved(unbroken)[-1] == 20
     said = complete(runs, unbroken, *PLAIN, "train.steps=22", *changes["seed"], "resilience.accept_data_change=true")
     assert "warning: the data is not what" in said and "seed was 0, is 1" in said and "resuming from step 20" in said

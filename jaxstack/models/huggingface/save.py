@@ -34,7 +34,8 @@ def to_huggingface(
     """Writes config.json and the weights so that `transformers` loads them; returns the model_type.
 
     Args:
-      model: a `Transformer` (with adapters: they are merged), or its parameters as nested dicts (then give `config`), on the devices of this process.
+      model: a `Transformer`, whose adapters are merged, or its parameters as nested dicts (then give `config`), on the
+        devices of this process.
       family: the model_type; default: the plainest family that can express the model.
       dtype: of the files: float32, bfloat16 or float16.
       max_shard_bytes: of a file; more go into several with an index.

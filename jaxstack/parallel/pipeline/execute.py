@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxstack.parallel.pipeline.buffers import Program, make_program
+from jaxstack.parallel.pipeline.buffers import RUN, WEIGHTS, Program, make_program
 from jaxstack.parallel.pipeline.layer import Layer, SplitLayer, split_layer
 from jaxstack.parallel.pipeline.schedule import Schedule
 from jaxstack.parallel.pipeline.split import SplitBackward, split_backward
@@ -37,7 +37,7 @@ class StageFunctions:
     is_lookup: bool = True
     """Whether `first` costs next to nothing, so that stages that do not need it may run it too."""
     sum_layer: Callable[[Any], Any] = lambda gradients: gradients
-    """What is done with the gradients of a row's weights (None where they are not made yet) before they are added up."""
+    """What is done with the gradients of a row's weights, None where they are not made yet, before they are added."""
 
 
 class Totals(NamedTuple):
@@ -135,9 +135,11 @@ class _Executor:
         def buffer(entries: int, *shape: int, dtype: Any = like.dtype) -> jax.Array:
             return jnp.zeros((entries, *shape), dtype)
 
-        saved = (
-            [buffer(program.residuals, rows, *s.shape, dtype=s.dtype) for s in self.split.saved] if self.split else []
-        )
+        saved = []
+        if self.split is not None:
+            saved = [buffer(program.residuals, rows, *s.shape, dtype=s.dtype) for s in self.split.saved]
+            host = jax.memory.Space.Host
+            saved = [jax.device_put(b, host) if far else b for b, far in zip(saved, self.split.in_host, strict=True)]
         late = self.late.kept if self.late else ()
         pending = [buffer(program.weight_gradients, rows, *s.shape, dtype=s.dtype) for s in late]
         zero = jnp.zeros((), jnp.float32)
@@ -173,7 +175,7 @@ class _Executor:
         if self.trains:
             state = self._backward_slot(state, row)
             if self.late is not None:
-                state = self._weights_slot(state, row, 2)
+                state = self._weights_slot(state, row)
             arriving, dx = lax.optimization_barrier((arriving, state.dx))
             state = state._replace(dx=dx)
         return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
@@ -290,18 +292,18 @@ class _Executor:
 
             return self._for_rows(chunk, step, (_take(state.gradients, row["gradient"]), total, pending))
 
-        def weights(dx: jax.Array, total: Any, pending: Any) -> Any:
-            return dx, self._weights(total, pending, chunk, late), pending
-
-        branches = [idle, backward, *([weights] if self.late is not None else [])]
-        dx, total, pending = lax.switch(row["slot1"], branches, state.dx, state.totals.layers, state.pending)
+        changed = state.dx, state.totals.layers, state.pending
+        dx, total, pending = lax.cond(row["slot1"] == RUN, backward, idle, *changed)
         return state._replace(dx=dx, pending=pending, totals=state.totals._replace(layers=total))
 
-    def _weights_slot(self, state: _State, row: dict[str, jax.Array], slot: int) -> _State:
-        def weights(total: Any) -> Any:
-            return self._weights(total, state.pending, row[f"chunk{slot}"], row[f"pending{slot}"])
-
-        total = lax.cond(row[f"slot{slot}"] != 0, weights, lambda total: total, state.totals.layers)
+    def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
+        """Weight gradients of slot 2, and of slot 1: its own branches hand on what these read, so XLA would copy it."""
+        of_slot_1, of_slot_2 = row["slot1"] == WEIGHTS, row["slot2"] == WEIGHTS
+        first, second = ((row[f"chunk{slot}"], row[f"pending{slot}"]) for slot in (1, 2))
+        only = [jnp.where(of_slot_1, a, b) for a, b in zip(first, second, strict=True)]
+        add = lambda total, place: self._weights(total, state.pending, *place)  # noqa: E731
+        branches = [lambda total: total, lambda total: add(total, only), lambda total: add(add(total, first), second)]
+        total = lax.switch(of_slot_1.astype(jnp.int32) + of_slot_2, branches, state.totals.layers)
         return state._replace(totals=state.totals._replace(layers=total))
 
     def _weights(self, total: Any, pending: list[jax.Array], chunk: jax.Array, entry: jax.Array) -> Any:

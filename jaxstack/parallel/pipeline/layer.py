@@ -25,6 +25,8 @@ class SplitLayer:
     sources: tuple[int | None, ...]
     """For each of its leaves the position among the known inputs, or None where it is saved."""
     saved: tuple[jax.ShapeDtypeStruct, ...]
+    in_host: tuple[bool, ...]
+    """For each of those saved, whether the rematerialisation policy keeps it in host memory."""
     has_loss: bool
 
     def forward(self, weights: Any, x: jax.Array, shared: Any, index: jax.Array) -> tuple[jax.Array, Any, list[Any]]:
@@ -56,7 +58,9 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((weights, shared, index)))}
         found["structure"], found["sources"] = structure, tuple(known.get(id(leaf)) for leaf in leaves)
         found["has_loss"] = loss is not None
-        return y, [leaf for leaf, source in zip(leaves, found["sources"], strict=True) if source is None]
+        saved = [leaf for leaf, source in zip(leaves, found["sources"], strict=True) if source is None]
+        found["in_host"] = tuple(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in saved)
+        return y, saved
 
     _, saved = jax.eval_shape(trace, weights, x, shared, index)
-    return SplitLayer(layer, found["structure"], found["sources"], tuple(saved), found["has_loss"])
+    return SplitLayer(layer, found["structure"], found["sources"], tuple(saved), found["in_host"], found["has_loss"])

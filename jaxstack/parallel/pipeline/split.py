@@ -125,11 +125,26 @@ def _apply(eqn: Any, inputs: Any) -> Any:
     return found if eqn.primitive.multiple_results else [found]
 
 
+_VIEWS = ("reshape", "transpose", "convert_element_type")
+"""What is done once for each matmul that reads a value, so that the value would be kept as often."""
 _WRAPPERS = ("checkpoint", "remat", "remat2", "pjit", "jit", "closed_call", "core_call")
 
 
 def _inlined(closed: Any) -> Any:
-    """The same operations without the calls that wrap several of them, so that each can go to its own half."""
+    """The same operations without the calls that wrap several of them, so that each can go to its own half.
+
+    Equal views of one value become one.
+    """
+    views: dict[Any, Any] = {}
+
+    def apply(eqn: Any, inputs: list[Any]) -> list[Any]:
+        if eqn.primitive.name not in _VIEWS:
+            return _apply(eqn, inputs)
+        # With the result stands the value, so that no other one gets its id.
+        key = eqn.primitive.name, id(inputs[0]), str(eqn.outvars[0].aval), str(eqn.params)
+        if len(inputs) > 1 or key not in views:
+            views[key] = inputs, _apply(eqn, inputs)
+        return views[key][1]
 
     def run(closed: Any, arguments: Any) -> list[Any]:
         known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -142,7 +157,7 @@ def _inlined(closed: Any) -> Any:
             inputs = [read(v) for v in eqn.invars]
             inner = eqn.params.get("jaxpr") if eqn.primitive.name in _WRAPPERS else None
             if inner is None:
-                found = _apply(eqn, inputs)
+                found = apply(eqn, inputs)
             else:
                 found = run(inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, []), inputs)
             known.update(zip(eqn.outvars, found, strict=True))

@@ -1,0 +1,297 @@
+"""Chats and prompts with completions, as token ids of which the answers are learnt.
+
+Each is tokenised once, as one text, and kept in the cache: ids, and whether each is a part of an answer.
+"""
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxstack.data.atomic import write_file, write_json, writing_to
+from jaxstack.data.chat_format import ChatFormat
+from jaxstack.data.chat_template import ChatError, ChatTemplate, Span, choose_template
+from jaxstack.data.config import ChatConfig, SourceConfig
+from jaxstack.data.documents import Piece, Split, read_records
+from jaxstack.data.files import find_files
+from jaxstack.data.lock import exclusive
+from jaxstack.data.split import split_score
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError, JaxstackError
+
+_VERSION = 1
+_INDEX = "index.json"
+_BATCH = 512
+"""Chats that are tokenised together, on all cores."""
+_ARRAYS = ("ids", "answers", "ends")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The examples of one side of a source, end to end."""
+
+    ids: np.ndarray
+    """[N] int32."""
+    answers: np.ndarray
+    """[N] bool: whether the id is learnt."""
+    ends: np.ndarray
+    """[E] int64: one behind each example's last id."""
+    hashes: list[str]
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return self.ids.size
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True)
+class Chats:
+    """How chats are read: tokenizer, template (None: prompts with completions, as they are), configuration."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    config: ChatConfig
+
+    @property
+    def format(self) -> ChatFormat | None:
+        """What goes into the run's directory with the tokenizer."""
+        if self.template is None:
+            return self.tokenizer.chat
+        return ChatFormat(self.template.source, self.template.tokens)
+
+    @property
+    def remark(self) -> str | None:
+        """What the user should know of template and tokenizer, if anything."""
+        written = [] if self.template is None else self.template.written_tokens
+        lacking = [text for text in written if text not in self.tokenizer.special_tokens]
+        if not lacking:
+            return None
+        count = max(len(ids) for ids, _ in self.tokenizer.encode_marked(lacking))
+        return (
+            f"the chat template writes {', '.join(lacking)}, no special tokens of this tokenizer: each takes up to {count} "
+            "tokens, and a text that holds them can pass for another turn"
+        )
+
+    @property
+    def identity(self) -> str:
+        """What decides the ids of a chat."""
+        template = self.template and [self.template.source, self.template.tokens]
+        return json.dumps([_VERSION, self.tokenizer.hash, template, self.config.answers, self.config.date])
+
+
+def open_chats(config: ChatConfig, tokenizer: Tokenizer) -> Chats:
+    """The configured way of reading chats.
+
+    Raises:
+      ConfigError: there is no such template.
+    """
+    if config.template == "none":
+        return Chats(tokenizer, None, config)
+    date = datetime.date.fromisoformat(config.date)
+    return Chats(tokenizer, choose_template(config.template, tokenizer.chat, date), config)
+
+
+def open_examples(
+    source: SourceConfig, chats: Chats, held_out_fraction: float, folder: Path, report: Callable[[str], None]
+) -> dict[Split, Examples]:
+    """The examples of a source, from the cache in `folder` or made now; examples are held out by a hash of them.
+
+    Raises:
+      ConfigError, JaxstackError: no such file, or a line that is no example; the message names it.
+    """
+    files = find_files(source.path)
+    identity = [chats.identity, held_out_fraction, *(file.identity() for file in files)]
+    place = folder / "chats" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
+    if not (place / _INDEX).is_file():
+        waiting = "waiting for another process that prepares the chats"
+        with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
+            if not (place / _INDEX).is_file():
+                report(f"tokenising the chats of {source.path}")
+                place.mkdir(exist_ok=True)
+                records = (r for file in files for r in read_records(Piece("jsonl", file)))
+                _write(place, _tokenized(records, chats), held_out_fraction, source.path)
+    return _read(place)
+
+
+def _write(place: Path, examples: Iterator[tuple[float, np.ndarray, np.ndarray]], fraction: float, path: str) -> None:
+    parts: dict[Split, list[tuple[np.ndarray, np.ndarray]]] = {"train": [], "held_out": []}
+    for score, ids, answers in examples:
+        parts["held_out" if score < fraction else "train"].append((ids, answers))
+    if not any(parts.values()):
+        raise ConfigError(f"{path} holds no chat")
+    index = {}
+    for split, found in parts.items():
+        ids, answers = (np.concatenate([[], *column]) for column in zip(*found, strict=True)) if found else ([], [])
+        ends = np.cumsum([len(x) for x, _ in found])
+        arrays = np.asarray(ids, np.int32), np.asarray(answers, np.bool_), np.asarray(ends, np.int64)
+        index[split] = {}
+        for name, array in zip(_ARRAYS, arrays, strict=True):
+            content = array.tobytes()
+            write_file(place / f"{split}.{name}", content)
+            index[split][name] = hashlib.sha256(content).hexdigest()
+    write_json(place / _INDEX, index)
+
+
+def _read(place: Path) -> dict[Split, Examples]:
+    index, dtypes, found = json.loads((place / _INDEX).read_bytes()), (np.int32, np.bool_, np.int64), {}
+    for split, hashes in index.items():
+        arrays = []
+        for name, dtype in zip(_ARRAYS, dtypes, strict=True):
+            content = (place / f"{split}.{name}").read_bytes()
+            if hashlib.sha256(content).hexdigest() != hashes[name]:
+                raise JaxstackError(f"{place}/{split}.{name} is damaged: delete {place}, it is made again")
+            arrays.append(np.frombuffer(content, dtype))
+        found[split] = Examples(*arrays, hashes=list(hashes.values()))
+    return found
+
+
+@dataclass(frozen=True)
+class _Text:
+    """An example written out: what is learnt of it, and the score of its content."""
+
+    text: str
+    spans: Sequence[Span]
+    where: str
+    score: float
+
+
+def _tokenized(
+    records: Iterator[tuple[dict, int, str]], chats: Chats
+) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+    """(score, ids, which of them are learnt) of each example."""
+    batch: list[_Text] = []
+    reader = _Reader(chats)
+    for record, _, where in records:
+        batch.append(reader.read(record, where))
+        if len(batch) == _BATCH:
+            yield from _encoded(batch, chats)
+            batch = []
+    yield from _encoded(batch, chats)
+
+
+def _encoded(batch: list[_Text], chats: Chats) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
+    tokenizer = chats.tokenizer
+    found = tokenizer.encode_marked([example.text for example in batch])
+    for example, (ids, places) in zip(batch, found, strict=True):
+        answers = _learnt(example, places)
+        if chats.template is None:
+            start = np.array([tokenizer.document_start], np.int32)
+            ids, answers = np.concatenate([start, ids, start]), np.concatenate([[False], answers, [True]])
+        yield example.score, ids, answers
+
+
+def _learnt(example: _Text, places: np.ndarray) -> np.ndarray:
+    """[n] bool: which tokens, of the characters places [n, 2], are a part of an answer."""
+    begins, ends = places[:, 0], places[:, 1]
+    learnt = np.zeros(len(places), np.bool_)
+    for first, last in example.spans:
+        for border in (first, last):
+            across = np.flatnonzero((begins < border) & (border < ends))
+            if across.size:
+                token = example.text[begins[across[0]] : ends[across[0]]]
+                raise ConfigError(
+                    f"{example.where}: the token {token!r} is a part of the answer and of what stands "
+                    f"{'before' if border == first else 'behind'} it; move white space from the prompt's end to the "
+                    "beginning of the answer, or take another template"
+                )
+        learnt |= (begins >= first) & (ends <= last) & (begins < ends)
+    return learnt
+
+
+class _Reader:
+    def __init__(self, chats: Chats):
+        self._chats = chats
+        special = chats.tokenizer.special_tokens
+        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+
+    def read(self, record: dict, where: str) -> _Text:
+        """The text of a record.
+
+        Raises:
+          ConfigError: it is neither a chat nor a prompt with its completion, or its text holds special tokens.
+          JaxstackError: the template refuses it.
+        """
+        score = split_score(json.dumps(record, sort_keys=True).encode())
+        template = self._chats.template
+        if template is None:
+            prompt, completion = _pair(record, where)
+            self._check(f"{prompt}\n{completion}", where)
+            text = prompt + completion
+            return _Text(text, [(len(prompt), len(text))], where, score)
+        messages = _messages(record, where)
+        self._check(json.dumps(messages, ensure_ascii=False), where)
+        try:
+            text, spans = template.split(messages, record.get("tools"), last=self._chats.config.answers == "last")
+        except ChatError as error:
+            raise JaxstackError(f"{where}: {error}") from None
+        return _Text(text, [(first, self._end(text, last)) for first, last in spans], where, score)
+
+    def _check(self, text: str, where: str) -> None:
+        found = self._special.search(text) if self._special else None
+        if found:
+            raise ConfigError(
+                f"{where}: its text holds {found[0]!r}, a special token, with which the text could pass for another "
+                "turn; leave the line out, or write that differently"
+            )
+
+    def _end(self, text: str, end: int) -> int:
+        """An answer's end without the white space that a template adds behind its end token: nobody generates it."""
+        bare = text[:end].rstrip()
+        return len(bare) if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens) else end
+
+
+def _pair(record: dict, where: str) -> tuple[str, str]:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        raise ConfigError(
+            f"{where}: without a chat template an example has a prompt and a completion, both texts; its keys: "
+            f"{_keys(record)}; for messages set data.chat.template"
+        )
+    if not completion:
+        raise ConfigError(f"{where}: the completion is empty, so that nothing is to be learnt")
+    return prompt, completion
+
+
+def _messages(record: dict, where: str) -> list[dict[str, Any]]:
+    """The messages up to the last answer; a prompt and its completion are a question and its answer."""
+    if "messages" in record:
+        messages = record["messages"]
+    elif "prompt" in record and "completion" in record:
+        sides = [("user", record["prompt"]), ("assistant", record["completion"])]
+        turns = [x if isinstance(x, list) else [{"role": role, "content": x}] for role, x in sides]
+        messages = [*turns[0], *turns[1]]
+    else:
+        raise ConfigError(f"{where} has neither messages nor a prompt and a completion; its keys: {_keys(record)}")
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: messages must be a list of messages; found {_shown(messages)}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"{where}: message {number} must have a role and a content; found {_shown(message)}")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not message.get("tool_calls"):
+            raise ConfigError(f"{where}: the content of message {number} must be a text; found {_shown(content)}")
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        roles = ", ".join(sorted({message["role"] for message in messages}))
+        raise ConfigError(
+            f"{where} has no message of the role assistant, so that nothing is to be learnt; roles: {roles}"
+        )
+    return messages[: answers[-1] + 1]
+
+
+def _keys(record: dict) -> str:
+    return ", ".join(map(repr, record)) or "none"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

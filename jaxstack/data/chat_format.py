@@ -1,0 +1,70 @@
+"""What a tokenizer's directory says of chats: the template, and the special tokens that it writes."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxstack.errors import ConfigError
+
+CONFIG = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """A Jinja template, None where there is none, and the texts that stand for `bos_token` and the like in it."""
+
+    template: str | None = None
+    tokens: dict[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> str:
+        """tokenizer_config.json, as `transformers` reads it too."""
+        template = {} if self.template is None else {"chat_template": self.template}
+        return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **self.tokens, **template}, indent=2) + "\n"
+
+
+def read_chat_format(folder: Path) -> ChatFormat:
+    """The format in a directory of Hugging Face's: chat_template.jinja, tokenizer_config.json, special_tokens_map.json.
+
+    Raises:
+      ConfigError: one of them cannot be read.
+    """
+    known = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / CONFIG)}
+    tokens = {}
+    for name in _TOKENS:
+        value = known.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    template = known.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    path = folder / _TEMPLATE
+    if path.is_file():
+        template = read_template_file(path)
+    return ChatFormat(template if isinstance(template, str) else None, tokens)
+
+
+def read_template_file(path: Path) -> str:
+    """The text of a template.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the chat template {path}: {error}.") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}.") from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,273 @@
+"""Chats: the text that templates write, which tokens are learnt, rows, and what is refused with file and line."""
+
+import datetime
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from jaxstack.data.chat_template import ChatError, choose_template
+from jaxstack.data.config import ChatConfig, DataConfig, SourceConfig, TokenizerConfig
+from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
+from jaxstack.data.loader import open_data
+from jaxstack.data.packing import pack
+from jaxstack.errors import ConfigError, JaxstackError
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 3?"},
+    {"role": "assistant", "content": "It is 5."},
+    {"role": "user", "content": "And caf\u00e9 \U0001f600?"},
+    {"role": "assistant", "content": "A caf\u00e9 \U0001f600 is open."},
+]
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FORGETS = (
+    "{% for m in messages %}{% if m.role != 'assistant' or loop.last %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' and not loop.first %}{% continue %}{% endif %}[{{ m.role | upper }}] {{ m.content | trim }}"
+    "{{ eos_token }}{% endfor %}{{ strftime_now('%d %b %Y') if false }}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tokenizer as on the Hub: byte-level BPE, whose post-processor trims places, and a template."""
+    place = tmp_path_factory.mktemp("tokenizer")
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    model.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    model.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[assignment]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    text = [message["content"] for message in TALK] * 20
+    model.train_from_iterator(text, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False))
+    model.add_special_tokens(SPECIAL)
+    model.save(str(place / "tokenizer.json"))
+    end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
+    tokens = {"bos_token": "<|endoftext|>", "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (place / "tokenizer_config.json").write_text(json.dumps({**tokens, "chat_template": MARKED}))
+    return place
+
+
+@pytest.fixture
+def opened(folder, tmp_path, cache):
+    """Opens records, written to a file, as data."""
+
+    def open_records(records, length=64, template="chatml", lines=None, held_out=0.0, packing=True, **chat):
+        path = tmp_path / "chats.jsonl"
+        path.write_text("\n".join(lines or [json.dumps(record) for record in records]) + "\n")
+        config = DataConfig(
+            sources=(SourceConfig(path=str(path), format="chat"),),
+            tokenizer=TokenizerConfig(name="file", path=str(folder)),
+            chat=ChatConfig(template=template, **chat),
+            held_out_fraction=held_out,
+            cache_dir=str(cache),
+            packing=packing,
+        )
+        return open_data(config, sequence_length=length, seed=0, report=said.append)
+
+    said: list[str] = []
+    open_records.said = said
+    return open_records
+
+
+def rows_of(data):
+    return [data._rows[0].read(i) for i in range(data._rows[0].count)]
+
+
+def learnt(data, row) -> list[str]:
+    """The runs of labels that are learnt, as text with special tokens."""
+    model = Tokenizer.from_str(data.tokenizer.model_json())
+    cuts = np.flatnonzero(np.diff(row["labels"] != -100)) + 1
+    runs = [part for part in np.split(row["labels"], cuts) if part[0] != -100]
+    return [model.decode(part.tolist(), skip_special_tokens=False) for part in runs]
+
+
+def test_chatml_is_written_and_its_answers_are_learnt_with_their_end_token(opened):
+    data = opened([{"messages": TALK}], length=128)
+    (row,) = rows_of(data)
+    assert learnt(data, row) == ["It is 5.<|im_end|>", "A caf\u00e9 \U0001f600 is open.<|im_end|>"]
+    text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in TALK)
+    ids, _ = data.tokenizer.encode_marked([text])[0]
+    used = len(ids) - 1
+    np.testing.assert_array_equal(row["tokens"][:used], ids[:-1])
+    places = row["labels"][:used] != -100
+    np.testing.assert_array_equal(row["labels"][:used][places], ids[1:][places])
+    assert (row["segment_ids"][:used] == 1).all() and (row["segment_ids"][used:] == 2).all()
+    np.testing.assert_array_equal(row["positions"][:used], np.arange(used))
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3", "gemma", MARKED, TOOLS, FORGETS], ids=lambda t: t[:12])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_texts_and_ids_are_those_of_transformers(template, prompt, folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if "{" in template:
+        (tmp_path / "t.jinja").write_text(template)
+    ours = choose_template(
+        str(tmp_path / "t.jinja") if "{" in template else template,
+        read_tokenizer_file(str(folder)).chat,
+        datetime.date(2024, 7, 26),
+    )
+    talk = TALK[1:] if template == "gemma" else TALK
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": "<a & b>"}}}]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ask = {"tools": tools, "add_generation_prompt": prompt, "chat_template": ours.source}
+    text = ours.render(talk, tools, prompt=prompt)
+    assert text == theirs.apply_chat_template(talk, tokenize=False, **ask)
+    ids = theirs.apply_chat_template(talk, tokenize=True, return_dict=False, **ask)
+    assert read_tokenizer_file(str(folder)).encode_marked([text])[0][0].tolist() == list(ids)
+
+
+def test_marks_of_generation_say_what_is_learnt_as_in_transformers(opened, folder):
+    data = opened([{"messages": TALK}], length=128, template="auto")
+    (row,) = rows_of(data)
+    transformers = pytest.importorskip("transformers")
+    found = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        TALK, return_dict=True, return_assistant_tokens_mask=True
+    )
+    mask = np.array(found["assistant_masks"][1:], bool)
+    np.testing.assert_array_equal(row["labels"][: len(mask)] != -100, mask)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_but_for_last_answers(opened, tmp_path):
+    (tmp_path / "forgets.jinja").write_text(FORGETS)
+    with pytest.raises(JaxstackError, match=r"chats.jsonl, line 1: .*message 3, an answer, .*answers=last"):
+        opened([{"messages": TALK}], template=str(tmp_path / "forgets.jinja"))
+    data = opened([{"messages": TALK}], length=128, template=str(tmp_path / "forgets.jinja"), answers="last")
+    assert learnt(data, rows_of(data)[0]) == ["A caf\u00e9 \U0001f600 is open.<|im_end|>"]
+
+
+def test_prompts_with_completions_are_chats_or_as_they_are(opened):
+    pair = {"prompt": "2 + 3 =", "completion": " 5"}
+    data = opened([pair])
+    assert learnt(data, rows_of(data)[0]) == [" 5<|im_end|>"]
+    data = opened([pair], template="none")
+    assert learnt(data, rows_of(data)[0]) == [" 5<|endoftext|>"]
+    assert rows_of(data)[0]["tokens"][0] == data.tokenizer.document_start
+    with pytest.raises(ConfigError, match=r"line 1: the token ' is' is a part of the answer and of what stands before"):
+        opened([{"prompt": "2 ", "completion": "is even"}], template="none")
+
+
+def test_every_example_stands_in_one_row_once(opened):
+    random = np.random.default_rng(0)
+    records = [{"prompt": f"{i}", "completion": "x " * int(random.integers(1, 40))} for i in range(60)]
+    data = opened(records, length=128)
+    lengths = []
+    for row in rows_of(data):
+        ids = row["segment_ids"]
+        assert (np.diff(ids) >= 0).all()
+        for segment in range(1, ids.max() + 1):
+            part = ids == segment
+            np.testing.assert_array_equal(row["positions"][part], np.arange(part.sum()))
+            if (row["labels"][part] != -100).any():
+                lengths.append(part.sum())
+    assert len(lengths) == 60 and data._rows[0].used == sum(lengths) / (128 * data._rows[0].count) > 0.9
+    apart = opened(records, length=128, packing=False)
+    assert apart._rows[0].count == 60 and all(row["segment_ids"].max() <= 2 for row in rows_of(apart))
+
+
+def test_packing_is_best_fit_decreasing():
+    assert pack(np.array([3, 5, 2, 6, 4]), 8) == [[3, 2], [1, 0], [4]]
+    random = np.random.default_rng(1).integers(1, 65, 1000)
+    rows = pack(random, 64)
+    assert sorted(i for row in rows for i in row) == list(range(1000))
+    assert max(random[row].sum() for row in rows) <= 64 and len(rows) <= 1.02 * np.ceil(random.sum() / 64)
+
+
+def test_long_chats_are_cut_or_left_out_or_refused_and_the_user_is_told(opened):
+    records = [{"prompt": "p", "completion": "a " * 100}, {"prompt": "q " * 100, "completion": "a"}, {"messages": TALK}]
+    data = opened(records, length=64)
+    assert data._rows[0].fitted.total - data._rows[0].fitted.left_out == 2
+    assert "3 chats are too long" in opened.said[-1] and "1 are left out" in opened.said[-1]
+    data = opened([*records, {"prompt": "p", "completion": "b"}], too_long="drop")
+    assert sum((row["labels"] != -100).sum() for row in rows_of(data)) == data._rows[0].labels == 2
+    with pytest.raises(ConfigError, match=r"3 of 3 chats .* more than sequence_length \(64\) tokens, the longest"):
+        opened(records, too_long="refuse")
+
+
+def test_held_out_chats_are_evaluated_label_by_label(opened):
+    records = [{"prompt": f"question {i}", "completion": f"answer {i}"} for i in range(80)]
+    data = opened(records, held_out=0.4)
+    assert 0 < data.held_out_tokens < sum(data._rows[i].labels for i in range(1))
+    for limit in (None, 5, data.held_out_tokens):
+        batches = list(data.held_out_batches(batch_size=4, rows=range(4), max_tokens=limit))
+        labels = np.concatenate([batch["labels"].ravel() for batch in batches])
+        assert (labels != -100).sum() == (limit or data.held_out_tokens)
+        assert data.held_out_bytes(limit) == data.tokenizer.decode_bytes(labels[labels != -100])
+    whole = data.held_out_bytes().decode()
+    assert "answer" in whole and "question" not in whole
+
+
+def test_chats_and_texts_mix(opened, corpus, cache, folder, tmp_path):
+    opened([{"messages": TALK}])
+    chats = SourceConfig(path=str(tmp_path / "chats.jsonl"), format="chat")
+    sources = (chats, SourceConfig(path=str(corpus), weight=3))
+    config = DataConfig(
+        sources=sources, tokenizer=TokenizerConfig(name="file", path=str(folder)), cache_dir=str(cache),
+        chat=ChatConfig(template="chatml"), held_out=(SourceConfig(path=str(corpus)),),
+    )  # fmt: skip
+    data = open_data(config, sequence_length=64, seed=0)
+    batch = next(data.batches(global_batch_size=8, rows=range(8), start=0))
+    assert batch["tokens"].shape == (8, 64) and ((batch["labels"] == -100).any(1)).sum() == 2
+    again = open_data(config, sequence_length=64, seed=0)
+    assert again.fingerprint == data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is not JSON"),
+        ('{"text": "a"}', "line 2 has neither messages nor a prompt and a completion; its keys: 'text'"),
+        ('{"messages": []}', "line 2: messages must be a list of messages"),
+        ('{"messages": [{"role": "user"}]}', "line 2: the content of message 1 must be a text; found null"),
+        ('{"messages": [{"content": "a"}]}', "line 2: message 1 must have a role"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the role assistant"),
+        ('{"prompt": "a<|im_end|>", "completion": "b"}', "line 2: its text holds '<|im_end|>', a special token"),
+        ('{"prompt": 3, "completion": "b"}', "line 2: the content of message 1 must be a text; found 3"),
+    ],
+)
+def test_a_line_that_is_no_chat_is_named(line, message, opened):
+    with pytest.raises(JaxstackError, match=f"chats.jsonl, {message.replace('|', '[|]')}"):
+        opened([], lines=[json.dumps({"messages": TALK}), line])
+
+
+def test_templates_are_refused_with_their_reason(opened, tmp_path, folder):
+    for name, text, reason in (
+        ("broken", "{% for %}", "the chat template is not valid Jinja"),
+        ("strict", "{{ raise_exception('no system role') }}", "line 1: .*cannot write this chat: no system role"),
+        ("unsafe", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot write this chat: .*unsafe"),
+        ("file", "{% include '/etc/hostname' %}", "cannot write this chat"),
+    ):
+        (tmp_path / f"{name}.jinja").write_text(text)
+        with pytest.raises(JaxstackError, match=reason):
+            opened([{"messages": TALK}], template=str(tmp_path / f"{name}.jinja"))
+    with pytest.raises(ConfigError, match="'chatlm' is no file, and none of auto, none, chatml, gemma, llama3"):
+        opened([{"messages": TALK}], template="chatlm")
+    assert issubclass(ChatError, JaxstackError)
+
+
+def test_chats_need_a_tokenizer_of_their_model(tmp_path, cache):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK}))
+    source = SourceConfig(path=str(tmp_path / "a.jsonl"), format="chat")
+    with pytest.raises(ConfigError, match="set run.init_from to a model that has one"):
+        open_data(DataConfig(sources=(source,), cache_dir=str(cache)), sequence_length=8, seed=0)
+    config = DataConfig(sources=(source,), cache_dir=str(cache), tokenizer=TokenizerConfig(name="byte"))
+    with pytest.raises(ConfigError, match="the tokenizer has no chat template; set data.chat.template"):
+        open_data(config, sequence_length=8, seed=0)
+
+
+def test_the_template_goes_with_the_tokenizer(opened, tmp_path):
+    data = opened([{"messages": TALK}], template="llama3", length=128)
+    data.tokenizer.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert again.chat == data.tokenizer.chat and "<|eot_id|>" in again.chat.template
+    assert again.chat.tokens["eos_token"] == "<|im_end|>"
