@@ -5,9 +5,10 @@
     python benchmarks/ablation.py --tiny     # tiny sizes on simulated CPU devices
 
 A Llama of 337 million parameters trains on Python's standard library. Every row has what the rows before it have; all
-see the same batches in the same order, with the same optimizer (AdamW, float32 weights and moments, clipping). `loss`
-is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first row's time by
-this row's. Each row runs in a process of its own and is appended to benchmarks/results/ablation.jsonl at once.
+see the same batches in the same order, with the same optimizer (AdamW, float32 weights and moments, clipping).
+`final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
+row's time by this row's. Each row runs in a process of its own and is appended to benchmarks/results/ablation.jsonl at
+once.
 """
 
 import argparse
@@ -49,7 +50,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
 }
 """Technique -> what it changes in the configuration. TF32 and the loss are not of the configuration, see `measure`."""
 COLUMNS = (
-    "variant", "tokens_per_second_per_device", "mfu", "milliseconds", "speedup", "peak_memory_bytes", "loss",
+    "variant", "tokens_per_second_per_device", "mfu", "milliseconds", "speedup", "peak_memory_bytes", "final_loss",
     "loss_ratio", "compile_seconds",
 )  # fmt: skip
 
@@ -100,7 +101,7 @@ def measure(variant: str, overrides: list[str]) -> dict[str, Any]:
     return {
         "implementation": "jaxstack", **rates(config, milliseconds, 1, jax.devices()[0].device_kind),
         "milliseconds": milliseconds, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
-        "loss": mean_loss(points, 0.75 * last, last), "tokens": last, "backends": backends,
+        "final_loss": mean_loss(points, 0.75 * last, last), "tokens": last, "backends": backends,
     }  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def main() -> None:
             work = f"llama 337M, {steps} steps of {batch} x 2048 tokens of real text" if not args.tiny else "tiny llama"
             first = rows[0] if rows else row
             ratios = {
-                "loss_ratio": row["loss"] / first["loss"],
+                "loss_ratio": row["final_loss"] / first["final_loss"],
                 "speedup": first["milliseconds"] / row["milliseconds"],
             }
             rows.append({"work": work, "variant": f"{list(TECHNIQUES).index(variant)} {variant}", **row, **ratios})

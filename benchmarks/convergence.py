@@ -6,10 +6,10 @@
     python benchmarks/convergence.py --tiny                                 # tiny sizes on simulated CPU devices
 
 A Llama of 82 million parameters trains on Python's standard library or the text given, every recipe on the same batches
-in the same order. A recipe that reaches `--minutes` of training stops where it is. `loss` is the mean over the last
-tenth of its tokens, `loss_ratio` that by bfloat16's over the same tokens; `eval_loss` is of held-out text, where all
-tokens were seen. float32 runs without TF32. Each recipe runs in a process of its own; its row, which holds the whole
-curve, is appended to benchmarks/results/convergence.jsonl when it ends, also where it failed on the way. The picture is
+in the same order. A recipe that reaches `--minutes` of training stops where it is. `final_loss` is the mean over the
+last tenth of its tokens, `loss_ratio` that by bfloat16's over the same tokens; `eval_loss` is of held-out text, where
+all tokens were seen. float32 runs without TF32. Each recipe runs in a process of its own; its row, the curve included,
+is appended to benchmarks/results/convergence.jsonl when it ends, also where it failed on the way. The picture is
 benchmarks/results/convergence.svg.
 """
 
@@ -49,7 +49,7 @@ TINY = (
 POINTS = 200
 EVAL_TOKENS = 2**20
 COLUMNS = (
-    "variant", "tokens", "tokens_per_second_per_device", "milliseconds", "loss", "loss_ratio", "eval_loss",
+    "variant", "tokens", "tokens_per_second_per_device", "milliseconds", "final_loss", "loss_ratio", "eval_loss",
     "eval_loss_ratio",
 )  # fmt: skip
 
@@ -110,7 +110,7 @@ def compare(row: Row, base: Mapping[str, Any] | None) -> None:
     if len(points) < 2:
         return
     row["tokens"] = points[-1]["tokens"]
-    row["loss"] = mean_loss(points, 0.9 * row["tokens"], row["tokens"])
+    row["final_loss"] = mean_loss(points, 0.9 * row["tokens"], row["tokens"])
     if base is None or base["curve"][-1][1] < 0.9 * row["tokens"]:
         return
     common = min(row["tokens"], base["curve"][-1][1])

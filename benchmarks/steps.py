@@ -6,6 +6,7 @@ convergence.py, which train on real text, take `open_run` and `run_process`.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -172,9 +173,34 @@ def measure_torch(overrides: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_torchtitan(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for torchtitan's step."""
+    from benchmarks.peers import torchtitan_step
+    from jaxstack.run_config import load_config
+
+    config = load_config(None, list(overrides))
+    found, devices = torchtitan_step.measure(config), math.prod(config.parallel.degrees.values())
+    return {**found, **rates(config, found["milliseconds"], devices, found["device"])}
+
+
+def measure_maxtext(overrides: Sequence[str]) -> dict[str, Any]:
+    """One row for MaxText's step."""
+    import jax
+
+    from benchmarks.peers import maxtext_step
+    from jaxstack.run_config import load_config
+
+    config = load_config(None, list(overrides))
+    found, devices = maxtext_step.measure(config), math.prod(config.parallel.degrees.values())
+    # Only now: the peer's process needs the memory that JAX takes in this one.
+    return {**found, **rates(config, found["milliseconds"], devices, jax.devices()[0].device_kind)}
+
+
 IMPLEMENTATIONS: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
     "jaxstack": measure_jaxstack,
     "torch": measure_torch,
+    "torchtitan": measure_torchtitan,
+    "maxtext": measure_maxtext,
 }
 
 

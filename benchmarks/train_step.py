@@ -4,7 +4,8 @@
 
 Every measurement runs in a process of its own, so that no framework holds memory while another runs. Tokens are random,
 weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Times are medians over blocks of steps. The
-peers are measured where they are installed: a compiled PyTorch model of benchmarks/peers on one device.
+peers are measured where they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in
+bfloat16, torchtitan (0.2.2) and MaxText. Those that are not are named.
 """
 
 import argparse
@@ -67,11 +68,22 @@ VARIANTS = {
 """Ways to run the same work; the fastest that fits is the one reported."""
 
 
-def peers_of(work: str) -> list[str]:
-    """Names of the peers that are installed and cover the work."""
-    one_device = not any(setting.startswith("parallel.") for setting in WORKS[work])
-    covered = one_device and "precision.fp8" not in " ".join(WORKS[work]) and work.startswith(("gpt2", "llama3"))
-    return ["torch"] if covered and importlib.util.find_spec("torch") else []
+PEERS = {
+    "torch": ("torch", lambda work: work in ("gpt2-124m bf16", "gpt2-350m bf16", "llama3-1b bf16")),
+    "torchtitan": ("torchtitan", lambda work: work.startswith("llama3-")),
+    "maxtext": ("maxtext", lambda work: work.startswith(("llama3-1b", "llama3-8b fsdp4"))),
+}
+"""Peer -> the package that it needs, and which works it covers."""
+
+
+def peers_of(work: str, wanted: list[str]) -> list[str]:
+    """Names of the wanted peers that cover the work and are installed; says which are not."""
+    covering = {name: PEERS[name][0] for name in wanted if PEERS[name][1](work)}
+    found = [name for name, package in covering.items() if importlib.util.find_spec(package)]
+    missing = [package for name, package in covering.items() if name not in found]
+    if missing:
+        print(f"{work}: no rows of {', '.join(missing)}, which cannot be imported here", flush=True)
+    return found
 
 
 def main() -> None:
@@ -81,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="how often each implementation takes its turn")
     parser.add_argument("--variants", nargs="+", default=["unrolled", "scanned"], choices=VARIANTS, help="ways to run")
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for ours; see steps.py")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="that are measured beside it")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
     args = parser.parse_args()
     unknown = [work for work in args.works if work not in WORKS]
@@ -88,7 +101,8 @@ def main() -> None:
         parser.error(f"unknown works: {', '.join(unknown)}; known: {', '.join(WORKS)}")
     rows = []
     for work in args.works or list(WORKS):
-        turns = [("jaxstack", variant) for variant in args.variants] + [(peer, None) for peer in peers_of(work)]
+        turns = [("jaxstack", variant) for variant in args.variants]
+        turns += [(peer, None) for peer in peers_of(work, args.peers)]
         for implementation, variant in turns * args.rounds:
             ours = [*VARIANTS[variant], *args.set] if variant else []
             extra = [*args.set, *filter(None, [os.environ.get("XLA_FLAGS")])]

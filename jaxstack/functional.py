@@ -98,9 +98,9 @@ class FunctionalModule:
             return params
         return self.split(measure_magnitudes(self.merge(self.join(params, adapters), rest)))[0]
 
-    def merge_adapters(self, params: Dict, rest: Dict) -> Dict:
+    def merge_adapters(self, base: Dict, adapters: Dict, rest: Dict) -> Dict:
         """The parameters of the module without adapters that computes the same. Traceable."""
-        return self.split(merge_adapters(self.merge(params, rest)))[0]
+        return self.split(merge_adapters(self.merge(self.join(base, adapters), rest)))[0]
 
     def split_scaling(self, rest: Dict) -> tuple[Dict, Dict]:
         """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""

@@ -46,5 +46,8 @@ def initial_parameters(directory: str, model: ModelConfig, abstract: Any, say: C
         module.split_adapters(module.abstract_params)[1],
     )
     tree, _ = manager.restore(step, {"params": module.join(abstract, of_adapters)}, subset=True)
-    merge = jax.jit(lambda params: module.merge_adapters(params, module.abstract_rest), out_shardings=layout)
-    return merge(tree["params"])
+
+    def merge(base: Any, adapters: Any) -> Any:
+        return module.merge_adapters(base, adapters, module.init(jax.random.key(0))[1])
+
+    return jax.jit(merge, out_shardings=layout, donate_argnums=0)(*module.split_adapters(tree["params"]))

@@ -249,4 +249,6 @@ def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, 
     if bits is not None:
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
-    say(f'next: python -m jaxstack.generate --run {config.directory} --prompt "def "')
+    chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
+    prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
+    say(f"next: python -m jaxstack.generate --run {config.directory} {prompt}")

@@ -188,8 +188,8 @@ def open_decoder(
     if config.adapters.rules:
         plain = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
-        params = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)(params, rest)
-        module = plain
+        merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
+        params, module = merge(*module.split_adapters(params), rest), plain
     if stored != unrolled:
         params = in_compute_dtype(module, params, rules)
         module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))

@@ -35,16 +35,10 @@ class PipelinedGradients:
       loss: `loss(model, batch)` or `loss(model, batch, key)`, a `LossSum`.
 
     Raises:
-      ConfigError: the model keeps its layers' inputs in host memory, or variables beside its parameters.
+      ConfigError: the model has variables beside its parameters.
     """
 
     def __init__(self, module: StagedModule, loss: LossFunction, rules: AxisRules, plan: PipelinePlan):
-        model = module.merge_stage(module.abstract_params, module.abstract_rest)
-        if model.config.remat == "offload":
-            raise ConfigError(
-                "model.remat=offload cannot be combined with parallel.pipeline, whose stages keep few microbatches at "
-                "once; use model.remat=full."
-            )
         if jax.tree.leaves(module.abstract_rest):
             raise ConfigError(
                 "parallel.pipeline trains models whose only variables are their parameters; this one has others "

@@ -144,9 +144,11 @@ def layout_problems(config: RunConfig) -> list[str]:
             f"tensor degrees that fit: {', '.join(map(str, fits))}."
         )
     elif model.kv_heads % tensor and tensor % model.kv_heads:
+        fits = [d for d in range(1, model.num_heads + 1) if model.num_heads % d == 0]
+        fits = [d for d in fits if model.kv_heads % d == 0 or d % model.kv_heads == 0]
         problems.append(
             f"model.num_kv_heads ({model.kv_heads}) and parallel.tensor ({tensor}) must divide one another; "
-            f"nearest tensor: {_near_multiples(tensor, model.kv_heads)}."
+            f"tensor degrees that fit: {', '.join(map(str, fits))}."
         )
     if model.feed_forward_size % tensor and not all(map(model.is_mixture, range(model.num_layers))):
         problems.append(
@@ -252,8 +254,6 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
         assert plan is not None
         if config.adapters.rules:
             raise ConfigError("adapters do not go through a pipeline; use fsdp or tensor, or drop the adapters.")
-        if model.remat == "offload":
-            raise ConfigError("model.remat=offload cannot be combined with parallel.pipeline; use model.remat=full.")
         lead, period = model.layer_pattern
         StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
     except ConfigError as error:

@@ -4,12 +4,20 @@ python scripts/performance_page.py
 """
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.convergence import picture
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
+PICTURE = PAGE.with_name("convergence.svg")
+ELSEWHERE = ("recovery",)
+"""Results that another page is made from."""
 
 PREFACE = """\
 # Performance
@@ -65,10 +73,20 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/s/device": _number("tokens_per_second_per_device", "{:,.0f}"),
     "TFLOP/s/device": _number("tflops_per_device", "{:.4g}"),
     "MFU": _number("mfu", "{:.1f} %", 100),
+    "of the limit": _number("limit_fraction", "{:.0f} %", 100),
     "gather ms": _number("gather_milliseconds", "{:.3f}"),
     "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
     "forward ms": _number("forward_milliseconds", "{:.3f}"),
     "ms": _number("milliseconds", "{:,.4g}"),
+    "update ms": _number("update_milliseconds", "{:,.3g}"),
+    "efficiency": _number("efficiency", "{:.1f} %", 100),
+    "bubble": _number("bubble", "{:.3f}"),
+    "simulated bubble": _number("simulated_bubble", "{:.3f}"),
+    "tokens": _number("tokens", "{:,.0f}"),
+    "loss": _number("final_loss", "{:.4f}"),
+    "loss ratio": _number("loss_ratio", "{:.4f}"),
+    "held-out loss": _number("eval_loss", "{:.4f}"),
+    "held-out ratio": _number("eval_loss_ratio", "{:.4f}"),
     "density": _number("density", "{:.3f}"),
     "speedup": _number("speedup", "{:.2f}"),
     "matmul alone TFLOP/s": _number("gemm_tflops", "{:.0f}"),
@@ -84,6 +102,10 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 NOTES = {
+    "ablation": """\
+Every row has what the rows before it have, on the same batches of real text. `loss` is the mean over the last quarter
+of the steps, `loss ratio` and `speedup` are against the first row.
+""",
     "attention": """\
 `jaxstack mosaic` is the default on Hopper, but at head dim 256 and without any mask at head dim 128, where cuDNN is
 faster and is taken. Implementations of jax take turns, torch follows in a process of its own on a GPU that has cooled
@@ -103,6 +125,25 @@ on one device beside XLA's.
 Since these rows were measured a program of our kernels claims its tiles while it runs, see `docs/kernels.md`. Two forms
 were measured and are gone: `pair`, in which two multiprocessors share an operand, was no faster, and chunks sent by the
 copy engines beside XLA's matmuls were slower than the serialised form.
+""",
+    "convergence": f"""\
+Every precision sees the same batches in the same order. `loss` is the mean over the last tenth of a row's tokens, `loss
+ratio` that by bfloat16's over the same tokens; held-out loss where all tokens were seen.
+
+![Training loss of each precision, against tokens and against time]({PICTURE.name})
+""",
+    "device": """\
+The ceilings of the device, and in the rows of `limit` the step that they allow: every matmul at the best rate of its
+dtype, attention at its best rate, nothing else taking time. In other tables `of the limit` is the share of that which
+was reached. GB/s of collectives are bus bandwidth as NCCL's tests count it. `update ms` is what reading and writing
+weights, gradient and moments once would take at the speed of the copy; it is not part of the limit.
+""",
+    "parallel": """\
+Whole steps in parallel layouts. `efficiency` is tokens/s a device against one device with as many tokens a device.
+""",
+    "pipeline": """\
+The gradients of a step, without optimizer, against one stage's layers on one device. `bubble` is the time lost, in
+parts of that; `simulated bubble` is the schedule's own.
 """,
     "attention_kinds": """\
 `density` is the share of the causal pairs of query and key that a kind computes, `speedup` is against flash attention
@@ -140,12 +181,30 @@ def newest_rows(rows: Iterable[Row]) -> list[Row]:
     return sorted(newest.values(), key=lambda row: works.index(row.get("work")))
 
 
+def read_rows(path: Path) -> list[Row]:
+    """The newest rows of a file; none where there is no such file."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return newest_rows(json.loads(line) for line in lines if line.strip())
+
+
+def beside_limits(rows: Iterable[Row], limits: Iterable[Row]) -> list[Row]:
+    """The rows, with `limit_fraction` where the limit of their work on their device is known."""
+    rate, places = "tokens_per_second_per_device", ("work", "device", "devices")
+    known = {tuple(row[name] for name in places): row[rate] for row in limits}
+    result = []
+    for row in rows:
+        limit = known.get(tuple(row.get(name) for name in places))
+        measured = limit and rate in row and row["implementation"] != "limit"
+        result.append({**row, "limit_fraction": row[rate] / limit} if measured else row)
+    return result
+
+
 def make_page(results: Path = RESULTS) -> str:
     """The whole page; a section for each benchmark script."""
+    limits = [row for row in read_rows(results / "device.jsonl") if row["implementation"] == "limit"]
     parts = [PREFACE]
-    for path in sorted(results.glob("*.jsonl")):
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        lines = [[show(row) for show in COLUMNS.values()] for row in newest_rows(rows)]
+    for path in sorted(path for path in results.glob("*.jsonl") if path.stem not in ELSEWHERE):
+        lines = [[show(row) for show in COLUMNS.values()] for row in beside_limits(read_rows(path), limits)]
         # Columns of which no row has a value only make a table wide.
         shown = [index for index in range(len(COLUMNS)) if any(line[index] != "-" for line in lines)]
         table = [list(COLUMNS), ["---"] * len(COLUMNS), *lines]
@@ -158,3 +217,8 @@ def make_page(results: Path = RESULTS) -> str:
 if __name__ == "__main__":
     PAGE.write_text(make_page(), encoding="utf-8")
     print(PAGE.relative_to(ROOT))
+    curves = read_rows(RESULTS / "convergence.jsonl")
+    if curves:
+        work = max(curves, key=lambda row: row["date"])["work"]
+        PICTURE.write_text(picture(row for row in curves if row["work"] == work), encoding="utf-8")
+        print(PICTURE.relative_to(ROOT))

@@ -69,6 +69,19 @@ class Chats:
         return ChatFormat(self.template.source, self.template.tokens)
 
     @property
+    def remark(self) -> str | None:
+        """What the user should know of template and tokenizer, if anything."""
+        written = [] if self.template is None else self.template.written_tokens
+        lacking = [text for text in written if text not in self.tokenizer.special_tokens]
+        if not lacking:
+            return None
+        count = max(len(ids) for ids, _ in self.tokenizer.encode_marked(lacking))
+        return (
+            f"the chat template writes {', '.join(lacking)}, no special tokens of this tokenizer: each takes up to {count} "
+            "tokens, and a text that holds them can pass for another turn"
+        )
+
+    @property
     def identity(self) -> str:
         """What decides the ids of a chat."""
         template = self.template and [self.template.source, self.template.tokens]

@@ -6,6 +6,7 @@ that a chat gives the same text on every day.
 
 import datetime
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 
 from jaxstack.data.chat_format import ChatFormat, read_template_file
@@ -79,6 +81,11 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}.") from None
+
+    @property
+    def written_tokens(self) -> list[str]:
+        """What looks like special tokens in the template's own text."""
+        return sorted(set(re.findall(r"<\|?\w+\|?>", self.source)))
 
     def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str:
         """The text of a chat; with `prompt` up to where the model's next answer begins.

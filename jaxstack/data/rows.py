@@ -17,9 +17,14 @@ Row = dict[str, np.ndarray]
 class ExampleSet(Protocol):
     """Examples end to end; see `jaxstack.data.chat.Examples`."""
 
-    ids: np.ndarray
-    answers: np.ndarray
-    ends: np.ndarray
+    @property
+    def ids(self) -> np.ndarray: ...
+
+    @property
+    def answers(self) -> np.ndarray: ...
+
+    @property
+    def ends(self) -> np.ndarray: ...
 
     @property
     def tokens(self) -> int: ...

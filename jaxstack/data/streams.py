@@ -56,6 +56,8 @@ def open_streams(config: DataConfig, seed: int, report: Report) -> Streams:
     if with_chats:
         opener.chats = import_chat().open_chats(config.chat, tokenizer)
         tokenizer.chat = opener.chats.format
+        if opener.chats.remark is not None:
+            report(opener.chats.remark)
     train = [opener.open(s, "train", False, i) for i, s in enumerate(config.sources)]
     if config.held_out:
         held_out = [opener.open(s, "held_out", True, i) for i, s in enumerate(config.held_out)]

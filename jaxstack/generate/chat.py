@@ -24,7 +24,8 @@ class ChatGenerator(TextGenerator):
         text, ((_, last),) = template.split(chat, last=True)
         end = text[:last].rpartition("answer")[2].strip()
         special = tokenizer.special_tokens.get(end)
-        super().__init__(generator.decoder, tokenizer, (), generator.stop_tokens | ({special} - {None}))
+        ends = generator.stop_tokens if special is None else generator.stop_tokens | {special}
+        super().__init__(generator.decoder, tokenizer, (), ends)
         self._template, self._ends = template, (end,) if end and special is None else ()
 
     def encode(self, text: str) -> list[int]:

@@ -27,7 +27,7 @@ class Embedding(nnx.Module):
         With the rows on the tensor axis each device looks up those that it holds, and one sum joins them (Megatron-LM,
         Shoeybi et al. 2019).
         """
-        rows = self.table.shape[0]
+        rows = self.table.get_metadata().get("whole_shape", self.table.shape)[0]  # not those of this device's shard
 
         def local(part: jax.Array, ids: jax.Array) -> jax.Array:
             if part.shape[0] == rows:

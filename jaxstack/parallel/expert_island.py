@@ -33,8 +33,8 @@ def with_local_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """`function(x, parameters, split)`, computed on each device's tokens with the parameters that it holds.
 
-    Along the axis `expert`, parameters with that logical axis stay apart; they are gathered over the `weight_axes`. Along `tensor`
-    they keep their part of `mlp`, every device has the same tokens, and the results are summed.
+    Along the axis `expert`, parameters with that logical axis stay apart; they are gathered over the `weight_axes`.
+    Along `tensor` they keep their part of `mlp`, every device has the same tokens, and the results are summed.
 
     Args:
       function: returns ([B, T, D] for the tokens that it gets, [] float32). Its scalar is this device's share of a sum

@@ -102,8 +102,8 @@ class AxisRules:
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """The layout of a whole parameter of this shape: its logical axes, and the `weight_axes` on the largest free dim
-        if those leave them out. Axes that a `shard_map` has taken count too.
+        """The layout of a whole parameter of this shape: its logical axes, and the `weight_axes` on the largest free
+        dim if those leave them out. Axes that a `shard_map` has taken count too.
 
         A parameter without logical axes (somebody else's module) gets the `weight_axes` alone. Vectors stay whole: they
         are small, and gathering them costs latency only.
@@ -116,7 +116,7 @@ class AxisRules:
             spec = list(restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - set(self.weight_axes)))
         elif lacking := self.lacking(PartitionSpec(*spec), self.weight_axes):
             self._split_weight(spec, names, shape, lacking)
-        elif self.weight_axes and "expert" not in (names or ()):
+        elif self.weight_axes and {"expert", "vocab"}.isdisjoint(names or ()):
             self._split_first(spec, names, shape)
         if self.mesh.shape["pipeline"] > 1 and matrix:
             self._store_over_stages(spec, names, shape)
@@ -133,7 +133,8 @@ class AxisRules:
 
     def _split_first(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
         """Moves the split over the `weight_axes` to the first dim where that is free: whole rows travel as they lie,
-        where a gradient that is split along another dim is transposed first."""
+        where a gradient that is split along another dim is transposed first. (A table that is the head's matrix too keeps
+        one split for both uses.)"""
         first = next(d for d in range(len(shape)) if not _is_stack(names, d))
         taken = next((d for d, part in enumerate(spec) if set(self.weight_axes) <= set(axes_of(part))), first)
         if spec[first] is None and shape[first] % self.degree(axes_of(spec[taken])) == 0:

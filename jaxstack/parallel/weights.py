@@ -14,7 +14,7 @@ from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is
 
 
 def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """A whole stored parameter as the computation wants it: cast (vectors are not), and gathered over the `weight_axes`.
+    """A whole stored parameter as the computation wants it: cast (not a vector), and whole over the `weight_axes`.
 
     Its gradient lies as it is stored. Does no more than cast outside of `logical_axis_rules`.
     """

@@ -38,7 +38,7 @@ def score_gradient(
 
     Args:
         weights, d_weights, scores: [B, K, G, T, S]; `scores` (masked) is only read where there is a soft cap.
-        delta: [B, K, G, T], the row sums of out * d_out less the gradient of the log-sum-exp.
+        delta: [B, K, G, T], the row sums of weights * d_weights less the gradient of the log-sum-exp.
     """
     gradient = weights * (d_weights - delta[..., None]) * options.scale
     if options.soft_cap is not None and scores is not None:
@@ -52,6 +52,16 @@ def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
     """[B, N, T]: the row sums of out * d_out [B, T, N, H] less the gradient of the log-sum-exp [B, N, T]."""
     dtype = accumulator_dtype(out.dtype)
     return jnp.einsum("btnh,btnh->bnt", out.astype(dtype), d_out.astype(dtype), precision="highest") - d_lse
+
+
+def needs_correction(dtype: jnp.dtype) -> bool:
+    """Whether gradients need more than the log-sum-exp and `row_delta`: inputs are as precise as the accumulators.
+
+    Where a row sees hardly more than one key, its weights' gradients less their mean nearly cancel, and `row_delta`,
+    rounded in another order than they are, would be off by more than what is left. So what it leaves of the mean is
+    subtracted too, of weights whose sum is exactly 1. Inputs of half the precision round more than all of that.
+    """
+    return dtype == accumulator_dtype(dtype)
 
 
 def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
@@ -71,6 +81,11 @@ def gather_to_keys(gradient: jax.Array, x: jax.Array) -> jax.Array:
 def rows_second(statistic: jax.Array) -> jax.Array:
     """[B, K, G, T] -> [B, T, K, G, 1], to multiply with [B, T, K, G, H]."""
     return jnp.moveaxis(statistic, -1, 1)[..., None]
+
+
+def one_if_zero(total: jax.Array) -> jax.Array:
+    """A row without a visible key has the sum 0, by which 0 cannot be divided."""
+    return jnp.where(total == 0.0, 1.0, total)
 
 
 def finite_or_zero(row_maximum: jax.Array) -> jax.Array:
@@ -98,7 +113,7 @@ def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState
 
 def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
     """Normalised out [B, T, K, G, H] and log-sum-exp [B, K, G, T]; 0 and -inf for rows that saw no key."""
-    total = jnp.where(state.total == 0.0, 1.0, state.total)
+    total = one_if_zero(state.total)
     out = state.out / rows_second(total)
     lse = jnp.where(state.total == 0.0, -jnp.inf, finite_or_zero(state.maximum) + jnp.log(total))
     return out, lse

@@ -116,8 +116,12 @@ def _forward_rule(
 def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = residuals
     d_out, d_lse = cotangents
-    rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
-    return *_gradients(options, tiling, q, k, v, segments, rows), None
+    if not pieces.needs_correction(q.dtype):
+        rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
+        return *_gradients(options, tiling, q, k, v, segments, rows), None
+    backward = _Backward.of(options, tiling, q, k, v, segments, d_out, lse)
+    backward = backward.corrected(pieces.row_delta(out, d_out, jnp.zeros_like(d_lse)), d_lse)
+    return *backward.gradients(), None
 
 
 def _gradients(
@@ -131,30 +135,91 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dQ, dK and dV from d_out, lse and delta."""
     d_out, lse, delta = of_rows
-    dtype = pieces.accumulator_dtype(q.dtype)
-    grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
-    rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
-    delta, lse = delta.reshape(rows), pieces.finite_or_zero(lse).reshape(rows)
-    labels = _label(options.mask, segments)
+    backward = _Backward.of(options, tiling, q, k, v, segments, d_out, lse)
+    return backward._replace(delta=delta.reshape(backward.lse.shape)).gradients()
 
-    def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
-        d_q, d_k, d_v = gradients
-        tile = _Tile(options, tiling, pair, masked)
-        q_tile, d_out_tile = tile.rows(grouped, 1), tile.rows(d_grouped, 1)
-        k_tile, v_tile = tile.keys(k, 1), tile.keys(v, 1)
-        scores = tile.scores(grouped, k, labels)
-        weights = jnp.exp(scores - tile.rows(lse, -1)[..., None])
-        d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out_tile, v_tile, preferred_element_type=dtype)
-        gradient = pieces.score_gradient(weights, d_weights, tile.rows(delta, -1), scores, options)
-        return (
-            tile.put_rows(d_q, tile.rows(d_q, 1) + pieces.weigh(gradient, k_tile), 1),
-            tile.put_keys(d_k, tile.keys(d_k, 1) + pieces.gather_to_keys(gradient, q_tile), 1),
-            tile.put_keys(d_v, tile.keys(d_v, 1) + pieces.gather_to_keys(weights, d_out_tile), 1),
-        )
 
-    start = (jnp.zeros(grouped.shape, dtype), jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype))
-    d_q, d_k, d_v = _visit_tiles(options, tiling, segments, visit, start)
-    return d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
+class _Backward(NamedTuple):
+    """What the gradients are computed from: heads grouped, d_out as q, lse and the statistics [B, K, G, T]."""
+
+    options: Options
+    tiling: Blocks
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    segments: Segments | None
+    d_out: jax.Array
+    lse: jax.Array
+    delta: jax.Array | None = None
+    # Where delta is corrected: what is subtracted from the weights' gradients before it, and the sums of the weights.
+    shift: jax.Array | None = None
+    total: jax.Array | None = None
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        tiling: Blocks,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segments: Segments | None,
+        d_out: jax.Array,
+        lse: jax.Array,
+    ) -> "_Backward":
+        grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
+        lse = pieces.finite_or_zero(lse).reshape(q.shape[0], *grouped.shape[2:4], q.shape[1])
+        return cls(options, tiling, grouped, k, v, segments, d_grouped, lse)
+
+    def corrected(self, delta: jax.Array, d_lse: jax.Array) -> "_Backward":
+        """With delta, the row sums of out * d_out, corrected (`scores.needs_correction`) in a visit of all tiles."""
+        shifted = self._replace(shift=delta.reshape(self.lse.shape))
+
+        def visit(sums: tuple, pair: jax.Array, masked: bool) -> tuple:
+            tile = _Tile(self.options, self.tiling, pair, masked)
+            weights, d_weights, _ = shifted.weigh(tile)
+            parts = weights.sum(axis=-1), (weights * d_weights).sum(axis=-1)
+            return tuple(tile.put_rows(x, tile.rows(x, -1) + part, 3) for x, part in zip(sums, parts, strict=True))
+
+        start = jnp.zeros_like(self.lse), jnp.zeros_like(self.lse)
+        total, products = _visit_tiles(self.options, self.tiling, self.segments, visit, start)
+        total = pieces.one_if_zero(total)
+        return shifted._replace(total=total, delta=products / total - d_lse.reshape(self.lse.shape))
+
+    def weigh(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The softmax weights of a tile, their gradient less the shift, and the scores: [B, K, G, rows, keys]."""
+        scores = tile.scores(self.q, self.k, _label(self.options.mask, self.segments))
+        weights = jnp.exp(scores - tile.rows(self.lse, -1)[..., None])
+        rows, keys = tile.rows(self.d_out, 1), tile.keys(self.v, 1)
+        d_weights = jnp.einsum("btkgh,bskh->bkgts", rows, keys, preferred_element_type=scores.dtype)
+        if self.shift is not None:
+            d_weights -= tile.rows(self.shift, -1)[..., None]
+        if self.total is not None:
+            weights = weights / tile.rows(self.total, -1)[..., None]
+        return weights, d_weights, scores
+
+    def gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """dQ, dK and dV."""
+
+        def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
+            d_q, d_k, d_v = gradients
+            tile = _Tile(self.options, self.tiling, pair, masked)
+            weights, d_weights, scores = self.weigh(tile)
+            gradient = pieces.score_gradient(weights, d_weights, tile.rows(self.delta, -1), scores, self.options)
+            of_q = pieces.weigh(gradient, tile.keys(self.k, 1))
+            of_k = pieces.gather_to_keys(gradient, tile.rows(self.q, 1))
+            of_v = pieces.gather_to_keys(weights, tile.rows(self.d_out, 1))
+            return (
+                tile.put_rows(d_q, tile.rows(d_q, 1) + of_q, 1),
+                tile.put_keys(d_k, tile.keys(d_k, 1) + of_k, 1),
+                tile.put_keys(d_v, tile.keys(d_v, 1) + of_v, 1),
+            )
+
+        start = tuple(jnp.zeros(x.shape, self.lse.dtype) for x in (self.q, self.k, self.v))
+        d_q, d_k, d_v = _visit_tiles(self.options, self.tiling, self.segments, visit, start)
+        batch, length, *heads, head_dim = self.q.shape
+        d_q = d_q.reshape(batch, length, heads[0] * heads[1], head_dim)
+        return d_q.astype(self.q.dtype), d_k.astype(self.k.dtype), d_v.astype(self.v.dtype)
 
 
 _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))

@@ -133,6 +133,9 @@ def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotan
     del keep_weights
     q, k, v, segments, out, lse, kept = residuals
     d_out, d_lse = cotangents
+    if pieces.needs_correction(q.dtype):
+        rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
+        return *_gradients(options, q, k, v, segments, rows, kept, d_lse), None
     rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
     return *_gradients(options, q, k, v, segments, rows, kept), None
 
@@ -145,8 +148,14 @@ def _gradients(
     segments: Segments | None,
     of_rows: tuple,
     kept: list[jax.Array] | None,
+    d_lse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ, dK and dV from d_out, lse and delta; `kept` are the softmax weights of each block, if there are."""
+    """dQ, dK and dV from d_out, lse and delta.
+
+    Args:
+        kept: the softmax weights of each block, if there are.
+        d_lse: the gradient of the log-sum-exp where delta is without it, and is to be corrected.
+    """
     d_out, lse, delta = of_rows
     dtype = pieces.accumulator_dtype(q.dtype)
     num_kv_heads = k.shape[2]
@@ -162,7 +171,12 @@ def _gradients(
         else:
             scores, weights = None, kept[index]
         d_weights = jnp.einsum("btkgh,bskh->bkgts", d_grouped[:, rows], v[:, keys], preferred_element_type=dtype)
-        gradient = pieces.score_gradient(weights, d_weights, delta[..., rows], scores, options)
+        delta_rows = delta[..., rows]
+        if d_lse is not None:
+            d_weights -= delta_rows[..., None]
+            weights = weights / pieces.one_if_zero(weights.sum(axis=-1))[..., None]
+            delta_rows = (weights * d_weights).sum(axis=-1) - d_lse.reshape(delta.shape)[..., rows]
+        gradient = pieces.score_gradient(weights, d_weights, delta_rows, scores, options)
         d_q.append(pieces.weigh(gradient, k[:, keys]).astype(q.dtype))
         beside = ((0, 0), (block.first_key, k.shape[1] - block.last_key), (0, 0), (0, 0))
         d_k += jnp.pad(pieces.gather_to_keys(gradient, grouped[:, rows]), beside)

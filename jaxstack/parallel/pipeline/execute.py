@@ -37,7 +37,7 @@ class StageFunctions:
     is_lookup: bool = True
     """Whether `first` costs next to nothing, so that stages that do not need it may run it too."""
     sum_layer: Callable[[Any], Any] = lambda gradients: gradients
-    """What is done with the gradients of a row's weights (None where they are not made yet) before they are added up."""
+    """What is done with the gradients of a row's weights, None where they are not made yet, before they are added."""
 
 
 class Totals(NamedTuple):
@@ -135,9 +135,11 @@ class _Executor:
         def buffer(entries: int, *shape: int, dtype: Any = like.dtype) -> jax.Array:
             return jnp.zeros((entries, *shape), dtype)
 
-        saved = (
-            [buffer(program.residuals, rows, *s.shape, dtype=s.dtype) for s in self.split.saved] if self.split else []
-        )
+        saved = []
+        if self.split is not None:
+            saved = [buffer(program.residuals, rows, *s.shape, dtype=s.dtype) for s in self.split.saved]
+            host = jax.memory.Space.Host
+            saved = [jax.device_put(b, host) if far else b for b, far in zip(saved, self.split.in_host, strict=True)]
         late = self.late.kept if self.late else ()
         pending = [buffer(program.weight_gradients, rows, *s.shape, dtype=s.dtype) for s in late]
         zero = jnp.zeros((), jnp.float32)
@@ -296,19 +298,12 @@ class _Executor:
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
         """Weight gradients of slot 2, and of slot 1: its own branches hand on what these read, so XLA would copy it."""
-        of_slot_1 = row["slot1"] == WEIGHTS
-
-        def weights(total: Any, *where: str) -> Any:
-            chunk, entry = (jnp.where(of_slot_1, row[f"{name}{where[0]}"], row[f"{name}{where[-1]}"]) for name in _WHERE)
-            return self._weights(total, state.pending, chunk, entry)
-
-        branches = [
-            lambda total: total,
-            lambda total: weights(total, "1", "2"),
-            lambda total: weights(weights(total, "1"), "2"),
-        ]
-        count = of_slot_1.astype(jnp.int32) + (row["slot2"] != 0)
-        total = lax.switch(count, branches, state.totals.layers)
+        of_slot_1, of_slot_2 = row["slot1"] == WEIGHTS, row["slot2"] == WEIGHTS
+        first, second = ((row[f"chunk{slot}"], row[f"pending{slot}"]) for slot in (1, 2))
+        only = [jnp.where(of_slot_1, a, b) for a, b in zip(first, second, strict=True)]
+        add = lambda total, place: self._weights(total, state.pending, *place)  # noqa: E731
+        branches = [lambda total: total, lambda total: add(total, only), lambda total: add(add(total, first), second)]
+        total = lax.switch(of_slot_1.astype(jnp.int32) + of_slot_2, branches, state.totals.layers)
         return state._replace(totals=state.totals._replace(layers=total))
 
     def _weights(self, total: Any, pending: list[jax.Array], chunk: jax.Array, entry: jax.Array) -> Any:
@@ -355,10 +350,6 @@ class _Executor:
             return _put(total, _take(total, place) + g.astype(total.dtype), place)
 
         return jax.tree.map(add, totals, found)
-
-
-_WHERE = ("chunk", "pending")
-"""Columns that say which weight gradient a slot makes."""
 
 
 def _take(buffer: jax.Array, entry: jax.Array) -> jax.Array:

@@ -54,7 +54,6 @@ def test_what_does_not_fit_is_refused_with_what_does(batch, accumulation, parall
             "2 or more",
         ),
         (["parallel.pipeline=3"], r"must not exceed the 2 equal groups.*nearest: parallel.pipeline=2"),
-        (["parallel.pipeline=2", "model.remat=offload"], "model.remat=full"),
         (["parallel.pipeline=2", "parallel.microbatches=3"], "nearest: 2 or 4"),
         (
             ["parallel.pipeline=2", "model.layer_types=[sliding_attention,full_attention]", "model.sliding_window=4"],

@@ -19,13 +19,13 @@ STAGES, T, D, F = 4, 256, 256, 512
 
 
 @functools.cache
-def compiled(schedule: str, microbatches: int) -> tuple[Any, dict[str, int]]:
+def compiled(schedule: str, microbatches: int, remat: str = "full") -> tuple[Any, dict[str, int]]:
     """The step of eight layers with microbatches of two rows, and the mesh."""
     rows = 2 * microbatches
     config = small_config(
         "model.num_layers=8", f"model.hidden_size={D}", "model.num_heads=4", f"model.intermediate_size={F}",
-        "model.vocab_size=4096", "model.remat=full", f"train.sequence_length={T}", f"train.global_batch_size={rows}",
-        f"parallel.pipeline={STAGES}", f"parallel.pipeline_schedule={schedule}",
+        "model.vocab_size=4096", f"model.remat={remat}", f"train.sequence_length={T}",
+        f"train.global_batch_size={rows}", f"parallel.pipeline={STAGES}", f"parallel.pipeline_schedule={schedule}",
         f"parallel.microbatches={microbatches}",
     )  # fmt: skip
     trainer = make_trainer(config, devices=hopper_topology(STAGES).devices, dtype=jnp.bfloat16)
@@ -62,6 +62,13 @@ def test_memory_of_1f1b_does_not_grow_with_the_microbatches_and_that_of_gpipe_do
     assert temporary_bytes("1f1b", 16) <= 1.02 * temporary_bytes("1f1b", 8)
     assert temporary_bytes("gpipe", 16) > 1.1 * temporary_bytes("gpipe", 8)
     assert temporary_bytes("1f1b", 16) < temporary_bytes("gpipe", 16)
+
+
+def test_the_inputs_of_layers_wait_in_host_memory():
+    waiting = (2 * STAGES - 1) * (8 // STAGES) * 2 * 2 * T * D
+    memory = compiled("1f1b", 8, "offload")[0].memory_analysis()
+    assert memory.host_temp_size_in_bytes >= waiting
+    assert temporary_bytes("1f1b", 8) - memory.temp_size_in_bytes > 0.8 * waiting
 
 
 def test_zero_bubble_keeps_the_operands_of_waiting_weight_gradients_once():

@@ -98,7 +98,7 @@ def test_alternating_layers_tied_embeddings_and_uneven_stages(overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full", "save_attention", "save_dots"])
+@pytest.mark.parametrize("remat", ["none", "full", "save_attention", "save_dots", "offload"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_rematerialisation(remat, schedule):
     assert_trains_as_one_device(*pipeline(2, schedule, fsdp=2), f"model.remat={remat}", shape=FOUR)

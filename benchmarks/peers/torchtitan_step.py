@@ -1,0 +1,174 @@
+"""torchtitan's training step on random tokens, at the sizes of a `jaxstack.models.ModelConfig` that is a Llama 3.
+
+`measure` starts one process a device with torchrun; this file is also the program that they run. Written for torchtitan
+0.2.2; where another version has other names it ends with their error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+WARMUP, BLOCKS, STEPS = 3, 5, 3
+MULTIPLE = 256
+"""torchtitan rounds a Llama's inner width up to a multiple of this."""
+NO_RECOMPUTE = 1.5e9
+"""Layers x width x tokens a device up to which torchtitan's activations fit an H200."""
+
+
+def arguments_of(config: Any) -> list[str]:
+    """torchtitan's options for a run's configuration.
+
+    Raises:
+        SystemExit: a layout or model that this peer does not cover.
+    """
+    model, train, parallel = config.model, config.train, config.parallel
+    degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
+    llama = model.moe is None and model.mlp == "gated" and not model.tie_word_embeddings and model.positions == "rope"
+    if not llama or len(degrees) > 1 or not set(degrees) <= {"fsdp", "context", "tensor"}:
+        raise SystemExit("the torchtitan peer covers Llama 3 on one device, or with one of fsdp, context and tensor.")
+    if model.intermediate_size % MULTIPLE or model.width_per_head * model.num_heads != model.hidden_size:
+        raise SystemExit("the torchtitan peer needs an inner width divisible by 256 and heads as wide as the model.")
+    rows, context = train.global_batch_size // parallel.fsdp, parallel.context
+    tokens = rows * train.sequence_length / context
+    few = model.num_layers * model.hidden_size * tokens <= NO_RECOMPUTE
+    recompute = "none" if few else "full" if train.sequence_length > 32768 else "selective"
+    found = {
+        "model.name": "jaxstack_peer", "model.flavor": "peer", "training.local_batch_size": rows,
+        "training.seq_len": train.sequence_length, "training.steps": 1000, "training.max_norm": 1.0,
+        "parallelism.data_parallel_shard_degree": -1, "parallelism.context_parallel_degree": context,
+        "parallelism.tensor_parallel_degree": parallel.tensor, "activation_checkpoint.mode": recompute,
+        "activation_checkpoint.selective_ac_option": "op", "metrics.log_freq": 1000,
+    }  # fmt: skip
+    options = [f"--{name}={value}" for name, value in found.items()] + ["--compile.enable"]
+    if config.precision.fp8 != "none":
+        options += ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.filter_fqns=output"]
+        if parallel.fsdp > 1:
+            options.append("--quantize.linear.float8.enable_fsdp_float8_all_gather")
+            options.append("--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp")
+    return options
+
+
+def measure(config: Any) -> dict[str, Any]:
+    """Milliseconds of a step, the losses, the peak memory and the title, from processes of their own."""
+    model, devices = config.model, 1
+    for degree in config.parallel.degrees.values():
+        devices *= degree
+    sizes = {
+        "dim": model.hidden_size, "n_layers": model.num_layers, "n_heads": model.num_heads,
+        "n_kv_heads": model.kv_heads, "vocab_size": model.vocab_size, "multiple_of": MULTIPLE,
+        "ffn_dim_multiplier": model.intermediate_size / int(8 * model.hidden_size / 3), "rope_theta": model.rope_theta,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "row.json"
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+        command = [sys.executable, *launcher, __file__, str(output), json.dumps(sizes), *arguments_of(config)]
+        command.append(f"--job.dump_folder={folder}")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode or not output.exists():
+            raise SystemExit(f"torchtitan failed:\n{(done.stderr or done.stdout)[-3000:]}")
+        return json.loads(output.read_text(encoding="utf-8"))
+
+
+def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
+    """One process of the job; the first one writes what it measured."""
+    import torch
+    import torchtitan
+    from torchtitan.config import ConfigManager
+    from torchtitan.models.llama3 import TransformerModelArgs, get_train_spec
+    from torchtitan.protocols.train_spec import register_train_spec
+    from torchtitan.train import Trainer
+
+    class Measured(Trainer):
+        """Keeps the last loss, which torchtitan only logs."""
+
+        last_loss: Any = None
+
+        def forward_backward_step(self, **inputs: Any) -> Any:
+            self.last_loss = super().forward_backward_step(**inputs)
+            return self.last_loss
+
+    def random_batches(job_config: Any, **_: Any) -> Any:
+        return RandomBatches(job_config.training.local_batch_size, job_config.training.seq_len, sizes["vocab_size"])
+
+    spec = dataclasses.replace(
+        get_train_spec(), model_args={"peer": TransformerModelArgs(**sizes)}, build_tokenizer_fn=None,
+        build_dataloader_fn=random_batches, state_dict_adapter=None,
+    )  # fmt: skip
+    register_train_spec("jaxstack_peer", spec)
+    trainer = Measured(ConfigManager().parse_args(list(options)))
+    batches = trainer.batch_generator(trainer.dataloader)
+
+    def loss() -> float:
+        total = trainer.last_loss.detach().float().clone()
+        torch.distributed.all_reduce(total)
+        tensor = trainer.job_config.parallelism.tensor_parallel_degree
+        return float(total) / tensor
+
+    on_gpu = torch.cuda.is_available()
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+
+    def steps(count: int) -> float:
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            trainer.step += 1
+            trainer.train_step(batches)
+        synchronize()
+        return (time.perf_counter() - began) / count
+
+    steps(1)
+    losses = [loss()]
+    steps(WARMUP - 1)
+    seconds = [steps(STEPS) for _ in range(BLOCKS)]
+    losses.append(loss())
+    mode = trainer.job_config.activation_checkpoint.mode
+    if torch.distributed.get_rank() == 0:
+        found = {
+            "implementation": f"torchtitan {torchtitan.__version__}, compiled, recompute {mode}",
+            "device": torch.cuda.get_device_name(0) if on_gpu else "cpu", "milliseconds": 1e3 * median(seconds),
+            "first_loss": losses[0], "last_loss": losses[1],
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        }  # fmt: skip
+        Path(output).write_text(json.dumps(found), encoding="utf-8")
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+class RandomBatches:
+    """Endless random tokens on the host, in the form of torchtitan's data loaders."""
+
+    def __init__(self, rows: int, length: int, vocabulary: int) -> None:
+        self.size, self.vocabulary = (rows, length), vocabulary
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            tokens, labels = (torch.randint(0, self.vocabulary, self.size, generator=generator) for _ in range(2))
+            yield {"input": tokens}, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output")
+    parser.add_argument("sizes", type=json.loads)
+    known, rest = parser.parse_known_args()
+    run(known.output, known.sizes, rest)
