@@ -107,14 +107,12 @@ Every row has what the rows before it have, on the same batches of real text. `l
 of the steps, `loss ratio` and `speedup` are against the first row.
 """,
     "attention": """\
-`jaxstack mosaic` is the default on Hopper, but at head dim 256 and without any mask at head dim 128, where cuDNN is
-faster and is taken. Implementations of jax take turns, torch follows in a process of its own on a GPU that has cooled
-down a little; under load an H200 lowers its clocks, so a second run differs.
+`jaxstack mosaic` is the default on Hopper, but at head dim 256, where cuDNN is faster and is taken. Implementations of
+jax take turns, torch follows in a process of its own on a GPU that has cooled down a little; under load an H200 lowers
+its clocks, so a second run differs.
 
-Where ours is behind: key blocks larger than 128 do not fit the shared memory (head dim 128) or the registers (64), so
-that long rows without a mask pay the softmax's row reductions often. At head dim 64 the exponentials take as many
-cycles of the forward as the matmuls. At head dims 80, 96, 192 and 256 the backward is two kernels with seven products
-in place of five.
+At head dim 64 the exponentials take as many cycles of the forward as the matmuls: a third warpgroup keeps both busy.
+Where ours is behind: at head dims 80, 96, 192 and 256 the backward is two kernels with seven products in place of five.
 """,
     "collective_matmul": """\
 Up and down of an MLP whose rows lie split over the devices between matmuls; `ms` is forward and backward. `serialised`
