@@ -171,4 +171,7 @@ if __name__ == "__main__":
     parser.add_argument("output")
     parser.add_argument("sizes", type=json.loads)
     known, rest = parser.parse_known_args()
-    run(known.output, known.sizes, rest)
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(run)(known.output, known.sizes, rest)

@@ -1,0 +1,57 @@
+"""What the peers are told to run, and how what they print is read."""
+
+import pytest
+
+from benchmarks import train_step
+from benchmarks.peers import maxtext_step, torchtitan_step
+from jaxstack.run_config import load_config
+
+LINES = "\n".join(
+    f"completed step: {step}, seconds: {seconds}, TFLOP/s/device: 1.0, Tokens/s/device: 2.0, total_weights: 8, "
+    f"loss: {loss}, lm_loss: 0.000"
+    for step, (seconds, loss) in enumerate([("24.9", "9.0"), *[("0.500", "8.0")] * 4, *[("0.250", "7.5")] * 5])
+)
+
+
+def config_of(work):
+    return load_config(None, train_step.WORKS[work])
+
+
+def settings_of(arguments):
+    return dict(argument.removeprefix("--").split("=", 1) for argument in arguments if "=" in argument)
+
+
+def test_steps_of_maxtext_after_its_warm_up():
+    assert maxtext_step.read_log(LINES) == {"milliseconds": 250.0, "first_loss": 9.0, "last_loss": 7.5}
+    with pytest.raises(SystemExit, match="printed 0 steps"):
+        maxtext_step.read_log("out of memory")
+
+
+def test_maxtext_runs_the_same_work():
+    settings = settings_of(maxtext_step.arguments_of(config_of("llama3-8b fsdp4 fp8"), "folder"))
+    assert settings["per_device_batch_size"] == "2.0" and settings["ici_fsdp_parallelism"] == "4"
+    assert settings["base_mlp_dim"] == "14336" and settings["quantization"] == "fp8"
+    assert settings["remat_policy"] == "minimal" and settings["scan_layers"] == "True"
+    settings = settings_of(maxtext_step.arguments_of(config_of("llama3-1b bf16"), "folder"))
+    assert settings["remat_policy"] == "none" and settings["head_dim"] == "64" and settings["quantization"] == ""
+    with pytest.raises(SystemExit, match="MaxText peer covers"):
+        maxtext_step.arguments_of(config_of("qwen3-30b-a3b of 6 layers bf16"), "folder")
+
+
+def test_torchtitan_runs_the_same_work():
+    settings = settings_of(torchtitan_step.arguments_of(config_of("llama3-8b context4 65536 bf16")))
+    assert settings["parallelism.context_parallel_degree"] == "4" and settings["training.local_batch_size"] == "1"
+    assert settings["activation_checkpoint.mode"] == "full" and settings["training.seq_len"] == "65536"
+    arguments = torchtitan_step.arguments_of(config_of("llama3-8b fsdp4 fp8"))
+    assert "--quantize.linear.float8.enable_fsdp_float8_all_gather" in arguments
+    assert settings_of(arguments)["activation_checkpoint.mode"] == "selective"
+    with pytest.raises(SystemExit, match="torchtitan peer covers"):
+        torchtitan_step.arguments_of(config_of("gpt2-124m bf16"))
+
+
+def test_peers_that_are_not_installed_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(train_step.importlib.util, "find_spec", lambda name: True if name == "torch" else None)
+    assert train_step.peers_of("llama3-1b bf16", list(train_step.PEERS)) == ["torch"]
+    assert "no rows of torchtitan, maxtext" in capsys.readouterr().out
+    assert train_step.peers_of("qwen3-30b-a3b of 6 layers bf16", list(train_step.PEERS)) == []
+    assert capsys.readouterr().out == ""
