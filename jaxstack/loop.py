@@ -7,7 +7,6 @@ batch was put on the device while an earlier step ran.
 import collections
 import contextlib
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -335,8 +334,7 @@ class Loop:
         if values is None:
             return given_up
         if self.settings.describe_evaluation is not None:
-            alive = functools.partial(self.signs.note, "evaluate")
-            values.update(self.settings.describe_evaluation(values, max_tokens, alive))
+            values.update(self.settings.describe_evaluation(values, max_tokens, lambda: self.signs.note("evaluate")))
         self.last_values = {**self.last_values, "step": step, **values}
         self.trackers.log(step, values)
         shown = [f"held-out loss {values['eval_loss']:.4f}"]
