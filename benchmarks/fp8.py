@@ -62,12 +62,16 @@ def make_pass(product: Product, name: str) -> Callable[..., Any]:
     return both
 
 
+def compile_as_in_training(function: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
+    """A call of it with these arrays; without the options of a training step XLA would leave quantisations out."""
+    options: Any = step_options(fp8=True) if jax.default_backend() == "gpu" else None
+    return functools.partial(jax.jit(function).lower(*arrays).compile(compiler_options=options), *arrays)
+
+
 def seconds(function: Callable[..., Any], *arrays: Any) -> tuple[float, str]:
     """Median time of a call, and the backend that it took."""
     with record_choices() as choices:
-        lowered = jax.jit(function).lower(*arrays)
-    options: Any = step_options() if jax.default_backend() == "gpu" else None
-    run = functools.partial(lowered.compile(compiler_options=options), *arrays)
+        run = compile_as_in_training(function, *arrays)
     return median_seconds(run, jax.block_until_ready), choices[0].backend if choices else "xla"
 
 
@@ -77,7 +81,7 @@ def measure(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -
     described = {"work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack"}
     found, product = [], make_product(recipe)
     exact = jnp.matmul(*arrays[:2], preferred_element_type=jnp.float32)
-    error = jnp.linalg.norm(jax.jit(product)(*arrays[:2]) - exact) / jnp.linalg.norm(exact)
+    error = jnp.linalg.norm(compile_as_in_training(product, *arrays[:2])() - exact) / jnp.linalg.norm(exact)
     for pass_name, flops in PASSES.items():
         time, backend = seconds(make_pass(product, pass_name), *arrays)
         rate = flops * rows * inner * outputs / time / 1e12
@@ -93,9 +97,7 @@ def measure_alone(model: str, name: str, arrays: tuple[jax.Array, ...]) -> dict[
     def product(x: Any, w: Any) -> jax.Array:
         return dequantize(x, jnp.bfloat16) @ dequantize(w, jnp.bfloat16).T
 
-    options: Any = step_options() if jax.default_backend() == "gpu" else None
-    run = functools.partial(jax.jit(product).lower(x, w).compile(compiler_options=options), x, w)
-    time = median_seconds(run, jax.block_until_ready)
+    time = median_seconds(compile_as_in_training(product, x, w), jax.block_until_ready)
     (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
     return {
         "work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack",
@@ -122,11 +124,14 @@ def main() -> None:
             w = jax.random.normal(keys[1], shape, jnp.bfloat16) * 0.02
             gradient = jax.random.normal(keys[2], (tokens, shape[1]), jnp.bfloat16) * 1e-3
             arrays = (x, w, gradient)
-            if "current" in args.recipes:
-                rows.append({**measure_alone(model, name, arrays), **device})
+            found = [measure_alone(model, name, arrays)] if "current" in args.recipes else []
             for recipe in args.recipes:
-                rows += [{**row, **device} for row in measure(model, name, recipe, arrays)]
-    append_rows("fp8", rows)
+                found += measure(model, name, recipe, arrays)
+            for row in found:
+                print(*(f"{key} {value}" for key, value in row.items()), sep=", ", flush=True)
+            found = [{**row, **device} for row in found]
+            append_rows("fp8", found)
+            rows += found
     print_table(rows, ["work", "shape", "recipe", "pass", "backend", "milliseconds", "tflops_per_device", "error"])
 
 

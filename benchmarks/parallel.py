@@ -90,7 +90,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row | None]]] = {
     "weak": measure_weak,
 }
 SCRIPTS = {
-    "pipeline": ["pipeline.py", "--microbatches", "4", "8", "--stages"],
+    "pipeline": ["pipeline.py", "--stages"],
     "matmul": ["collective_matmul.py", "--quick", "--devices"],
 }
 """Parts that are scripts of their own, the number of devices their last argument."""

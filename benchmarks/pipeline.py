@@ -1,13 +1,14 @@
-"""Pipeline schedules: measured time of a step's gradients against one stage's work without bubble, and simulated.
+"""Pipeline schedules: the measured share of a step in which stages wait, beside the simulated one.
 
     python benchmarks/pipeline.py --stages 4 --layers 16 --microbatches 4 8 16
     python benchmarks/pipeline.py --tiny                       # tiny sizes on simulated CPU devices
 
-Reference: one device, layers / stages of the layers, the same microbatches one after the other. `bubble` is the time
-lost against the reference, in parts of the reference's; `simulated_bubble` is that of the schedule's table alone. The
-vocabulary is small, so that the head weighs little. One process; microbatches of one sequence; bfloat16 compute, no
-optimizer. All programs are compiled at the same time first; then a row is appended to benchmarks/results/pipeline.jsonl
-as soon as it is measured.
+A step of m microbatches takes m times the work of one, and the time in which the pipeline fills and drains. The work of
+one is what a step with more microbatches takes longer, by microbatch: the two largest counts give it. `bubble` is the
+rest of a step in parts of its work; `simulated_bubble` is that of the schedule's table alone. The vocabulary is small,
+so that the head weighs little. One process; microbatches of one sequence; bfloat16 compute, no optimizer. All programs
+are compiled at the same time first; then the rows of a schedule are appended to benchmarks/results/pipeline.jsonl as
+soon as it is measured. Zero-bubble fills its gaps only with 2 x stages - 1 microbatches or more.
 """
 
 import argparse
@@ -37,41 +38,40 @@ from jaxstack.run_config import TrainConfig
 from jaxstack.startup import cache_compilations, start_devices
 from jaxstack.trainer import Trainer
 
-COLUMNS = ("variant", "milliseconds", "reference_milliseconds", "bubble", "simulated_bubble", "tflops_per_device")
+COLUMNS = ("variant", "milliseconds", "milliseconds_a_microbatch", "bubble", "simulated_bubble", "tflops_per_device")
 MORE = ("predicted_bytes", "compile_seconds")
 TINY = {"layers": 8, "width": 64, "length": 32, "vocabulary": 128, "seconds": 0.05}
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The gradients of one global batch: of a pipeline, or (without a schedule) of one stage's layers on one device."""
+    """The gradients of one global batch."""
 
     trainer: Trainer
-    schedule: str | None
+    schedule: str
     microbatches: int
 
 
-def model_config(args: argparse.Namespace, layers: int) -> ModelConfig:
+def model_config(args: argparse.Namespace) -> ModelConfig:
     """Blocks with the proportions of Llama 3."""
     return ModelConfig(
-        vocab_size=args.vocabulary, hidden_size=args.width, num_layers=layers, num_heads=max(1, args.width // 128),
+        vocab_size=args.vocabulary, hidden_size=args.width, num_layers=args.layers, num_heads=max(1, args.width // 128),
         num_kv_heads=max(1, args.width // 512), intermediate_size=args.width * 7 // 2, remat=args.remat,
         scan_layers=not args.unroll,
     )  # fmt: skip
 
 
 def make_program(args: argparse.Namespace, microbatches: int, schedule: Any) -> Program:
-    """All layers on all stages with a schedule, otherwise a stage's on one device with accumulation."""
-    stages = args.stages if schedule else 1
-    model = model_config(args, args.layers if schedule else args.layers // args.stages)
-    parallel = ParallelConfig(pipeline=stages, pipeline_schedule=schedule)
+    """A model in stages."""
+    model = model_config(args)
+    parallel = ParallelConfig(pipeline=args.stages, pipeline_schedule=schedule)
     train = TrainConfig(global_batch_size=microbatches, sequence_length=args.length, gradient_accumulation=microbatches)
-    plan = plan_pipeline(parallel, microbatches, microbatches) if schedule else None
+    plan = plan_pipeline(parallel, microbatches, microbatches)
     trainer = Trainer(
         lambda rngs: Transformer(model, rngs, dtype=jnp.bfloat16),
         language_model_loss,
         lambda step: None,
-        mesh=make_rules(make_mesh(parallel, jax.devices()[:stages]), pipeline=plan),
+        mesh=make_rules(make_mesh(parallel, jax.devices()[: args.stages]), pipeline=plan),
         train=train,
     )
     return Program(trainer, schedule, microbatches)
@@ -113,34 +113,30 @@ def simulated_bubble(trainer: Trainer, remat: str) -> float:
 
 def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row a schedule and number of microbatches."""
-    programs = [
-        make_program(args, microbatches, schedule)
-        for microbatches in args.microbatches
-        for schedule in (None, *args.schedules)
-        if schedule != "interleaved" or microbatches % args.stages == 0
-    ]
+    counts = sorted(args.microbatches)
+    programs = [make_program(args, count, schedule) for schedule in args.schedules for count in counts]
     with ThreadPoolExecutor(args.compile_threads) as pool:
-        ready = list(pool.map(functools.partial(compile_program, args), programs))
+        ready = iter(list(pool.map(functools.partial(compile_program, args), programs)))
     print(f"{len(programs)} programs compiled", flush=True)
-    references: dict[int, float] = {}
-    for program, (compiled, compile_seconds) in zip(programs, ready, strict=True):
-        milliseconds, microbatches = measure(args, program, compiled), program.microbatches
-        if program.schedule is None:
-            references[microbatches] = milliseconds
-            continue
-        flops = model_flops_per_token(model_config(args, args.layers), args.length) * microbatches * args.length
-        yield {
-            "work": f"{args.layers} layers of {args.width}, {args.length} tokens a microbatch, remat {args.remat}"
-            + (", unrolled" if args.unroll else ""),
-            "implementation": "jaxstack", "variant": f"{program.schedule}, {microbatches} microbatches",
-            "device": jax.devices()[0].device_kind, "devices": args.stages,
-            "virtual_stages": program.trainer.pipeline.chunks,  # pyright: ignore
-            "reference_milliseconds": references[microbatches], "milliseconds": milliseconds,
-            "bubble": milliseconds / references[microbatches] - 1,
-            "simulated_bubble": simulated_bubble(program.trainer, args.remat),
-            "tflops_per_device": flops / milliseconds / 1e9 / args.stages, "compile_seconds": compile_seconds,
-            "predicted_bytes": predicted_memory(compiled).get("predicted_bytes"),
-        }  # fmt: skip
+    for schedule in args.schedules:
+        found = [(program, *next(ready)) for program in programs if program.schedule == schedule]
+        times = [measure(args, program, compiled) for program, compiled, _ in found]
+        each = (times[-1] - times[-2]) / (counts[-1] - counts[-2])
+        for (program, compiled, compile_seconds), milliseconds in zip(found, times, strict=True):
+            microbatches = program.microbatches
+            flops = model_flops_per_token(model_config(args), args.length) * microbatches * args.length
+            yield {
+                "work": f"{args.layers} layers of {args.width}, {args.length} tokens a microbatch, remat {args.remat}"
+                + (", unrolled" if args.unroll else ""),
+                "implementation": "jaxstack", "variant": f"{schedule}, {microbatches} microbatches",
+                "device": jax.devices()[0].device_kind, "devices": args.stages,
+                "virtual_stages": program.trainer.pipeline.chunks,  # pyright: ignore
+                "milliseconds": milliseconds, "milliseconds_a_microbatch": each,
+                "bubble": milliseconds / (microbatches * each) - 1,
+                "simulated_bubble": simulated_bubble(program.trainer, args.remat),
+                "tflops_per_device": flops / milliseconds / 1e9 / args.stages, "compile_seconds": compile_seconds,
+                "predicted_bytes": predicted_memory(compiled).get("predicted_bytes"),
+            }  # fmt: skip
 
 
 def main() -> None:
@@ -158,6 +154,10 @@ def main() -> None:
     parser.add_argument("--compile-threads", type=int, default=4, help="programs that are compiled at the same time")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parser.parse_args()
+    if len(set(args.microbatches)) < 2:
+        parser.error("--microbatches needs two different counts: what one more takes is measured by their difference")
+    if any(count % args.stages for count in args.microbatches) and "interleaved" in args.schedules:
+        parser.error(f"--microbatches must be multiples of --stages ({args.stages}) for interleaved")
     if args.tiny:
         vars(args).update(TINY)
     start_devices(args.stages if args.tiny else None)

@@ -1,9 +1,11 @@
 """The frame of every command: `jaxstack <subcommand>`, exit codes, one clear message instead of a traceback."""
 
+import argparse
 import errno
 import importlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 
@@ -21,6 +23,16 @@ COMMANDS = {
     "schema": ("jaxstack.schema", "print the JSON schema of configuration files, for editors"),
 }
 """Subcommand -> (module with `main(argv) -> int`, what it does)."""
+
+
+def add_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.ArgumentParser:
+    """The parser with examples under its help, each on a line of its own, so that it can be copied."""
+    width = 79
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = textwrap.fill(parser.description or "", width)
+    notes = textwrap.fill(parser.epilog, width) + "\n\n" if parser.epilog else ""
+    parser.epilog = notes + "examples:\n" + "\n".join(f"  python -m jaxstack.{example}" for example in examples)
+    return parser
 
 
 _DISK = frozenset(

@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import run_command
+from jaxstack.cli import add_examples, run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -21,10 +21,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     back = parser.add_argument_group("from a run")
     back.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
-    back.add_argument("--dtype", default="float32", help="of the files: float32 (default), bfloat16, float16")
+    back.add_argument(
+        "--dtype", default="float32", metavar="NAME", help="of the files: float32 (default), bfloat16, float16"
+    )
     back.add_argument("--model-type", metavar="NAME", help="e.g. llama (default: the plainest that fits the model)")
     back.add_argument("--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file (default 5 GB)")
-    return parser
+    return add_examples(
+        parser,
+        "convert path/of/Llama-3.2-1B --output runs/llama",
+        "convert runs/llama --output exported --dtype bfloat16",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

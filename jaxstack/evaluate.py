@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import run_command
+from jaxstack.cli import add_examples, run_command
 from jaxstack.errors import ConfigError
 
 _OVERRIDE = re.compile(r"(parallel|precision)\.\w+=")
@@ -42,7 +42,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--no-document-start", action="store_true", help="do not put the tokenizer's document-start id before a text"
     )
     tasks.add_argument("--output", metavar="FILE", help="write all that the harness reports there, as JSON")
-    return parser
+    return add_examples(
+        parser,
+        "evaluate --run runs/quickstart",
+        "evaluate --run runs/quickstart --data README.md --json",
+        "evaluate --run runs/quickstart --tasks arc_easy --limit 100",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -160,10 +160,10 @@ class Layout:
 class LocalGradients:
     """Each device runs the module on its own part of the batch, with its own shards of the parameters.
 
-    Over the `weight_axes` a gradient is summed where its weight was gathered. Over the other axes it is summed where the
-    weight is used if there is one microbatch, so that the rest of the backward pass can run meanwhile, else once after
-    all of them. With ZeRO 1 and 2 a copy in the compute dtype is gathered once a step, and gradients go back in parts: with 1
-    after all microbatches, with 2 wherever the weight is used, so that whole gradients never exist.
+    Over the `weight_axes` a gradient is summed where its weight was gathered. Over the other axes it is summed where
+    the weight is used if there is one microbatch, so that the rest of the backward pass can run meanwhile, else once
+    after all of them. With ZeRO 1 and 2 a copy in the compute dtype is gathered once a step, and gradients go back in
+    parts: with 1 after all microbatches, with 2 wherever the weight is used, so that whole gradients never exist.
 
     A loss that is no `LossSum` may not add up over parts of a batch: it gets the whole one, from `otherwise`.
     """

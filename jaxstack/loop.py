@@ -27,7 +27,7 @@ from jaxstack.observe.goodput import Goodput
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
-from jaxstack.observe.ran import refuse_fallbacks, refuse_missing_fp8
+from jaxstack.observe.ran import in_short, refuse_fallbacks, refuse_missing_fp8
 from jaxstack.observe.report import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
@@ -183,7 +183,7 @@ class Loop:
         ran = trainer.describe()
         if self.settings.observe.fail_on_fallback:
             refuse_missing_fp8(ran)
-        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {_in_short(ran)}")
+        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {in_short(ran)}")
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
@@ -376,26 +376,3 @@ def last_logged(run_dir: Path | None) -> dict[str, Any]:
         return next(line for line in map(json.loads, reversed(lines)) if "loss" in line)
     except (OSError, ValueError, StopIteration):
         return {}
-
-
-def _in_short(ran: Mapping[str, Any]) -> str:
-    """One line of what the compiled step holds."""
-    parts = []
-    chosen: dict[str, list[str]] = {}
-    for kernel in ran.get("kernels", ()):
-        backends = chosen.setdefault(kernel["operation"], [])
-        if kernel["backend"] not in backends:
-            backends.append(kernel["backend"])
-    parts += [f"{operation}: {'+'.join(backends)}" for operation, backends in chosen.items()]
-    products = ran.get("matmuls")
-    if products and (products["fp8"] or products["fp8_expected"]):
-        parts.append(f"{products['fp8']} of {products['all']} matmuls in FP8")
-    predicted = ran.get("memory", {}).get("predicted_bytes")
-    if predicted:
-        parts.append(f"{predicted / 2**30:.2f} GiB a device predicted")
-    rows = ran.get("collectives")
-    if isinstance(rows, list):
-        count = sum(row["calls"] for row in rows)
-        sent = sum(row["wire_bytes"] for row in rows)
-        parts.append(f"{count} collectives, {sent / 2**20:.1f} MiB sent a device" if count else "no collectives")
-    return "; ".join(parts)

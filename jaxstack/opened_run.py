@@ -116,6 +116,14 @@ def choose_step(manager: CheckpointManager, step: int | None) -> int:
     return step
 
 
+def check_tokenizer(folder: Path, step: int, extra: Any) -> None:
+    """Raises JaxstackError where the tokenizer in `folder` is not the one that a checkpoint's extra data names."""
+    data = extra.get("data") if isinstance(extra, dict) else None
+    trained = data.get("tokenizer") if isinstance(data, dict) else None
+    if trained is not None and folder.is_dir() and load_tokenizer(folder).hash != trained:
+        raise JaxstackError(f"{folder} is not the tokenizer of checkpoint {step}: restore the files there.")
+
+
 def restore_parameters(
     directory: str | Path, model: ModelConfig, module: FunctionalModule, rules: AxisRules, step: int | None
 ) -> tuple[Any, Any, int]:
@@ -139,7 +147,8 @@ def restore_parameters(
 
     params = jax.tree.map(wanted, stored.abstract_params, specs)
     rest = jax.tree.map(lambda x: wanted(x, jax.P()), module.abstract_rest)
-    tree, _ = manager.restore(chosen, {"params": params, "rest": rest}, subset=True)
+    tree, extra = manager.restore(chosen, {"params": params, "rest": rest}, subset=True)
+    check_tokenizer(Path(directory) / "tokenizer", chosen, extra)
     params = tree["params"]
     if isinstance(module, StagedModule):
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))

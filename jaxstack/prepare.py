@@ -11,23 +11,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxstack.cli import add_examples
 from jaxstack.errors import ConfigError, JaxstackError
 
 STOPPED = "stopped; the same command goes on from here"
-EXAMPLE = """examples:
-  python -m jaxstack.prepare --source 'corpus/**/*.txt' --output data/corpus
-  python -m jaxstack.prepare --source news.jsonl.zst --text-key body --tokenizer llama.json --output data/news
-
-Train on it with data.sources: [{path: data/corpus}]. A stopped run goes on when started again."""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxstack.prepare",
-        description="Tokenise text into fixed-length shards with a SHA-256 each.",
-        epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="jaxstack prepare",
+        description="Tokenize text into fixed-length shards with a SHA-256 each.",
+        epilog="Train on it with data.sources: [{path: data/corpus}]. A stopped run goes on when started again.",
+    )
     add = parser.add_argument
     add(
         "--source",
@@ -81,14 +77,18 @@ def build_parser() -> argparse.ArgumentParser:
         help="jsonl key or parquet column with the text (default: text)",
     )
     add("--quiet", action="store_true", help="print nothing but errors")
-    return parser
+    return add_examples(
+        parser,
+        "prepare --source 'corpus/**/*.txt' --output data/corpus",
+        "prepare --source news.jsonl.zst --text-key body --tokenizer llama.json --output data/news",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 0 done, 2 wrong usage or configuration, 1 a failure while
     running.
     """
-    arguments = build_parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
     try:

@@ -6,16 +6,21 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import run_command
+from jaxstack.cli import add_examples, run_command
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the schema."""
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack schema",
         description="Print the JSON schema of configuration files. Editors use it to complete keys and show mistakes.",
     )
-    parser.parse_args(argv)
+    return add_examples(parser, "schema > jaxstack.schema.json")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the schema."""
+    make_parser().parse_args(argv)
 
     def body() -> None:
         schema = importlib.import_module("jaxstack.run_config").config_schema()

@@ -30,9 +30,7 @@ def describe_shardings(
     logical = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
     leaves, _ = name_leaves(abstract.params)
     rows: dict[Any, dict[str, Any]] = {}
-    for (path, leaf), axes, sharding in zip(
-        leaves.items(), logical, jax.tree.leaves(shardings.params), strict=True
-    ):
+    for (path, leaf), axes, sharding in zip(leaves.items(), logical, jax.tree.leaves(shardings.params), strict=True):
         row = _row(leaf, axes, sharding)
         known = rows.setdefault((re.sub(r"\d+", "*", path), str(row)), {"parameter": path, "arrays": 0, **row})
         known["arrays"] += 1

@@ -106,4 +106,4 @@ def _where(condition: jax.Array, new: Any, old: Any) -> Any:
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
         data = jnp.where(condition, jax.random.key_data(new), jax.random.key_data(old))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
-    return jnp.where(condition, new, old)
+    return jax.lax.select(condition, new, old)  # of jnp.where each call is a function of its own, traced and lowered

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import run_command
+from jaxstack.cli import add_examples, run_command
 from jaxstack.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
 from jaxstack.resilience.ending import EndAtOnce
 
@@ -16,7 +16,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxstack train",
         description="Train a language model. Resumes by itself where the run directory holds a checkpoint.",
-        epilog="example: python -m jaxstack.train --config configs/quickstart.yaml train.steps=500 run.name=short",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
@@ -26,7 +25,12 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--processes", type=int, metavar="N", help="processes of the whole run")
     group.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0 on")
     add_trust_arguments(group)
-    return parser
+    return add_examples(
+        parser,
+        "train --config configs/quickstart.yaml",
+        "train --config configs/quickstart.yaml run.name=short train.steps=500",
+        "train --config configs/quickstart.yaml parallel.fsdp=4 parallel.simulate_devices=4",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -20,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 BY_HAND = ("optimizer", "schedule")
 SEE = {
-    "run.init_from": "[Hugging Face](huggingface.md#fine-tuning)",
+    "run.init_from": "[Fine-tuning](finetuning.md)",
     "model.preset": "[Models](models.md)",
     "model.attention": "[Models](models.md#attention-kinds), and below",
     "model.moe": "[Models](models.md#mixtures-of-experts), and below",
@@ -46,7 +47,7 @@ def flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(flow, value)) + "]"
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) and yaml.safe_load(value) == value else json.dumps(value)
     return re.sub(r"^(\d)e-", r"\1.0e-", text)  # a number for every reader of YAML
 
 

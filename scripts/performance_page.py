@@ -107,14 +107,12 @@ Every row has what the rows before it have, on the same batches of real text. `l
 of the steps, `loss ratio` and `speedup` are against the first row.
 """,
     "attention": """\
-`jaxstack mosaic` is the default on Hopper, but at head dim 256 and without any mask at head dim 128, where cuDNN is
-faster and is taken. Implementations of jax take turns, torch follows in a process of its own on a GPU that has cooled
-down a little; under load an H200 lowers its clocks, so a second run differs.
+`jaxstack mosaic` is the default on Hopper, but at head dim 256, where cuDNN is faster and is taken. Implementations of
+jax take turns, torch follows in a process of its own on a GPU that has cooled down a little; under load an H200 lowers
+its clocks, so a second run differs.
 
-Where ours is behind: key blocks larger than 128 do not fit the shared memory (head dim 128) or the registers (64), so
-that long rows without a mask pay the softmax's row reductions often. At head dim 64 the exponentials take as many
-cycles of the forward as the matmuls. At head dims 80, 96, 192 and 256 the backward is two kernels with seven products
-in place of five.
+At head dim 64 the exponentials take as many cycles of the forward as the matmuls: a third warpgroup keeps both busy.
+Where ours is behind: at head dims 80, 96, 192 and 256 the backward is two kernels with seven products in place of five.
 """,
     "collective_matmul": """\
 Up and down of an MLP whose rows lie split over the devices between matmuls; `ms` is forward and backward. `serialised`
@@ -142,8 +140,8 @@ weights, gradient and moments once would take at the speed of the copy; it is no
 Whole steps in parallel layouts. `efficiency` is tokens/s a device against one device with as many tokens a device.
 """,
     "pipeline": """\
-The gradients of a step, without optimizer, against one stage's layers on one device. `bubble` is the time lost, in
-parts of that; `simulated bubble` is the schedule's own.
+The gradients of a step, without optimizer. `bubble` is the time in which stages wait, in parts of the work: the work of
+a microbatch is what a step takes longer with one more. `simulated bubble` is the schedule's own.
 """,
     "attention_kinds": """\
 `density` is the share of the causal pairs of query and key that a kind computes, `speedup` is against flash attention

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from jaxstack.cli import COMMANDS
 from jaxstack.config import Component
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention_kinds import ATTENTION_KINDS
@@ -121,19 +123,15 @@ def commands(text: str) -> list[list[str]]:
 
 
 def parser_of(name: str) -> Any:
-    module = importlib.import_module("jaxstack.generate.command" if name == "generate" else f"jaxstack.{name}")
-    return module.make_parser() if hasattr(module, "make_parser") else module.build_parser()
+    return importlib.import_module(COMMANDS[name][0]).make_parser()
 
 
 def check_command(words: list[str]) -> None:
     name, *arguments = words
     name = name.removeprefix("jaxstack.")
-    if name == "checkpoint":
-        importlib.import_module("jaxstack.checkpoint.__main__")._parse(arguments)
-        return
     parser = parser_of(name)
-    if name != "train":
-        parser.parse_args(arguments)
+    if name not in ("train", "plan"):
+        parser.parse_intermixed_args(arguments) if name in ("generate", "evaluate") else parser.parse_args(arguments)
         return
     parsed = parser.parse_intermixed_args(arguments)
     config = ROOT / parsed.config
@@ -151,6 +149,29 @@ def test_commands_parse(path):
                 check_command(words)
             except (SystemExit, ValueError, AttributeError) as error:
                 pytest.fail(f"{path.name}: {shlex.join(words)}: {said.getvalue() or error}")
+
+
+@by_name(TEXTS)
+def test_scripts_and_modules_that_commands_run_exist(path):
+    text = path.read_text(encoding="utf-8")
+    for file in re.findall(r"(?<![\w./-])python ((?:scripts|benchmarks|docs)/[\w/]+\.py)", text):
+        assert (ROOT / file).is_file() or Path(file).stem == "NAME", f"{path.name}: {file}"
+    for name in re.findall(r"python -m ((?:jaxstack|pallas_kernels)[\w.]*)", text):
+        assert importlib.util.find_spec(name) is not None, f"{path.name}: {name}"
+    for name in re.findall(r"`jaxstack ([a-z]+)", "" if path.name == "performance.md" else text):
+        assert name in COMMANDS, f"{path.name}: jaxstack {name}"
+    for extra in re.findall(r"jaxstack\[(\w+)\]|'\.\[(\w+)\]'", text):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        assert "".join(extra) in project["optional-dependencies"], f"{path.name}: {extra}"
+
+
+def test_notebook_commands_parse():
+    notebook = json.loads((ROOT / "docs" / "first_hour.ipynb").read_text(encoding="utf-8"))
+    lines = "".join("".join(cell["source"]) + "\n" for cell in notebook["cells"]).replace("\\\n", "")
+    found = commands(lines)
+    assert len(found) == 4
+    for words in found:
+        check_command(words)
 
 
 @by_name([path for path in TEXTS if "```\n$ " in path.read_text(encoding="utf-8")])

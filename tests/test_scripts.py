@@ -106,12 +106,15 @@ def test_reliability_page_is_what_its_script_makes(tmp_path):
     row = {
         "row": 2,
         "test": "t",
-        "figure": "old",
+        "figure": "the former",
         "device": "cpu",
         "versions": {"jax": "0"},
         "date": "2026-01-01T00:00",
     }
-    lines = [{**row, "figure": "new", "date": "2026-01-02T00:00"}, row]
+    shortened = {**row, "name": "n", "test": "2 x t", "figure": "the shortened", "date": "2026-01-03T00:00"}
+    at_length = {**row, "name": "n", "test": "9 x t", "figure": "the whole", "full": True}
+    lines = [{**row, "figure": "new", "date": "2026-01-02T00:00"}, row, at_length, shortened]
     (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
     made = module.make_page(page, module.newest_rows(tmp_path / "results.jsonl"))
-    assert "| 2 | t | new | cpu | 0 | 2026-01-02 |" in made and "old" not in made.split(module.BEGIN)[1]
+    assert "| 2 | t | new | cpu | 0 | 2026-01-02 |" in made and "the former" not in made
+    assert "| 2 | 9 x t | the whole |" in made and "the shortened" not in made

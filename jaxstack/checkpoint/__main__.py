@@ -6,12 +6,13 @@ from pathlib import Path
 
 from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.policy import steps_to_delete
+from jaxstack.cli import add_examples
 from jaxstack.errors import ConfigError, JaxstackError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 0 when all is well, 1 on damage or nothing there, 2 on wrong use."""
-    options = _parse(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         return options.action(_find_directory(options.directory), options)
     except JaxstackError as error:
@@ -22,9 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    program = "python -m jaxstack.checkpoint"
-    parser = argparse.ArgumentParser(prog=program, description="Looks after checkpoints.")
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="jaxstack checkpoint", description="Looks after the checkpoints of a run.")
     commands = parser.add_subparsers(required=True, metavar="list|verify|prune")
     for name, action, text in (
         ("list", _list, "show what lies there; sizes are checked, contents are not read"),
@@ -35,12 +36,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         command.add_argument("directory", type=Path, help="a run directory, or its checkpoints/")
         command.set_defaults(action=action)
         if name == "verify":
-            command.add_argument("--step", type=int, help="only this one")
+            command.add_argument("--step", type=int, metavar="N", help="only this one")
         if name == "prune":
-            command.add_argument("--keep", type=int, default=3, help="how many of the newest to keep (3)")
-            command.add_argument("--keep-every-steps", type=int, help="also keep multiples of this")
+            command.add_argument("--keep", type=int, default=3, metavar="N", help="how many of the newest to keep (3)")
+            command.add_argument("--keep-every-steps", type=int, metavar="M", help="also keep multiples of this")
             command.add_argument("--dry-run", action="store_true", help="say what would be deleted")
-    return parser.parse_args(arguments)
+    return add_examples(
+        parser,
+        "checkpoint list runs/quickstart",
+        "checkpoint verify runs/quickstart",
+        "checkpoint prune runs/quickstart --keep 1 --dry-run",
+    )
 
 
 def _find_directory(given: Path) -> Path:

@@ -16,7 +16,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
-from jaxstack.errors import JaxstackError, cannot_write
+from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
 _ARRAYS = "arrays"
 _Fields = Mapping[str, Callable[[], Any]]
@@ -92,10 +92,7 @@ class CheckpointManager:
         self._release()
 
     def claim(self) -> None:
-        """Keeps other processes from saving here from now on, not only from the first save.
-
-        Raises JaxstackError where another process saves here already, or nothing can be written.
-        """
+        """Keeps others from saving here from now on. Raises JaxstackError where one does, or nothing can be written."""
         failure: JaxstackError | None = None
         if processes.is_first():
             try:
@@ -105,7 +102,9 @@ class CheckpointManager:
             except JaxstackError as error:
                 failure = error
         if not processes.all_true(failure is None):
-            raise failure or JaxstackError(f"the first process cannot save in {self.directory}; it says why")
+            wrong = not processes.all_true(not isinstance(failure, ConfigError))
+            kind = ConfigError if wrong else JaxstackError
+            raise failure or kind(f"the first process cannot save in {self.directory}; it says why")
 
     def should_save(self, step: int, last_step: int | None = None) -> bool:
         """Whether the policy of the configuration saves after `step` steps."""

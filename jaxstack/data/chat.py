@@ -77,8 +77,8 @@ class Chats:
             return None
         count = max(len(ids) for ids, _ in self.tokenizer.encode_marked(lacking))
         return (
-            f"the chat template writes {', '.join(lacking)}, no special tokens of this tokenizer: each takes up to {count} "
-            "tokens, and a text that holds them can pass for another turn"
+            f"the chat template writes {', '.join(lacking)}, no special tokens of this tokenizer: each takes up to "
+            f"{count} tokens, and a text that holds them can pass for another turn"
         )
 
     @property

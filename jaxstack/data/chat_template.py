@@ -84,8 +84,12 @@ class ChatTemplate:
 
     @property
     def written_tokens(self) -> list[str]:
-        """What looks like special tokens in the template's own text."""
-        return sorted(set(re.findall(r"<\|?\w+\|?>", self.source)))
+        """What looks like special tokens in a chat as this template writes it."""
+        try:
+            text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except ChatError:
+            return []
+        return sorted(set(re.findall(r"<\|?\w+\|?>", text)))
 
     def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str:
         """The text of a chat; with `prompt` up to where the model's next answer begins.

@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import run_command
+from jaxstack.cli import add_examples, run_command
 from jaxstack.errors import ConfigError
 
 
@@ -43,7 +43,11 @@ def make_parser() -> argparse.ArgumentParser:
     more.add_argument("--batch-size", type=int, default=16, metavar="N", help="texts at a time (default 16)")
     more.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
     more.add_argument("--json", action="store_true", help="print one JSON object a text")
-    return parser
+    return add_examples(
+        parser,
+        'generate --run runs/quickstart --prompt "def "',
+        'generate --run runs/quickstart --prompt "import " --temperature 0 --max-tokens 20',
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

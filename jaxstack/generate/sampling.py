@@ -47,9 +47,7 @@ def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     return draw(key, logits).astype(jnp.int32)
 
 
-def keep_likeliest(
-    logits: jax.Array, top_k: int | None, top_p: float | None, min_p: float | None = None
-) -> jax.Array:
+def keep_likeliest(logits: jax.Array, top_k: int | None, top_p: float | None, min_p: float | None = None) -> jax.Array:
     """logits [B, V] with -inf for all tokens but those that the limits leave; at least one is left a row."""
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import run_command
+from jaxstack.cli import add_examples, run_command
 from jaxstack.cluster import Nodes, add_trust_arguments, check_trust, find_nodes, split_address, trust_variables
 from jaxstack.errors import ConfigError
 from jaxstack.launch.supervisor import Job, Supervisor
@@ -19,14 +19,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Starts the processes of this node, watches their progress, ends them together when one fails or "
         "is stuck, and starts them again from the newest checkpoint.",
         usage="%(prog)s [options] -- COMMAND ...",
-        epilog="example: python -m jaxstack.launch -- python -m jaxstack.train --config configs/llama3-1b.yaml",
     )
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="what each process runs")
     parser.add_argument(
         "--processes", type=_count, default=1, metavar="N", help="on this node; they divide its GPUs (1)"
     )
     parser.add_argument(
-        "--max-restarts", type=int, default=3, metavar="N", help="in a row without a new checkpoint (3)"
+        "--max-restarts", type=_natural, default=3, metavar="N", help="in a row without a new checkpoint (3)"
     )
     parser.add_argument("--preflight", action="store_true", help="only check devices, links, clocks and versions")
     limits = parser.add_argument_group("limits", "seconds without a sign of life after which a process is stuck")
@@ -43,7 +42,11 @@ def make_parser() -> argparse.ArgumentParser:
     nodes.add_argument("--node-rank", type=int, metavar="I", help="which node this is, from 0 on")
     nodes.add_argument("--coordinator", metavar="HOST:PORT", help="an address of node 0 that all nodes reach")
     add_trust_arguments(nodes)
-    return parser
+    return add_examples(
+        parser,
+        "launch -- python -m jaxstack.train --config configs/llama3-1b.yaml",
+        "launch --preflight",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +87,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must be at least 0")
     return number
 
 

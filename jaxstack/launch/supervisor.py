@@ -166,7 +166,8 @@ class Supervisor:
             if child.is_stopped():
                 reason += f"; rank {child.rank} was suspended"
                 say(f"stacks of rank {child.rank} (process {child.pid}):\n{child.stacks()}")
-        return (2 if set(failed.values()) == {2} else 1), reason
+        # Where one finds the configuration wrong, its peers fail for want of it.
+        return (2 if 2 in failed.values() else 1), reason
 
     def _stuck(self, rank: int, records: dict[int, Record], running: Sequence[Child]) -> str:
         record = records[rank]

@@ -158,8 +158,11 @@ class Stack(nnx.Module):
         runs: dict[Any, Callable[..., Any]] = {}
         for part in parts:
             graphdef, state = nnx.split(self.layers[part])
-            if graphdef not in runs:  # layers alike are one function: traced, differentiated and lowered once
-                runs[graphdef] = jax.jit(rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False))
+            if graphdef not in runs:
+                run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
+                # Layers alike are one function: traced, differentiated and lowered once. It would be compiled at each
+                # call where nothing is traced.
+                runs[graphdef] = jax.jit(run) if isinstance(x, jax.core.Tracer) else run
             cache = caches[part] if caches else None
             x, cache, loss = runs[graphdef](x, state, cache, _fold(key, self.numbers(part)[0]))
             new.append(cache)

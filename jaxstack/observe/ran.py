@@ -91,3 +91,26 @@ def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
             f"{counted['fp8_expected']}: XLA made bfloat16 ones of the rest. Drop XLA_FLAGS that are set, leave layers "
             "out in precision.fp8_rules, or set observe.fail_on_fallback to false."
         )
+
+
+def in_short(ran: Mapping[str, Any]) -> str:
+    """One line of what the compiled step holds."""
+    parts = []
+    chosen: dict[str, list[str]] = {}
+    for kernel in ran.get("kernels", ()):
+        backends = chosen.setdefault(kernel["operation"], [])
+        if kernel["backend"] not in backends:
+            backends.append(kernel["backend"])
+    parts += [f"{operation}: {'+'.join(backends)}" for operation, backends in chosen.items()]
+    products = ran.get("matmuls")
+    if products and (products["fp8"] or products["fp8_expected"]):
+        parts.append(f"{products['fp8']} of {products['all']} matmuls in FP8")
+    predicted = ran.get("memory", {}).get("predicted_bytes")
+    if predicted:
+        parts.append(f"{predicted / 2**30:.2f} GiB a device predicted")
+    rows = ran.get("collectives")
+    if isinstance(rows, list):
+        count = sum(row["calls"] for row in rows)
+        sent = sum(row["wire_bytes"] for row in rows)
+        parts.append(f"{count} collectives, {sent / 2**20:.1f} MiB sent a device" if count else "no collectives")
+    return "; ".join(parts)

@@ -26,7 +26,7 @@ def with_local_batch(
     """`function(weight, *batched)`, computed on each device's rows of the batch and part of the length.
 
     Args:
-      function: gets the weight in `dtype`, whole over the `weight_axes`, and arrays with this device's tokens; returns an
+      function: gets the weight in `dtype`, whole over `weight_axes`, and arrays with this device's tokens; returns an
         array [b, t, ...] of these, or [1, 1] for something of all of them, as a sum. With `tensor`, its weight is this
         device's part along the tensor axis, and its result must be equal on all devices of that axis. With `as_stored`
         its weight has the stored dtype unless it is gathered, so that the gradient need not be rounded to `dtype`.

@@ -133,8 +133,8 @@ class AxisRules:
 
     def _split_first(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
         """Moves the split over the `weight_axes` to the first dim where that is free: whole rows travel as they lie,
-        where a gradient that is split along another dim is transposed first. (A table that is the head's matrix too keeps
-        one split for both uses.)"""
+        where a gradient that is split along another dim is transposed first. (A table may be the head's matrix too, and
+        keeps one split for both uses.)"""
         first = next(d for d in range(len(shape)) if not _is_stack(names, d))
         taken = next((d for d, part in enumerate(spec) if set(self.weight_axes) <= set(axes_of(part))), first)
         if spec[first] is None and shape[first] % self.degree(axes_of(spec[taken])) == 0:

@@ -64,10 +64,10 @@ def gathers_shards() -> bool:
 
 
 _OF_ELEMENTS = """
-    abs add add_any and broadcast_in_dim concatenate convert_element_type copy cos div dynamic_slice eq erf erfc exp exp2
-    expand_dims expm1 ge gt integer_pow iota le log log1p logistic lt max min mul ne neg not or pad pow random_bits
-    random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left shift_right_logical sign
-    sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor
+    abs add add_any and broadcast_in_dim concatenate convert_element_type copy cos div dynamic_slice eq erf erfc exp
+    exp2 expand_dims expm1 ge gt integer_pow iota le log log1p logistic lt max min mul ne neg not or pad pow
+    random_bits random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left
+    shift_right_logical sign sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor
 """
 _COMPUTED_AGAIN = frozenset(("all_gather", *_OF_ELEMENTS.split()))
 """The gather of weights, and operations of elements: to repeat them costs little beside keeping their results."""

@@ -5,7 +5,7 @@ import importlib
 import json
 from collections.abc import Sequence
 
-from jaxstack.cli import run_command
+from jaxstack.cli import add_examples, run_command
 from jaxstack.errors import ConfigError
 
 
@@ -15,8 +15,6 @@ def make_parser() -> argparse.ArgumentParser:
         prog="jaxstack plan",
         description="Show how a configuration lies on a mesh: the devices, the bytes that each holds between steps, "
         "model FLOPs, the schedule of a pipeline. No device is used and nothing is computed.",
-        epilog="example: python -m jaxstack.plan --config configs/llama3-8b-fsdp4.yaml --devices 8 parallel.fsdp=-1 "
-        "--show-sharding",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
@@ -27,7 +25,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--show-sharding", action="store_true", help="also list every parameter, and draw which device holds what"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    return parser
+    return add_examples(
+        parser,
+        "plan --config configs/quickstart.yaml",
+        "plan --config configs/llama3-8b-fsdp4.yaml --devices 8 --show-sharding parallel.fsdp=-1",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Attention by our own Hopper kernels: every mask skips tiles, in the forward and in the backward."""
 
 import dataclasses
-import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from pallas_kernels.attention import cudnn
 from pallas_kernels.attention.request import Request
 from pallas_kernels.attention.tilings import Tiling, choose_tiling, mask_kind
+from pallas_kernels.hopper import refuses_target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-_LEAST_JAX = (0, 11)
 _LARGEST_BLOCK = 128
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
@@ -19,13 +19,9 @@ INTERPRET = False
 
 def refuses(request: Request) -> str | None:
     """The first rule that the request breaks."""
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < _LEAST_JAX:
-        return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"
-    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
-        return "this jax has no Mosaic GPU"
-    if not INTERPRET and (request.target.platform != "cuda" or request.target.compute_capability != (9, 0)):
-        return f"is written for Hopper (compute capability 9.0), lowered for {request.target}"
+    reason = refuses_target(request.target, INTERPRET)
+    if reason is not None:
+        return reason
     if request.q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {request.q.dtype}"
     if request.head_dim not in HEAD_DIMS:
@@ -45,12 +41,10 @@ def _refuses_mask(request: Request) -> str | None:
 
 
 def yields(request: Request) -> str | None:
-    """cuDNN is faster for some shapes, where it can compute them (docs/performance.md)."""
-    mask = request.options.mask
-    without_mask = mask.is_band and not mask.causal and mask.window is None
-    if not (request.head_dim == 256 or (without_mask and request.head_dim == 128)) or cudnn.refuses(request):
+    """cuDNN is faster for wide heads, where it can compute the call (docs/performance.md)."""
+    if request.head_dim != 256 or cudnn.refuses(request):
         return None
-    return f"cuDNN was measured faster at head dim {request.head_dim}{' without a mask' if without_mask else ''}"
+    return f"cuDNN was measured faster at head dim {request.head_dim}"
 
 
 def attend_deterministic(request: Request) -> tuple[jax.Array, jax.Array]:
@@ -60,21 +54,14 @@ def attend_deterministic(request: Request) -> tuple[jax.Array, jax.Array]:
 
 def attend(request: Request, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T], in blocks of `tiling` (default: what the tables say)."""
-    # Older releases of jax, on which `refuses` answers, cannot import the kernels.
-    from pallas_kernels.attention import mosaic_call
-
-    tiling = tiling or _tiling(request)
-    plan = mosaic_call.Plan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
-    return mosaic_call.attend(plan, request.q, request.k, request.v, request.segments)
+    kernels, plan = _plan(request, tiling)
+    return kernels.attend(plan, request.q, request.k, request.v, request.segments)
 
 
 def gradients(request: Request, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
     """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
-    from pallas_kernels.attention import mosaic_call
-
-    tiling = tiling or _tiling(request)
-    plan = mosaic_call.Plan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
-    return mosaic_call.gradients(plan, request.q, request.k, request.v, request.segments, rows)
+    kernels, plan = _plan(request, tiling)
+    return kernels.gradients(plan, request.q, request.k, request.v, request.segments, rows)
 
 
 def gradients_deterministic(request: Request, *rows: jax.Array) -> tuple:
@@ -82,6 +69,22 @@ def gradients_deterministic(request: Request, *rows: jax.Array) -> tuple:
     return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
 
 
+def _plan(request: Request, tiling: Tiling | None) -> tuple[Any, Any]:
+    """The module that calls the kernels, and its plan of this call."""
+    # Older releases of jax, on which `refuses` answers, cannot import them.
+    from pallas_kernels.attention import mosaic_call
+
+    tiling = tiling or _tiling(request)
+    return mosaic_call, mosaic_call.Plan(
+        request.options, request.query_length, request.key_length, tiling, INTERPRET
+    )
+
+
 def _tiling(request: Request) -> Tiling:
-    kind = mask_kind(request.options.mask, request.segments is not None)
-    return choose_tiling(request.head_dim, kind, request.key_length)
+    mask = request.options.mask
+    tiling = choose_tiling(request.head_dim, mask_kind(mask, request.segments is not None), request.key_length)
+    if mask.layout is None:
+        return tiling
+    # `_refuses_mask` promises that no border goes through a tile.
+    keys = tiling.forward_keys if _LARGEST_BLOCK % tiling.forward_keys == 0 else 64
+    return dataclasses.replace(tiling, forward_warpgroups=2, forward_keys=keys)

@@ -278,6 +278,7 @@ def key_value_gradient(
         grid=(num_kv_heads, key_length // config.key_block, batch),
         grid_names=("head", "block", "batch"),
         scratch_types=scratch,
+        synchronises=d_q is not None,
     )
     return kernel(residuals, schedule, segments, d_q)
 
@@ -395,12 +396,16 @@ class _Visited(NamedTuple):
     masked: bool
 
 
-def _issue(config: Config, buffers: _KeyBuffers, visited: _Visited, scores: Any, d_weights: Any) -> None:
+def _issue(
+    config: Config, buffers: _KeyBuffers, visited: _Visited, scores: Any, d_weights: Any, wait: bool = True
+) -> None:
     """Starts the tile's scores and the gradient of its weights, transposed: [keys, queries]."""
     warpgroup, slot = lax.axis_index("warpgroup"), visited.slot
-    plgpu.barrier_wait(buffers.q_full.at[slot])
+    if wait:
+        plgpu.barrier_wait(buffers.q_full.at[slot])
     plgpu.wgmma(scores, buffers.k.at[warpgroup], buffers.q.at[slot].transpose((1, 0)))
-    plgpu.barrier_wait(buffers.d_out_full.at[slot])
+    if wait:
+        plgpu.barrier_wait(buffers.d_out_full.at[slot])
     if d_weights is not None:
         plgpu.wgmma(d_weights, buffers.v.at[warpgroup], buffers.d_out.at[slot].transpose((1, 0)))
 
@@ -594,23 +599,32 @@ def _fused_tile(
         d_k = sums["d_k"] + dot(gradient, q[...])
     else:
 
-        def scoped(scores: Any, d_weights: Any, d_v: Any, d_k: Any, product: Any) -> tuple[jax.Array, jax.Array]:
+        part = plgpu.ACC((ROWS, _part_columns(config, q.shape[-1])), jnp.float32)
+
+        def scoped(scores: Any, d_weights: Any, d_v: Any, d_k: Any) -> tuple[jax.Array, jax.Array]:
             d_v[...] = sums["d_v"]
             d_k[...] = sums["d_k"]
-            _issue(config, buffers, visited, scores, d_weights)
+            _issue(config, buffers, visited, scores, d_weights, wait=False)
             weights = weigh(plgpu.wgmma_accumulator_load(scores, wait_n=1))
-            plgpu.wgmma(d_v, weights[0].astype(d_out.dtype), d_out)
-            gradient = differentiate(weights, plgpu.wgmma_accumulator_load(d_weights, wait_n=1))
-            for left, right in _operands_of_queries(config, buffers, count):
-                plgpu.wgmma(product, left, right)
-            plgpu.wgmma(d_k, gradient, q)
-            add(plgpu.wgmma_accumulator_load(product, wait_n=1))
+            left = weights[0].astype(d_out.dtype)
+            gradient = differentiate(weights, plgpu.wgmma_accumulator_load(d_weights, wait_n=0))
+            plgpu.wgmma(d_v, left, d_out)
+
+            def with_product(product: Any) -> None:
+                for scores_of_keys, keys in _operands_of_queries(config, buffers, count):
+                    plgpu.wgmma(product, scores_of_keys, keys)
+                plgpu.wgmma(d_k, gradient, q)
+                add(plgpu.wgmma_accumulator_load(product, wait_n=1))
+
+            pl.run_scoped(with_product, part)
             return plgpu.wgmma_accumulator_load(d_v, wait_n=0), plgpu.wgmma_accumulator_load(d_k, wait_n=0)
 
         tile = plgpu.ACC((ROWS, config.query_block), jnp.float32)
         own = plgpu.ACC((ROWS, q.shape[-1]), jnp.float32)
-        part = plgpu.ACC((ROWS, _part_columns(config, q.shape[-1])), jnp.float32)
-        d_v, d_k = pl.run_scoped(scoped, tile, tile, own, own, part)
+        # Waited for here, the accumulators are zero where their first product starts, which then takes no zeros.
+        plgpu.barrier_wait(buffers.q_full.at[slot])
+        plgpu.barrier_wait(buffers.d_out_full.at[slot])
+        d_v, d_k = pl.run_scoped(scoped, tile, tile, own, own)
     pieces.release(config, buffers.d_out_empty.at[slot])
     pieces.release(config, buffers.q_empty.at[slot])
     return {"d_k": d_k, "d_v": d_v}

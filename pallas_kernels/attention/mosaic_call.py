@@ -75,15 +75,15 @@ def _attend(
     config = plan.config(
         64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
     )
+    config = dataclasses.replace(config, turns=tiling.forward_turns)
     schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
-    out, lse = forward(
-        config,
-        _pad(q, config.query_block),
-        _pad(k, config.key_block),
-        _pad(v, config.key_block),
-        schedule,
-        _pad_segments(segments, config),
-    )
+    # TMA takes zeros for what is beyond an array's end and writes nothing there; its strides are multiples of 16 bytes.
+    if plan.interpret or plan.length % 4 or plan.key_length % 4:
+        q, k, v = _pad(q, config.query_block), _pad(k, config.key_block), _pad(v, config.key_block)
+        segments = _pad_segments(segments, config)
+    else:
+        segments = _pad_segments(segments, dataclasses.replace(config, query_block=1, key_block=1))
+    out, lse = forward(config, q, k, v, schedule, segments)
     return out[:, : plan.length], lse[..., : plan.length]
 
 

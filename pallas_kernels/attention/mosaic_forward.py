@@ -22,6 +22,7 @@ from pallas_kernels.attention.request import Segments
 from pallas_kernels.mosaic_api import pl, plgpu
 
 _TILE_BYTES = 220 * 2**10  # Of 227 KiB shared memory; the rest is for the small arrays.
+_PARTS = 8  # A row's sum is kept in as many parts, two in each of its threads, and added up across them at the end.
 
 
 class _Inputs(NamedTuple):
@@ -47,6 +48,7 @@ class _Buffers(NamedTuple):
     q_empty: Any
     k_empty: Any
     v_empty: Any
+    turn: Any
 
 
 class _Item(NamedTuple):
@@ -66,13 +68,13 @@ def forward(
     """out [B, T, N, H] and lse [B, N, T] (natural logarithm, -inf for rows without a visible key).
 
     Args:
-        q: [B, T, N, H] with T a multiple of the query block.
-        k, v: [B, S, K, H] with S a multiple of the key block.
+        q: [B, T, N, H]
+        k, v: [B, S, K, H]
         schedule: that of `tiles.key_schedule`.
         segments: int32 [B, T] and [B, S], or None.
     """
     batch, length, num_heads, _ = q.shape
-    items = num_heads * batch * (length // config.query_block)
+    items = num_heads * batch * pl.cdiv(length, config.query_block)
     kernel = config.kernel(
         "attention_forward",
         functools.partial(_body, config),
@@ -106,6 +108,7 @@ def _scratch(config: Config, q: jax.Array, packed: bool) -> _Buffers:
         q_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=query_stages),
         k_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         v_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        turn=plgpu.Barrier(num_barriers=groups) if config.turns else None,
     )
 
 
@@ -116,8 +119,12 @@ def _body(config: Config, inputs: _Inputs, out: Any, lse: Any, *scratch: Any) ->
     @pl.when(warpgroup < config.warpgroups)
     def _():
         config.share_registers(computing=True)
-        _for_each_item(config, inputs, functools.partial(_compute, config, inputs, (out, lse), buffers))
+        _pass_turn(buffers, warpgroup, warpgroup == config.warpgroups - 1)
+        items, _ = _for_each_item(config, inputs, functools.partial(_compute, config, inputs, (out, lse), buffers))
+        _free_queries(buffers, items)
         plgpu.wait_smem_to_gmem(0)
+        # No barrier ends with a phase that nobody has waited for.
+        _wait_turn(buffers, warpgroup, warpgroup == 0)
 
     @pl.when(warpgroup == config.warpgroups)
     def _():
@@ -130,7 +137,7 @@ def _body(config: Config, inputs: _Inputs, out: Any, lse: Any, *scratch: Any) ->
 def _for_each_item(config: Config, inputs: _Inputs, visit: Any) -> tuple[Any, Any]:
     """Calls visit(item) for this program's blocks; returns how many they were and how many tiles they visited."""
     batches, length, heads, _ = inputs.q.shape
-    blocks = length // config.query_block
+    blocks = pl.cdiv(length, config.query_block)
     programs = min(heads * batches * blocks, config.programs)
     program = lax.axis_index("program")
 
@@ -186,6 +193,27 @@ def _load(config: Config, inputs: _Inputs, buffers: _Buffers, item: _Item) -> No
     lax.fori_loop(0, item.visits.count, step, None)
 
 
+def _wait_turn(buffers: _Buffers, warpgroup: Any, when: Any = True) -> None:
+    """Until it is this warpgroup's turn to give the tensor cores work: while one computes, others do their softmax."""
+    if buffers.turn is not None:
+        pl.when(when)(lambda: plgpu.barrier_wait(buffers.turn.at[warpgroup]))
+
+
+def _pass_turn(buffers: _Buffers, warpgroup: Any, when: Any = True) -> None:
+    if buffers.turn is not None:
+        groups = buffers.q.shape[1]
+        pl.when(when)(lambda: plgpu.barrier_arrive(buffers.turn.at[lax.rem(warpgroup + 1, groups)]))
+
+
+def _free_queries(buffers: _Buffers, number: Any) -> None:
+    """Gives the buffer of the item before the `number`-th back, from which its output is stored meanwhile."""
+
+    @pl.when(number > 0)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(buffers.q_empty.at[lax.rem(number - 1, buffers.q.shape[0])])
+
+
 class _Rows(NamedTuple):
     """What a warpgroup knows of its 64 queries."""
 
@@ -200,7 +228,7 @@ class _State(NamedTuple):
 
     acc: jax.Array
     maximum: jax.Array
-    total: jax.Array
+    total: jax.Array  # [rows, _PARTS]
     weights: jax.Array
 
 
@@ -210,6 +238,7 @@ def _compute(config: Config, inputs: _Inputs, outputs: Any, buffers: _Buffers, i
     slot = lax.rem(item.number, buffers.q.shape[0])
     first_query = item.block * config.query_block + warpgroup * ROWS
     q = buffers.q.at[slot, warpgroup]
+    _free_queries(buffers, item.number)
     plgpu.barrier_wait(buffers.q_full.at[slot])
     query_ids = None
     if buffers.query_ids is not None:
@@ -218,7 +247,7 @@ def _compute(config: Config, inputs: _Inputs, outputs: Any, buffers: _Buffers, i
     state = _State(
         pieces.zeros(ROWS, q.shape[-1]),
         pieces.row_values(pieces.fill(config) * pieces.late_factor(config), ROWS),
-        pieces.row_values(0.0, ROWS),
+        pieces.zeros(ROWS, _PARTS),
         pieces.zeros(ROWS, config.key_block).astype(q.dtype),
     )
     some = jnp.minimum(item.visits.count, 1)
@@ -226,7 +255,6 @@ def _compute(config: Config, inputs: _Inputs, outputs: Any, buffers: _Buffers, i
     state = item.visits.fold(functools.partial(_attend_tile, config, buffers, mine), state, some)
     state = lax.fori_loop(0, some, functools.partial(_last_product, config, buffers, mine), state)
     _store(config, outputs, buffers, mine, state)
-    plgpu.barrier_arrive(buffers.q_empty.at[slot])
 
 
 def _scores(config: Config, products: jax.Array) -> jax.Array:
@@ -255,7 +283,9 @@ def _softmax(
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * factor)
     shrink = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(scores * factor - pieces.along_rows(new_maximum, scores))
-    return new_maximum, total * shrink + weights.sum(axis=1), shrink, weights
+    parts = [weights[:, first : first + _PARTS] for first in range(0, weights.shape[1], _PARTS)]
+    total = total * pieces.along_rows(shrink, total) + functools.reduce(jnp.add, parts)
+    return new_maximum, total, shrink, weights
 
 
 def _first_tile(config: Config, buffers: _Buffers, mine: _Rows, index: jax.Array, state: _State) -> _State:
@@ -279,7 +309,9 @@ def _attend_tile(
     """The softmax of this tile while the tensor cores add the product of the one before."""
     count = mine.item.before + index
     slot, slot_before = lax.rem(count, config.stages), lax.rem(count - 1, config.stages)
+    warpgroup = lax.axis_index("warpgroup")
     plgpu.barrier_wait(buffers.k_full.at[slot])
+    _wait_turn(buffers, warpgroup)
 
     def issue_scores(scores: Any) -> None:
         plgpu.wgmma(scores, mine.q, buffers.k.at[slot].transpose((1, 0)))
@@ -300,6 +332,7 @@ def _attend_tile(
         (ROWS, config.key_block),
         issue_scores,
         (state.acc, state.weights, buffers.v.at[slot_before]),
+        functools.partial(_pass_turn, buffers, warpgroup),
         consume,
     )
     pieces.release(config, buffers.v_empty.at[slot_before])
@@ -315,9 +348,9 @@ def _last_product(config: Config, buffers: _Buffers, mine: _Rows, _: jax.Array, 
 
 
 def _store(config: Config, outputs: Any, buffers: _Buffers, mine: _Rows, state: _State) -> None:
-    """Output and log-sum-exp, by way of the queries' buffer, which is free again when this returns."""
+    """Output and log-sum-exp, by way of the queries' buffer, which `_free_queries` gives back."""
     (out, lse), item = outputs, mine.item
-    acc, maximum, total, _ = state
+    acc, maximum, total = state.acc, state.maximum, state.total.sum(axis=1)
     empty = maximum < pieces.empty_below(config)
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
     mine.q[...] = (acc * pieces.along_rows(inverse, acc)).astype(out.dtype)
@@ -328,4 +361,3 @@ def _store(config: Config, outputs: Any, buffers: _Buffers, mine: _Rows, state: 
     rows = pl.ds(mine.first_query, ROWS)
     plgpu.copy_smem_to_gmem(mine.q, out.at[item.batch, rows, item.head])
     plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, rows])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

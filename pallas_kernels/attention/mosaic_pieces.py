@@ -34,6 +34,7 @@ class Config:
         warpgroups: that compute; one more loads.
         programs: that run at a time, one on each multiprocessor.
         interpret: whether the kernel is interpreted on a CPU.
+        turns: whether the forward's warpgroups give the tensor cores work in turn.
     """
 
     options: Options
@@ -45,6 +46,7 @@ class Config:
     warpgroups: int = 2
     programs: int = 132
     interpret: bool = False
+    turns: bool = False
 
     @property
     def factor(self) -> float:
@@ -59,14 +61,22 @@ class Config:
         else:
             plgpu.set_max_registers({1: 40, 2: 24, 3: 32}[self.warpgroups], action="decrease")
 
-    def kernel(self, name: str, body: Callable, **parameters: Any) -> Callable:
-        """`plgpu.kernel` with what is the same for all of our kernels; a profile shows the name."""
+    def kernel(self, name: str, body: Callable, synchronises: bool = False, **parameters: Any) -> Callable:
+        """`plgpu.kernel` with what is the same for all of our kernels; a profile shows the name.
+
+        `synchronises`: the threads of a warpgroup never read what they write to shared memory, other than by TMA or
+        wgmma after `commit_smem`, so that stores need no barriers around them.
+        """
         return plgpu.kernel(
             body,
             kernel_name=name,
             num_threads=self.warpgroups + 1,
             thread_name="warpgroup",
-            compiler_params=plgpu.CompilerParams(approx_math=True),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                unsafe_no_auto_barriers=synchronises,
+                reduction_scratch_bytes=0,  # no reduction here leaves a warp
+            ),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
             **parameters,
         )
@@ -167,21 +177,24 @@ def multiply_while_adding(
     shape: tuple[int, int],
     issue: Callable[[Any], None],
     product: tuple[jax.Array, jax.Array, Any],
+    issued: Callable[[], None],
     consume: Callable[[jax.Array], Any],
 ) -> tuple[Any, jax.Array]:
     """consume(value of the product that `issue` starts), and accumulator + left @ right, which runs meanwhile.
 
-    `product` is (accumulator, left in registers, right in shared memory).
+    `product` is (accumulator, left in registers, right in shared memory). `issued()` is called when both have started.
     """
     accumulator, left, right = product
     if config.interpret:
         scores = multiply(shape, issue)
+        issued()
         return consume(scores), accumulator + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
 
     def scoped(scores: Any, sums: Any) -> tuple[Any, jax.Array]:
         sums[...] = accumulator
         issue(scores)
         plgpu.wgmma(sums, left, right)
+        issued()
         result = consume(plgpu.wgmma_accumulator_load(scores, wait_n=1))
         return result, plgpu.wgmma_accumulator_load(sums, wait_n=0)
 

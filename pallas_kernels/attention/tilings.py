@@ -28,6 +28,7 @@ class Tiling:
 
     Attributes:
         forward_warpgroups, forward_keys, forward_stages: of the forward.
+        forward_turns: whether its warpgroups give the tensor cores work in turn (FlashAttention-3's ping-pong).
         fused_queries, fused_stages: of the kernel that computes all gradients, with two computing warpgroups; 0 queries
             where it has not the registers, then the others do.
         query_keys, query_stages: of the dQ kernel, which has two computing warpgroups.
@@ -38,6 +39,7 @@ class Tiling:
     forward_warpgroups: int = _block(2, 3)
     forward_keys: int = _block(128, 64, 192, 256)
     forward_stages: int = _block(2, 3, 4)
+    forward_turns: bool = _block(False, True)
     fused_queries: int = _block(64, 128, 0)
     fused_stages: int = _block(2, 1, 3)
     query_keys: int = _block(64, 32, 128)

@@ -197,14 +197,11 @@ class Stopwatch:
             ValueError: the result is not that of the tiling that was measured first.
             Exception: whatever the compiler says.
         """
-        arguments = self._arrays
-        if kernel == "forward":
-            compiled = jax.jit(functools.partial(self._attend, tiling)).lower(*arguments).compile()
-        else:
-            if self._rows is None:
-                self._rows = jax.jit(functools.partial(self._rows_of_gradients, tiling))(*arguments)
-            arguments = *arguments, *self._rows
-            compiled = jax.jit(functools.partial(self._differentiate, tiling)).lower(*arguments).compile()
+        function, arguments = self._attend, self._arrays
+        if kernel != "forward":
+            rows = self._rows or jax.jit(functools.partial(self._rows_of_gradients, tiling))(*arguments)
+            self._rows, function, arguments = rows, self._differentiate, (*arguments, *rows)
+        compiled = jax.jit(functools.partial(function, tiling)).lower(*arguments).compile()
         self._compare(kernel == "forward", compiled(*arguments))
         return median_seconds(compiled, *arguments)
 

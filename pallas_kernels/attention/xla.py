@@ -119,9 +119,8 @@ def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangent
     if not pieces.needs_correction(q.dtype):
         rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
         return *_gradients(options, tiling, q, k, v, segments, rows), None
-    backward = _Backward.of(options, tiling, q, k, v, segments, d_out, lse)
-    backward = backward.corrected(pieces.row_delta(out, d_out, jnp.zeros_like(d_lse)), d_lse)
-    return *backward.gradients(), None
+    rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
+    return *_Backward.of(options, tiling, q, k, v, segments, rows).corrected(d_lse).gradients(), None
 
 
 def _gradients(
@@ -134,13 +133,11 @@ def _gradients(
     of_rows: tuple,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dQ, dK and dV from d_out, lse and delta."""
-    d_out, lse, delta = of_rows
-    backward = _Backward.of(options, tiling, q, k, v, segments, d_out, lse)
-    return backward._replace(delta=delta.reshape(backward.lse.shape)).gradients()
+    return _Backward.of(options, tiling, q, k, v, segments, of_rows).gradients()
 
 
 class _Backward(NamedTuple):
-    """What the gradients are computed from: heads grouped, d_out as q, lse and the statistics [B, K, G, T]."""
+    """What the gradients are computed from: heads grouped, d_out as q; lse, delta and the rest [B, K, G, T]."""
 
     options: Options
     tiling: Blocks
@@ -150,7 +147,7 @@ class _Backward(NamedTuple):
     segments: Segments | None
     d_out: jax.Array
     lse: jax.Array
-    delta: jax.Array | None = None
+    delta: jax.Array
     # Where delta is corrected: what is subtracted from the weights' gradients before it, and the sums of the weights.
     shift: jax.Array | None = None
     total: jax.Array | None = None
@@ -164,16 +161,17 @@ class _Backward(NamedTuple):
         k: jax.Array,
         v: jax.Array,
         segments: Segments | None,
-        d_out: jax.Array,
-        lse: jax.Array,
+        of_rows: tuple,
     ) -> "_Backward":
+        d_out, lse, delta = of_rows
         grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
-        lse = pieces.finite_or_zero(lse).reshape(q.shape[0], *grouped.shape[2:4], q.shape[1])
-        return cls(options, tiling, grouped, k, v, segments, d_grouped, lse)
+        rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
+        lse, delta = pieces.finite_or_zero(lse).reshape(rows), delta.reshape(rows)
+        return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
-    def corrected(self, delta: jax.Array, d_lse: jax.Array) -> "_Backward":
-        """With delta, the row sums of out * d_out, corrected (`scores.needs_correction`) in a visit of all tiles."""
-        shifted = self._replace(shift=delta.reshape(self.lse.shape))
+    def corrected(self, d_lse: jax.Array) -> "_Backward":
+        """With delta, yet without d_lse, corrected (`scores.needs_correction`) in a visit of all tiles."""
+        shifted = self._replace(shift=self.delta)
 
         def visit(sums: tuple, pair: jax.Array, masked: bool) -> tuple:
             tile = _Tile(self.options, self.tiling, pair, masked)

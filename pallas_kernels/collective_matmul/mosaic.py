@@ -6,7 +6,6 @@ order in the mesh (jax says so itself while lowering). Collective operations may
 `mosaic_claims`.
 """
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.collective_matmul.request import Request
+from pallas_kernels.hopper import refuses_target
 from pallas_kernels.target import multiprocessors
 
 if TYPE_CHECKING:
     from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
 
-_LEAST_JAX = (0, 11)
 _MOST_DEVICES = 8
 _ROWS, _COLUMNS = 128, (256, 128)
 _LEAST_TILES = 3  # for each multiprocessor
@@ -60,14 +59,7 @@ class Overlapped:
 
 def refuses(request: Request) -> str | None:
     """The first rule that the request breaks."""
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < _LEAST_JAX:
-        return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"
-    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
-        return "this jax has no Mosaic GPU"
-    if not INTERPRET and (request.target.platform != "cuda" or request.target.compute_capability != (9, 0)):
-        return f"is written for Hopper (compute capability 9.0), lowered for {request.target}"
-    return _refuses_devices(request) or _refuses_shapes(request)
+    return refuses_target(request.target, INTERPRET) or _refuses_devices(request) or _refuses_shapes(request)
 
 
 def _refuses_devices(request: Request) -> str | None:

@@ -1,6 +1,5 @@
 """Blockwise FP8 products by our own Hopper kernels: what they take, and how they are called."""
 
-import importlib.util
 from typing import Any
 
 import jax
@@ -9,22 +8,18 @@ import jax.numpy as jnp
 from pallas_kernels.fp8 import triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
+from pallas_kernels.hopper import refuses_target
 from pallas_kernels.target import Target, multiprocessors
 
-_LEAST_JAX = (0, 11)
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
 
 
 def refuses(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> str | None:
     """The first rule that products of these (rows, summed, outputs) break."""
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < _LEAST_JAX:
-        return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"
-    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
-        return "this jax has no Mosaic GPU"
-    if not INTERPRET and (target.platform != "cuda" or target.compute_capability != (9, 0)):
-        return f"is written for Hopper (compute capability 9.0), lowered for {target}"
+    reason = refuses_target(target, INTERPRET)
+    if reason is not None:
+        return reason
     if any(jnp.dtype(dtype) != jnp.bfloat16 for dtype in dtypes):
         return f"takes and returns bfloat16, got {', '.join(map(str, dtypes))}"
     uneven = [size for size in sizes if any(n % BLOCK for n in size)]

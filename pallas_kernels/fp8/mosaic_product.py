@@ -91,7 +91,10 @@ def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
             a_scale=plgpu.SMEM((_STAGES, config.parts, ROWS), jnp.float32),
             b_scale=plgpu.SMEM((_STAGES, BLOCK), jnp.float32) if config.columns_scaled else None,
             out=tiled((WARPGROUPS, ROWS, _STORE_COLUMNS), config.output),
-            full=plgpu.Barrier(num_arrivals=2 * config.parts + 1 + config.columns_scaled, num_barriers=_STAGES),
+            full=tuple(
+                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=_STAGES)
+                for beside in (1 + config.columns_scaled, 0)[: config.halves]
+            ),
             empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -144,7 +147,7 @@ def _load(config: Config, inputs: tuple[Any, ...], buffers: _Buffers, number: An
     def step(index: jax.Array, _: None) -> None:
         count = number * steps + index
         slot = lax.rem(count, _STAGES)
-        full, along = buffers.full.at[slot], pl.ds(index * BLOCK, BLOCK)
+        full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
 
         @pl.when(count >= _STAGES)
         def _():
@@ -152,12 +155,13 @@ def _load(config: Config, inputs: tuple[Any, ...], buffers: _Buffers, number: An
 
         for part in range(config.parts):
             rows = pl.ds((row * config.parts + part) * ROWS, ROWS)
-            plgpu.copy_gmem_to_smem(a.at[rows, along], buffers.a.at[slot, part], full)
-            plgpu.copy_gmem_to_smem(a_scale.at[index, rows], buffers.a_scale.at[slot, part], full)
+            half = full[part % config.halves]
+            plgpu.copy_gmem_to_smem(a.at[rows, along], buffers.a.at[slot, part], half)
+            plgpu.copy_gmem_to_smem(a_scale.at[index, rows], buffers.a_scale.at[slot, part], half)
         columns = pl.ds(column * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(b.at[columns, along], buffers.b.at[slot], full)
+        plgpu.copy_gmem_to_smem(b.at[columns, along], buffers.b.at[slot], full[0])
         if config.columns_scaled:
-            plgpu.copy_gmem_to_smem(b_scale.at[index, columns], buffers.b_scale.at[slot], full)
+            plgpu.copy_gmem_to_smem(b_scale.at[index, columns], buffers.b_scale.at[slot], full[0])
 
     lax.fori_loop(0, steps, step, None)
 
@@ -174,9 +178,11 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
         # Read a step ahead: it comes from global memory.
         following = shared_scale(index + 1)
         slot = lax.rem(number * steps + index, _STAGES)
-        plgpu.barrier_wait(buffers.full.at[slot])
         added = []
         for half, total in enumerate(totals):
+            # Waited for one after the other also keeps the additions before the next half's product, as the compiler
+            # moves nothing past the loop of a wait: both halves' sums have no room.
+            plgpu.barrier_wait(buffers.full[half].at[slot])
             part = warpgroup * config.halves + half
 
             def issue(accumulator: Any, part: Any = part) -> None:
@@ -187,7 +193,6 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
             if config.columns_scaled:
                 columns = plgpu.load(buffers.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
                 partial = partial * pieces.along_columns(columns, partial)
-            # The barrier keeps the additions before the next half's product: both halves' sums have no room.
             added.append(lax.optimization_barrier(total + partial * pieces.along_rows(scale, partial)))
         _release(config, buffers.empty.at[slot])
         return tuple(added), following

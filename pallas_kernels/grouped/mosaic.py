@@ -1,31 +1,21 @@
 """The grouped matmul by our own Hopper kernels: one launch for all groups, whose sizes may be anything."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import hopper
 from pallas_kernels.grouped import products
 from pallas_kernels.grouped.request import Request
 from pallas_kernels.target import Target, current_target, multiprocessors
 
 TILE_ROWS = 128
-_LEAST_JAX = (0, 11)
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
 
 
 def refuses_target(target: Target | None = None) -> str | None:
     """Why the kernels do not run here at all."""
-    version = tuple(int(part) for part in jax.__version__.split(".")[:2])
-    if version < _LEAST_JAX:
-        return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"
-    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
-        return "this jax has no Mosaic GPU"
-    target = target or current_target()
-    if not INTERPRET and (target.platform != "cuda" or target.compute_capability != (9, 0)):
-        return f"is written for Hopper (compute capability 9.0), lowered for {target}"
-    return None
+    return hopper.refuses_target(target or current_target(), INTERPRET)
 
 
 def refuses(request: Request) -> str | None:

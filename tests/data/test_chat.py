@@ -271,3 +271,11 @@ def test_the_template_goes_with_the_tokenizer(opened, tmp_path):
     again = load_tokenizer(tmp_path / "saved")
     assert again.chat == data.tokenizer.chat and "<|eot_id|>" in again.chat.template
     assert again.chat.tokens["eos_token"] == "<|im_end|>"
+
+
+def test_tokens_of_a_template_that_the_tokenizer_lacks_are_said(opened):
+    opened([{"messages": TALK}], template="chatml")
+    assert not any("no special tokens" in line for line in opened.said)
+    opened([{"messages": TALK[1:]}], template="gemma")
+    (line,) = (line for line in opened.said if "no special tokens" in line)
+    assert line.startswith("the chat template writes <end_of_turn>, <start_of_turn>, no special tokens")

@@ -141,7 +141,9 @@ def on_one_device():
     return {scan: run_steps(trainer_of(f"model.scan_layers={str(scan).lower()}"), 3) for scan in (True, False)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in ("remat", "zero") else []) for name in LAYOUTS]
+)
 def test_layouts_give_the_loss_of_one_device_and_train_the_adapters_only(layout, on_one_device):
     trainer = trainer_of(*LAYOUTS[layout])
     before = jax.tree.map(np.asarray, trainer.state.params)
@@ -153,7 +155,7 @@ def test_layouts_give_the_loss_of_one_device_and_train_the_adapters_only(layout,
         assert moves == bool(ADAPTER.search(path_name(path))), path_name(path)
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_the_weights_run_in_fp8_and_the_adapters_beside_them(recipe):
     trainer = trainer_of(f"precision.fp8={recipe}", "parallel.fsdp=2")
     losses = run_steps(trainer, 4)

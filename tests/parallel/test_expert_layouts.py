@@ -76,6 +76,13 @@ def test_shared_experts_and_the_balance_bias_too(overrides):
 
 
 @pytest.mark.slow
+def test_a_pipeline_whose_first_layer_is_dense_and_whose_last_one_is_left_over():
+    """Both run with the ends of the model; the last is a mixture, whose experts stay apart."""
+    windows = ("model.num_layers=6", "model.layer_types=[sliding_attention,full_attention]", "model.sliding_window=5")
+    assert_trains_as_one_device(*layout(pipeline=2, expert=2, fsdp=2), shape=(*DEEPSEEK, *windows))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [layout(expert=4), layout(data=2, expert=2, tensor=2)], ids=" ".join)
 def test_a_capacity_drops_the_same_tokens(overrides):
     assert_trains_as_one_device(*overrides, shape=(*DEEPSEEK, *CAPACITY))

@@ -1,12 +1,12 @@
 """Linear attention: similarities are products of features of queries and keys."""
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
-
-import jax
 
 from jaxstack.models.attention_kinds.base import Heads
 from jaxstack.models.attention_kinds.recurrent import Recurrent
-from pallas_kernels import LinearState, linear_attention
+from pallas_kernels import linear_attention
 
 if TYPE_CHECKING:
     from jaxstack.models.config import ModelConfig
@@ -22,23 +22,9 @@ class LinearAttention(Recurrent):
     def features_of(self, heads: Heads) -> int:
         return heads.head_dim
 
-    def run(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array | None,
-        heads: Heads,
-        state: LinearState | None = None,
-    ) -> Any:
-        return linear_attention(
-            q,
-            k,
-            v,
-            feature_map=self.feature_map,
-            segment_ids=segment_ids,
-            state=state,
-            implementation=heads.implementation,
+    def operation(self, heads: Heads) -> Callable[..., Any]:
+        return functools.partial(
+            linear_attention, feature_map=self.feature_map, implementation=heads.implementation
         )
 
     def check(self, model: "ModelConfig") -> None:

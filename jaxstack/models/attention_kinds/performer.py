@@ -1,13 +1,14 @@
 """Performer: softmax attention estimated by random features."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
 from pydantic import Field
 
 from jaxstack.models.attention_kinds.base import Heads
 from jaxstack.models.attention_kinds.recurrent import Recurrent
-from pallas_kernels import LinearState, performer_attention, random_projection
+from pallas_kernels import performer_attention, random_projection
 
 
 class PerformerAttention(Recurrent):
@@ -23,23 +24,11 @@ class PerformerAttention(Recurrent):
     def features_of(self, heads: Heads) -> int:
         return self.features
 
-    def run(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array | None,
-        heads: Heads,
-        state: LinearState | None = None,
-    ) -> Any:
-        return performer_attention(
-            q,
-            k,
-            v,
+    def operation(self, heads: Heads) -> Callable[..., Any]:
+        return functools.partial(
+            performer_attention,
             projection=random_projection(self.features, heads.head_dim, seed=self.seed, orthogonal=self.orthogonal),
-            segment_ids=segment_ids,
             scale=heads.scale,
-            state=state,
             implementation=heads.implementation,
         )
 

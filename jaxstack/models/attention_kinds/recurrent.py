@@ -1,6 +1,7 @@
 """What kinds of attention with a state of fixed size share: the state as the cache, and their FLOPs."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,21 +20,13 @@ class Recurrent(AttentionKind):
         """How many features a head has."""
 
     @abstractmethod
-    def run(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array | None,
-        heads: Heads,
-        state: LinearState | None = None,
-    ) -> Any:
-        """The outputs [B, T, N, H]; with a state (outputs, next state). Keys of negative segments count for nothing."""
+    def operation(self, heads: Heads) -> Callable[..., Any]:
+        """A function like `linear_attention` of (q, k, v, segment_ids=, state=)."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, heads: Heads
     ) -> jax.Array:
-        return self.run(q, k, v, segment_ids, heads)
+        return self.operation(heads)(q, k, v, segment_ids=segment_ids)
 
     def make_cache(self, heads: Heads, batch: int, length: int, dtype: Any) -> LinearState:
         state = empty_linear_state(batch, heads.num_kv_heads, self.features_of(heads), heads.head_dim)
@@ -50,7 +43,7 @@ class Recurrent(AttentionKind):
         order = jnp.argsort(there, axis=1, stable=True)
         q, k, v = (jnp.take_along_axis(x, order[:, :, None, None], axis=1) for x in (q, k, v))
         padding = jnp.take_along_axis(jnp.where(there, 0, -1), order, axis=1)
-        out, state = self.run(q, k, v, padding, heads, cache)
+        out, state = self.operation(heads)(q, k, v, segment_ids=padding, state=cache)
         return jnp.take_along_axis(out, jnp.argsort(order, axis=1)[:, :, None, None], axis=1), state
 
     def flops_per_token(self, heads: Heads, length: int) -> float:

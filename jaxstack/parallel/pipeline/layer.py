@@ -1,7 +1,8 @@
 """Forward and backward of one layer as separate functions that meet in a buffer of residuals.
 
-`jax.vjp` keeps whatever the layer's rematerialisation policy says. Of that, only what was computed goes into the
-buffer: weights, and what all layers of a microbatch share, are given to the backward pass again.
+`jax.vjp` keeps whatever the layer's rematerialisation policy says. Of that, only what depends on the microbatch goes
+into the buffer: weights, other views of them, and what all layers of a microbatch share are given to the backward pass
+again.
 """
 
 import dataclasses
@@ -10,6 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+
+from jaxstack.parallel.pipeline.operations import VIEWS, function_of, inlined
 
 Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | None]]
 """(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, loss of its own or None)."""
@@ -23,7 +27,9 @@ class SplitLayer:
     structure: Any
     """Of the pullback, as a pytree."""
     sources: tuple[int | None, ...]
-    """For each of its leaves the position among the known inputs, or None where it is saved."""
+    """For each of its leaves the position among the known inputs and `views`' results, or None where it is saved."""
+    views: Callable[..., list[jax.Array]]
+    """Known inputs -> views of them that the pullback holds."""
     saved: tuple[jax.ShapeDtypeStruct, ...]
     in_host: tuple[bool, ...]
     """For each of those saved, whether the rematerialisation policy keeps it in host memory."""
@@ -40,6 +46,7 @@ class SplitLayer:
     ) -> tuple[jax.Array, Any]:
         """(gradient of x, gradient of the weights) of the sum of the loss and the layer's own."""
         known, rest = jax.tree.leaves((weights, shared, index)), iter(saved)
+        known = [*known, *self.views(*known)]
         leaves = [next(rest) if source is None else known[source] for source in self.sources]
         pullback = jax.tree.unflatten(self.structure, leaves)
         one = jnp.ones((), jnp.float32) if self.has_loss else None
@@ -49,18 +56,29 @@ class SplitLayer:
 
 def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> SplitLayer:
     """Traces the layer once, abstractly, for its residuals. Arguments are arrays or their shapes."""
-    found: dict[str, Any] = {}
+    pulled: dict[str, Any] = {}
 
-    def trace(weights: Any, x: Any, shared: Any, index: Any) -> Any:
-        (y, loss), pullback = jax.vjp(layer, weights, x, shared, index)
-        leaves, structure = jax.tree.flatten(pullback)
-        # An input that is kept as it is appears as the very same object.
-        known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((weights, shared, index)))}
-        found["structure"], found["sources"] = structure, tuple(known.get(id(leaf)) for leaf in leaves)
-        found["has_loss"] = loss is not None
-        saved = [leaf for leaf, source in zip(leaves, found["sources"], strict=True) if source is None]
-        found["in_host"] = tuple(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in saved)
-        return y, saved
+    def residuals(weights: Any, x: Any, shared: Any, index: Any) -> list[Any]:
+        (_, loss), pullback = jax.vjp(layer, weights, x, shared, index)
+        leaves, pulled["structure"] = jax.tree.flatten(pullback)
+        pulled["has_loss"] = loss is not None
+        pulled["in_host"] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in leaves]
+        return leaves
 
-    _, saved = jax.eval_shape(trace, weights, x, shared, index)
-    return SplitLayer(layer, found["structure"], found["sources"], tuple(saved), found["in_host"], found["has_loss"])
+    closed = inlined(jax.make_jaxpr(residuals)(weights, x, shared, index))
+    inputs, outputs = list(closed.jaxpr.invars), closed.jaxpr.outvars
+    del inputs[len(jax.tree.leaves(weights))]  # x
+    known, eqns = set(inputs), []
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name in VIEWS and all(isinstance(v, core.Var) and v in known for v in eqn.invars):
+            known.update(eqn.outvars)
+            eqns.append(eqn)
+    is_known = [not isinstance(v, core.Literal) and v in known for v in outputs]
+    seen = [v for v, given in zip(outputs, is_known, strict=True) if given and v not in inputs]
+    positions = {v: i for i, v in enumerate([*inputs, *seen])}
+    sources = tuple(positions[v] if given else None for v, given in zip(outputs, is_known, strict=True))
+    new = [i for i, source in enumerate(sources) if source is None]
+    saved = tuple(jax.ShapeDtypeStruct(outputs[i].aval.shape, outputs[i].aval.dtype) for i in new)
+    in_host = tuple(pulled["in_host"][i] for i in new)
+    views = function_of(eqns, inputs, seen, {})
+    return SplitLayer(layer, pulled["structure"], sources, views, saved, in_host, pulled["has_loss"])

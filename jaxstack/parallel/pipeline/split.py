@@ -12,6 +12,7 @@ import jax
 from jax.extend import core
 
 from jaxstack.parallel.pipeline.layer import SplitLayer
+from jaxstack.parallel.pipeline.operations import function_of, inlined, needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def split_backward(layer: SplitLayer, weights: Any, x: Any, shared: Any, index: 
 
     early = tuple(i for i, w in enumerate(flat_weights) if len(w.shape) < 2)
     late = tuple(i for i, w in enumerate(flat_weights) if len(w.shape) >= 2)
-    closed = _inlined(jax.make_jaxpr(backward)(*leaves))
+    closed = inlined(jax.make_jaxpr(backward)(*leaves))
     outputs = closed.jaxpr.outvars
     now = [outputs[0], *(outputs[1 + i] for i in early)]
     later = [outputs[1 + i] for i in late]
@@ -75,92 +76,18 @@ def split_backward(layer: SplitLayer, weights: Any, x: Any, shared: Any, index: 
 def _partition(closed: Any, now: list[Any], later: list[Any]) -> tuple[Any, Any, tuple[jax.ShapeDtypeStruct, ...]]:
     """Functions of the inputs -> (now, kept) and of kept -> later, and the shapes of kept."""
     jaxpr = closed.jaxpr
-    in_first = _needed(jaxpr.eqns, now)
-    rest = [eqn for eqn, needed in zip(jaxpr.eqns, in_first, strict=True) if not needed]
+    in_first = needed(jaxpr.eqns, now)
+    rest = [eqn for eqn, wanted in zip(jaxpr.eqns, in_first, strict=True) if not wanted]
     # A half that begins with its matmuls keeps their operands, which are few and in the compute dtype.
-    in_second = _needed(rest, later, stop="dot_general")
-    second = [eqn for eqn, needed in zip(rest, in_second, strict=True) if needed]
+    in_second = needed(rest, later, stop="dot_general")
+    second = [eqn for eqn, wanted in zip(rest, in_second, strict=True) if wanted]
     made = {v for eqn in second for v in eqn.outvars}
     known = set(jaxpr.constvars)
     read = [v for v in [v for eqn in second for v in eqn.invars] + later if not isinstance(v, core.Literal)]
     kept = [v for v in dict.fromkeys(read) if v not in made and v not in known]
     others = [eqn for eqn in jaxpr.eqns if not made.intersection(eqn.outvars)]
-    first = [eqn for eqn, needed in zip(others, _needed(others, now + kept), strict=True) if needed]
+    first = [eqn for eqn, wanted in zip(others, needed(others, now + kept), strict=True) if wanted]
     values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    run_first = _function(first, list(jaxpr.invars), now + kept, values)
-    run_second = _function(second, kept, later, values)
+    run_first = function_of(first, list(jaxpr.invars), now + kept, values)
+    run_second = function_of(second, kept, later, values)
     return run_first, run_second, tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept)
-
-
-def _needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
-    """Which operations the outputs depend on, not looking behind those called `stop`."""
-    wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
-    for eqn in reversed(eqns):
-        needed = any(v in wanted for v in eqn.outvars)
-        flags.append(needed)
-        if needed and eqn.primitive.name != stop:
-            wanted |= {v for v in eqn.invars if not isinstance(v, core.Literal)}
-    return flags[::-1]
-
-
-def _function(eqns: list[Any], inputs: list[Any], outputs: list[Any], values: dict[Any, Any]) -> Any:
-    """The operations as a function of `inputs`, evaluated one by one."""
-
-    def run(*arguments: Any) -> list[Any]:
-        known = {**values, **dict(zip(inputs, arguments, strict=True))}
-
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, core.Literal) else known[v]
-
-        for eqn in eqns:
-            known.update(zip(eqn.outvars, _apply(eqn, map(read, eqn.invars)), strict=True))
-        return [read(v) for v in outputs]
-
-    return run
-
-
-def _apply(eqn: Any, inputs: Any) -> Any:
-    with eqn.ctx.manager:
-        found = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
-    return found if eqn.primitive.multiple_results else [found]
-
-
-_VIEWS = ("reshape", "transpose", "convert_element_type")
-"""What is done once for each matmul that reads a value, so that the value would be kept as often."""
-_WRAPPERS = ("checkpoint", "remat", "remat2", "pjit", "jit", "closed_call", "core_call")
-
-
-def _inlined(closed: Any) -> Any:
-    """The same operations without the calls that wrap several of them, so that each can go to its own half.
-
-    Equal views of one value become one.
-    """
-    views: dict[Any, Any] = {}
-
-    def apply(eqn: Any, inputs: list[Any]) -> list[Any]:
-        if eqn.primitive.name not in _VIEWS:
-            return _apply(eqn, inputs)
-        # With the result stands the value, so that no other one gets its id.
-        key = eqn.primitive.name, id(inputs[0]), str(eqn.outvars[0].aval), str(eqn.params)
-        if len(inputs) > 1 or key not in views:
-            views[key] = inputs, _apply(eqn, inputs)
-        return views[key][1]
-
-    def run(closed: Any, arguments: Any) -> list[Any]:
-        known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        known.update(zip(closed.jaxpr.invars, arguments, strict=True))
-
-        def read(v: Any) -> Any:
-            return v.val if isinstance(v, core.Literal) else known[v]
-
-        for eqn in closed.jaxpr.eqns:
-            inputs = [read(v) for v in eqn.invars]
-            inner = eqn.params.get("jaxpr") if eqn.primitive.name in _WRAPPERS else None
-            if inner is None:
-                found = apply(eqn, inputs)
-            else:
-                found = run(inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, []), inputs)
-            known.update(zip(eqn.outvars, found, strict=True))
-        return [read(v) for v in closed.jaxpr.outvars]
-
-    return jax.make_jaxpr(lambda *arguments: run(closed, arguments))(*closed.in_avals)

@@ -67,3 +67,24 @@ def test_weights_and_what_is_shared_are_not_saved():
     weights, x, shared, index, _ = arguments()
     split = split_layer(layer, weights, x, shared, index)
     assert all(s.shape[0] == B for s in split.saved if np.prod(s.shape) >= D * D), "activations only"
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_views_of_weights_are_not_kept_for_each_microbatch(jitted):
+    heads = 4
+    weights = {"q": jax.random.normal(jax.random.key(0), (D, heads, D // heads))}
+    x = jax.random.normal(jax.random.key(1), (B, T, D))
+
+    def project(weights, x):
+        return jnp.tanh(x @ weights["q"].astype(jnp.bfloat16).reshape(D, D)).astype(x.dtype)
+
+    def layer(weights, x, shared, index):
+        return x + (jax.jit(project) if jitted else project)(weights, x), None
+
+    split = split_layer(layer, weights, x, (), jnp.int32(0))
+    assert all(s.size == x.size for s in split.saved) and split.saved
+    y, _, saved = split.forward(weights, x, (), jnp.int32(0))
+    dx, found = split.backward(saved, jnp.ones_like(x), weights, (), jnp.int32(0))
+    wanted = jax.grad(lambda w, x: jnp.sum(layer(w, x, (), 0)[0]), (0, 1))(weights, x)
+    np.testing.assert_array_equal(found["q"], wanted[0]["q"])
+    np.testing.assert_array_equal(dx, wanted[1])
