@@ -7,8 +7,8 @@
 A Llama of 337 million parameters trains on Python's standard library. Every row has what the rows before it have; all
 see the same batches in the same order, with the same optimizer (AdamW, float32 weights and moments, clipping).
 `final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
-row's time by this row's. Each row runs in a process of its own and is appended to benchmarks/results/ablation.jsonl at
-once.
+row's time by this row's, where both are of one run. Each row runs in a process of its own and is appended to
+benchmarks/results/ablation.jsonl at once.
 """
 
 import argparse
@@ -125,16 +125,16 @@ def main() -> None:
         f"schedule.warmup_steps={steps // 4}", "optimizer.learning_rate=1.0e-3",
     ]  # fmt: skip
     rows: list[dict[str, Any]] = []
+    first: dict[str, Any] | None = None
     for variant in args.only:
         row = run_process(variant, [__file__, "--worker", variant, *overrides], args.timeout)
         if row:
             work = f"llama 337M, {steps} steps of {batch} x 2048 tokens of real text" if not args.tiny else "tiny llama"
-            first = rows[0] if rows else row
-            ratios = {
-                "loss_ratio": row["final_loss"] / first["final_loss"],
-                "speedup": first["milliseconds"] / row["milliseconds"],
-            }
-            rows.append({"work": work, "variant": f"{list(TECHNIQUES).index(variant)} {variant}", **row, **ratios})
+            first = row if variant == next(iter(TECHNIQUES)) else first
+            if first:
+                row["loss_ratio"] = row["final_loss"] / first["final_loss"]
+                row["speedup"] = first["milliseconds"] / row["milliseconds"]
+            rows.append({"work": work, "variant": f"{list(TECHNIQUES).index(variant)} {variant}", **row})
             append_rows("tiny/ablation" if args.tiny else "ablation", rows[-1:])
     print_table(rows, COLUMNS)
 

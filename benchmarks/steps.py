@@ -114,6 +114,23 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     return config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)}), data
 
 
+def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
+    """The resolved configuration of a run on synthetic tokens, and its trainer."""
+    from jaxstack.language_run import make_trainer
+    from jaxstack.run_config import load_config
+
+    vocabulary = load_config(None, [*SYNTHETIC, *overrides]).model.vocab_size
+    config, data = open_run([*SYNTHETIC, f"data.tokenizer.vocab_size={vocabulary}", *overrides])
+    return config, make_trainer(config, data)
+
+
+def split_options(overrides: Sequence[str]) -> tuple[dict[str, str | bool], list[str]]:
+    """XLA's options (`xla_...=value`) among the overrides, and the others."""
+    options = dict(override.split("=", 1) for override in overrides if override.startswith("xla_"))
+    values = {name: {"true": True, "false": False}.get(value, value) for name, value in options.items()}
+    return values, [override for override in overrides if not override.startswith("xla_")]
+
+
 def set_variables() -> dict[str, str]:
     """Variables of the environment that change how XLA and NCCL work."""
     return {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "NCCL_", "JAX_ENABLE"))}

@@ -15,7 +15,7 @@ from benchmarks.convergence import picture
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
-PICTURE = PAGE.with_name("convergence.svg")
+PICTURE = PAGE.parent / "pictures" / "convergence.svg"
 ELSEWHERE = ("recovery",)
 """Results that another page is made from."""
 
@@ -128,7 +128,7 @@ copy engines beside XLA's matmuls were slower than the serialised form.
 Every precision sees the same batches in the same order. `loss` is the mean over the last tenth of a row's tokens, `loss
 ratio` that by bfloat16's over the same tokens; held-out loss where all tokens were seen.
 
-![Training loss of each precision, against tokens and against time]({PICTURE.name})
+![Training loss of each precision, against tokens and against time](pictures/{PICTURE.name})
 """,
     "device": """\
 The ceilings of the device, and in the rows of `limit` the step that they allow: every matmul at the best rate of its
