@@ -11,11 +11,22 @@ import json
 import shlex
 import subprocess
 import sys
+from code import InteractiveInterpreter
 from pathlib import Path
 from typing import Any
 
 
-def run_cell(text: str, names: dict[str, Any]) -> str:
+class Cells(InteractiveInterpreter):
+    """Runs one cell after the other in one namespace; what they raise is raised."""
+
+    def showtraceback(self) -> None:
+        raise  # of the exception that is being handled
+
+    def showsyntaxerror(self, filename: str | None = None, **_: Any) -> None:
+        raise
+
+
+def run_cell(text: str, cells: Cells) -> str:
     """What a cell prints.
 
     Raises:
@@ -26,7 +37,7 @@ def run_cell(text: str, names: dict[str, Any]) -> str:
 
     def run_code() -> None:
         with contextlib.redirect_stdout(printed):
-            exec(compile("\n".join(code), "notebook", "exec"), names)
+            cells.runsource("\n".join(code), "notebook", "exec")
         code.clear()
 
     for line in text.replace("\\\n", "").splitlines():
@@ -47,12 +58,12 @@ def run_cell(text: str, names: dict[str, Any]) -> str:
 def run_notebook(path: Path) -> dict[str, Any]:
     """The notebook at `path` with the outputs of its cells."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    names: dict[str, Any] = {"__name__": "notebook"}
+    cells = Cells({"__name__": "notebook"})
     count = 0
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             count += 1
-            text = run_cell("".join(cell["source"]), names)
+            text = run_cell("".join(cell["source"]), cells)
             lines = text.splitlines(keepends=True)
             cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": lines}] if lines else []
             cell["execution_count"] = count

@@ -234,8 +234,8 @@ def test_split_sequences_send_keys_around_and_weights_as_fsdp_does():
     over = ("parallel.context=4", "parallel.context_method=ring")
     assert kinds(*over) == {"collective-permute", "all-gather", "reduce-scatter", "all-reduce"}
     hop = 2 * 2 * B * T // 4 * HEADS * H
-    assert total_bytes("collective-permute", *over, in_loop=True) == LAYERS * 3 * (3 * hop + 2 * hop)
-    assert total_bytes("collective-permute", *over, in_loop=False) == 0
+    # XLA takes one turn of a loop over layers out of it where that lets collectives start earlier.
+    assert total_bytes("collective-permute", *over) == LAYERS * 3 * (3 * hop + 2 * hop)
     # Segment ids of all devices are gathered too, now and then in one operation with a weight.
     times = [row.calls for row in compiled_for_hopper(*over)[0] if row.kind == "all-gather" and "s32" in row.dtype]
     segments = 4 * B * T * sum(times)
