@@ -14,7 +14,7 @@ from pallas_kernels.attention.mosaic_backward import (
     query_gradient,
 )
 from pallas_kernels.attention.mosaic_forward import forward
-from pallas_kernels.attention.mosaic_pieces import LOG2E, Config
+from pallas_kernels.attention.mosaic_pieces import LOG2E, ROWS, Config
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
@@ -77,13 +77,18 @@ def _attend(
     )
     config = dataclasses.replace(config, turns=tiling.forward_turns)
     schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
-    # TMA takes zeros for what is beyond an array's end and writes nothing there; its strides are multiples of 16 bytes.
-    if plan.interpret or plan.length % 4 or plan.key_length % 4:
-        q, k, v = _pad(q, config.query_block), _pad(k, config.key_block), _pad(v, config.key_block)
-        segments = _pad_segments(segments, config)
-    else:
-        segments = _pad_segments(segments, dataclasses.replace(config, query_block=1, key_block=1))
-    out, lse = forward(config, q, k, v, schedule, segments)
+    # Copies of one dim (log-sum-exp, segments) know no end of an array, others do. So a warpgroup's rows are all
+    # queries, or all beyond them: those read zeros and store nothing.
+    if segments is not None or plan.length % ROWS:
+        q = _pad(q, config.query_block)
+    out, lse = forward(
+        config,
+        q,
+        _pad(k, config.key_block),
+        _pad(v, config.key_block),
+        schedule,
+        _pad_segments(segments, config),
+    )
     return out[:, : plan.length], lse[..., : plan.length]
 
 

@@ -68,8 +68,8 @@ def forward(
     """out [B, T, N, H] and lse [B, N, T] (natural logarithm, -inf for rows without a visible key).
 
     Args:
-        q: [B, T, N, H]
-        k, v: [B, S, K, H]
+        q: [B, T, N, H] with T a multiple of the query block, or of a warpgroup's rows.
+        k, v: [B, S, K, H] with S a multiple of the key block.
         schedule: that of `tiles.key_schedule`.
         segments: int32 [B, T] and [B, S], or None.
     """
@@ -359,5 +359,8 @@ def _store(config: Config, outputs: Any, buffers: _Buffers, mine: _Rows, state: 
     sums[...] = jnp.where(empty, -math.inf, logarithm)
     plgpu.commit_smem()
     rows = pl.ds(mine.first_query, ROWS)
-    plgpu.copy_smem_to_gmem(mine.q, out.at[item.batch, rows, item.head])
-    plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, rows])
+
+    @pl.when(mine.first_query < config.length)
+    def _():
+        plgpu.copy_smem_to_gmem(mine.q, out.at[item.batch, rows, item.head])
+        plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, rows])

@@ -56,6 +56,35 @@ def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, ca
 
 
 @needs_mosaic
+def test_error_of_warpgroups_beyond_the_queries(monkeypatch):
+    """A tile of 192 queries: one of its warpgroups has some, the others' rows would be those of the next sequence."""
+    monkeypatch.setattr(mosaic, "INTERPRET", True)
+    monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(forward_warpgroups=3, forward_keys=64))
+    check(Case(batch=2, length=64, key_length=64, heads=2, kv_heads=1, head_dim=64), "mosaic")
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("length", "packed", "given"), [(320, False, 320), (328, False, 384), (320, True, 384)])
+def test_no_warpgroup_has_queries_and_rows_beyond_them(length, packed, given, monkeypatch):
+    """Its copies of the log-sum-exp and of segments would go beyond a sequence's end."""
+    from pallas_kernels.attention import mosaic_call
+
+    seen = []
+
+    def forward(config, q, k, v, schedule, segments):
+        seen.append((q.shape[1], k.shape[1], segments and tuple(ids.shape[1] for ids in segments)))
+        return q, jnp.zeros((1, 1, q.shape[1]))
+
+    monkeypatch.setattr(mosaic_call, "forward", forward)
+    monkeypatch.setattr(mosaic, "choose_tiling", lambda *_: Tiling(forward_warpgroups=3))
+    x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16)
+    ids = jnp.zeros((1, length), jnp.int32) if packed else None
+    with lowering_platform("cuda"):
+        jax.eval_shape(lambda x: flash_attention(x, x, x, segment_ids=ids, implementation="mosaic"), x)
+    assert seen == [(given, 384, (384, 384) if packed else None)]
+
+
+@needs_mosaic
 @pytest.mark.parametrize("name", ["causal_grouped", "segments_window"])
 def test_error_of_warpgroups_that_take_turns(name, monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
