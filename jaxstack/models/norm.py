@@ -1,7 +1,7 @@
 """Normalisation over the last dim, in float32, returned in the dtype of the input."""
 
 import functools
-from typing import Protocol
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset)
+        return cast(jax.Array, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset))
 
 
 class UnitOffsetRMSNorm(RMSNorm):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from jaxstack.models.adapters import seed_adapters
 from jaxstack.models.attention import Context
@@ -162,7 +163,7 @@ class Stack(nnx.Module):
                 run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
                 # Layers alike are one function: traced, differentiated and lowered once. It would be compiled at each
                 # call where nothing is traced.
-                runs[graphdef] = jax.jit(run) if isinstance(x, jax.core.Tracer) else run
+                runs[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
             cache = caches[part] if caches else None
             x, cache, loss = runs[graphdef](x, state, cache, _fold(key, self.numbers(part)[0]))
             new.append(cache)
