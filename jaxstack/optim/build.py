@@ -60,9 +60,12 @@ def build_optimizer(
             return "frozen"
         return "balance" if is_load_signal(path) else "trained"
 
-    labels = map_by_path(lambda path, leaf: label(path), params)
-    used = set(jax.tree.leaves(labels))
+    def labels(tree: Any) -> Any:
+        return map_by_path(lambda path, leaf: label(path), tree)
+
+    used = set(jax.tree.leaves(labels(params)))
     if used - {"trained"}:
+        # By a function: the state that is stored may have the layers in another arrangement than the one that is trained.
         chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
     return chain
 
