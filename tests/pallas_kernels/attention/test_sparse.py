@@ -240,11 +240,15 @@ def test_a_backend_asked_for_by_name_refuses_what_it_cannot_mask():
         longformer_attention(q, q, q, window=8, global_tokens=4, implementation="triton")
 
 
-def test_work_follows_the_density(monkeypatch):
-    """The tiles of a layout are visited one after another: their number is the loop's length."""
+@pytest.mark.parametrize(("dtype", "visits_a_tile"), [("bfloat16", 2), ("float32", 3)])
+def test_work_follows_the_density(monkeypatch, dtype, visits_a_tile):
+    """The tiles of a layout are visited one after another: their number is the loop's length.
+
+    Once forward, once backward, and in float32 once for the correction of the backward's row sums.
+    """
     monkeypatch.setattr(xla, "_LARGEST_BLOCK", 128)
     monkeypatch.setattr(xla, "_SMALLEST_BLOCK", 128)
-    x = jax.ShapeDtypeStruct((1, 4096, 1, 16), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 4096, 1, 16), dtype)
     blocks = 4096 // 128
 
     def visits(layout):
@@ -256,8 +260,8 @@ def test_work_follows_the_density(monkeypatch):
 
     dense = visits(np.ones((blocks, blocks), bool))
     half = visits(np.tril(np.ones((blocks, blocks), bool)))
-    assert dense == 2 * blocks**2
-    assert half == blocks * (blocks + 1)
+    assert dense == visits_a_tile * blocks**2
+    assert half == visits_a_tile * blocks * (blocks + 1) // 2
 
 
 def lengths(jaxpr):
