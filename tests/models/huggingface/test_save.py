@@ -1,6 +1,7 @@
 """Exports: bit-equal to what was imported, in files of a bounded size, never over something that is there."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, from_huggingface, to_huggingface
-from jaxstack.models.huggingface import files
+from jaxstack.models.huggingface import files, load
 from jaxstack.parallel import ParallelConfig, make_mesh
 
 HERE = Path(__file__).parent
@@ -85,3 +86,23 @@ def test_a_fresh_model_comes_back_in_float32(tmp_path):
         nnx.to_flat_state(nnx.state(model, nnx.Param)), nnx.to_flat_state(nnx.state(again, nnx.Param)), strict=True
     ):
         np.testing.assert_array_equal(ours.get_value(), theirs.get_value(), err_msg=str(path))
+
+
+def test_reading_needs_less_host_memory_than_two_files(tmp_path, monkeypatch):
+    """Into shards of eight devices, whose memory (here host memory too) NumPy's allocations leave out."""
+    config = ModelConfig(vocab_size=512, hidden_size=256, num_layers=12, num_heads=4, intermediate_size=1024)
+    model = Transformer(config, nnx.Rngs(0))
+    to_huggingface(model, tmp_path, dtype="float32", max_shard_bytes=8 * 2**20)
+    largest = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    whole = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert whole > 5 * largest
+    monkeypatch.setattr(load, "_CHUNK_BYTES", largest)
+    mesh = make_mesh(ParallelConfig(fsdp=4, tensor=2))
+    tracemalloc.start()
+    found = from_huggingface(tmp_path, mesh=mesh)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert largest / 16 < peak < 2 * largest
+    kernel = found.decoder.layers[0].mlp.up_proj.kernel[...]
+    assert kernel.addressable_shards[0].data.size == kernel.size // 8
+    np.testing.assert_array_equal(kernel, model.decoder.layers[0].mlp.up_proj.kernel[...])
