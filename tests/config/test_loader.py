@@ -30,6 +30,12 @@ def test_exponents_are_numbers(tmp_path, text):
     assert load_config(None, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 0.001
 
 
+def test_a_directory_is_answered_with_its_files(tmp_path):
+    (tmp_path / "small.yaml").write_text("{}")
+    said = message(load_yaml, tmp_path)
+    assert f"{tmp_path}: it is a directory" in said and f"'{tmp_path / 'small.yaml'}'" in said
+
+
 def test_empty_file_is_an_empty_tree(tmp_path):
     assert read(tmp_path, "# only a comment\n") == {}
 
