@@ -185,6 +185,7 @@ def test_components_are_frozen_and_hashable():
 def test_nearest():
     assert nearest("adam", ["adamw", "lion"]) == "did you mean 'adamw'?"
     assert nearest("qqq", ["adamw", "lion"]) == "choose one of: 'adamw', 'lion'"
+    assert nearest("qqq", map(str, range(2000))) == "none of 2,000 names is like it"
 
 
 KEYS = st.sampled_from([
