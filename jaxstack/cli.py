@@ -9,6 +9,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 
+from jaxstack import __version__
 from jaxstack.errors import JaxstackError, nearest
 
 COMMANDS = {
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n`jaxstack <subcommand> --help` explains each.")
         return 0 if arguments else 2
     name = arguments[0]
+    if name == "--version":
+        print(f"jaxstack {__version__}")
+        return 0
     if name not in COMMANDS:
         print(f"jaxstack: there is no subcommand {name!r}; {nearest(name, COMMANDS)}", file=sys.stderr)
         return 2

@@ -23,6 +23,10 @@ def cannot_write(place: object, error: OSError) -> JaxstackError:
     return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}")
 
 
+_MOST = 60
+"""Choices that a message lists; only lists from elsewhere have more, such as thousands of tasks of the harness."""
+
+
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
     """A sentence part that names the choices most like `word`, or all of them where none is alike.
 
@@ -32,4 +36,6 @@ def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
     alike = difflib.get_close_matches(word, known, n=count, cutoff=0.6)
     if alike:
         return "did you mean " + " or ".join(repr(a) for a in alike) + "?"
+    if len(known) > _MOST:
+        return f"none of {len(known):,} names is like it"
     return "choose one of: " + ", ".join(repr(k) for k in known)

@@ -214,7 +214,8 @@ def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskMan
     manager = _Tasks(include_path=include_path, include_defaults=bool(names))
     for name in names:
         if name not in manager.all_tasks:
-            raise ConfigError(f"there is no task {name!r} and no such file; {nearest(name, manager.all_tasks)}")
+            hint = nearest(name, manager.all_tasks)
+            raise ConfigError(f"there is no task {name!r} and no such file; {hint} (all: `lm_eval ls tasks`)")
     return manager
 
 
@@ -225,7 +226,8 @@ class _Tasks(TaskManager):
         try:
             return super().load(task_list)
         except Exception as error:  # whatever a task's own code raises
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            cause = error.__cause__ or error  # of unreadable data only the cause says what is wrong with them
+            reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
             raise JaxstackError(f"the tasks {task_list} cannot be loaded: {reason}") from error
 
 

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxstack.cli import add_examples
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.cli import add_examples, run_command
+from jaxstack.errors import ConfigError
+from jaxstack.observe.units import byte_size
 
 STOPPED = "stopped; the same command goes on from here"
 
@@ -91,16 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
-    try:
+
+    def body() -> int:
         _check(arguments)
-        run(arguments)
-    except JaxstackError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return e.exit_code
-    except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
-        return 130
-    return 0
+        try:
+            run(arguments)
+        except KeyboardInterrupt:
+            print(STOPPED, file=sys.stderr)
+            return 130
+        return 0
+
+    return run_command("jaxstack prepare", body)
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -141,7 +143,7 @@ def run(arguments: argparse.Namespace) -> None:
         for p in arguments.source
     ]
     plan = make_plan(sources, arguments.held_out_fraction)
-    say(f"{sum(s['files'] for s in plan.sources)} files, {plan.size / 1e6:.1f} MB, {len(plan.units)} units")
+    say(f"{sum(s['files'] for s in plan.sources)} files, {byte_size(plan.size)}, {len(plan.units)} units")
     wanted = arguments.tokenizer
     named = wanted if wanted in ("byte", "bpe") else "file"
     config = _configured(
@@ -162,7 +164,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _summarize(index: dict, say: Callable[[str], None]) -> None:
     for name, split in index["splits"].items():
         say(
-            f"{name}: {split['documents']} documents, {split['bytes'] / 1e6:.1f} MB, "
+            f"{name}: {split['documents']} documents, {byte_size(split['bytes'])}, "
             f"{split['tokens']} tokens, {len(split['shards'])} shards"
         )
     if index["replaced_characters"]:
@@ -205,8 +207,8 @@ class _Lines:
         now = time.perf_counter()
         if now - self._last >= 5:
             self._last = now
-            rate = done / (now - self._began) / 1e6
-            self.say(f"{done / 1e6:.1f} of {total / 1e6:.1f} MB ({100 * done / max(total, 1):.0f}%), {rate:.1f} MB/s")
+            rate = byte_size(done / (now - self._began))
+            self.say(f"{byte_size(done)} of {byte_size(total)} ({100 * done / max(total, 1):.0f}%), {rate}/s")
 
 
 class _Bar:

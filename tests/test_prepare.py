@@ -255,7 +255,7 @@ def test_a_bar_on_a_terminal_only(corpus, tmp_path):
 @pytest.mark.parametrize("more", [["--source", ""], ["--tokenizer", ""], ["--vocab-size", "99999999999999"]])
 def test_values_that_the_configuration_refuses_are_exit_2(corpus, tmp_path, capsys, more):
     assert main(arguments(corpus, tmp_path / "out", *more)) == 2
-    assert "error: " in capsys.readouterr().err
+    assert "jaxstack prepare: " in capsys.readouterr().err
 
 
 def test_no_text_at_all_and_no_place_to_write(tmp_path, capsys):

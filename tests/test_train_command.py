@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxstack import __version__
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -115,6 +117,7 @@ def test_the_console_command_knows_its_subcommands():
     wrong = run("-m", "jaxstack", "trian")
     assert wrong.returncode == 2 and "did you mean 'train'" in wrong.stderr
     assert run("-m", "jaxstack").returncode == 2
+    assert run("-m", "jaxstack", "--version").stdout == f"jaxstack {__version__}\n"
     for command in COMMANDS:
         assert run("-m", "jaxstack", command, "--help").returncode == 0, command
 

@@ -6,21 +6,22 @@ from pathlib import Path
 
 from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.policy import steps_to_delete
-from jaxstack.cli import add_examples
+from jaxstack.cli import add_examples, run_command
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.observe.units import byte_size
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 0 when all is well, 1 on damage or nothing there, 2 on wrong use."""
     options = make_parser().parse_args(arguments)
-    try:
-        return options.action(_find_directory(options.directory), options)
-    except JaxstackError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error.filename or options.directory}: {error.strerror or error}", file=sys.stderr)
-        return 1
+
+    def body() -> int:
+        try:
+            return options.action(_find_directory(options.directory), options)
+        except OSError as error:
+            raise JaxstackError(f"{error.filename or options.directory}: {error.strerror or error}") from None
+
+    return run_command("jaxstack checkpoint", body)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,12 +70,14 @@ def _damage(entry: directory.Entry, hashes: bool) -> str | None:
 
 def _list(folder: Path, options: argparse.Namespace) -> int:
     entries = directory.scan(folder)
+    if not entries:
+        raise JaxstackError(f"no checkpoint in {folder}")
     print(f"{'step':>10}  {'saved at':25}  {'leaves':>6}  {'size':>10}  state")
     for entry in reversed(_committed(entries)):
         damage = _damage(entry, hashes=False)
         if damage is None:
             index = manifest.read_index(entry.path)
-            size = f"{sum(index['files'].values()) / 1e6:.1f} MB"
+            size = byte_size(sum(index["files"].values()))
             print(f"{entry.step:10}  {index['saved_at']:25}  {len(index['leaves']):6}  {size:>10}  complete")
         else:
             print(f"{entry.step:10}  {'':25}  {'':6}  {'':10}  damaged: {damage}")

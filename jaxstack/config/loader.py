@@ -79,10 +79,13 @@ def load_yaml(path: str | Path) -> Tree:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        parent = path.parent if path.parent.is_dir() else Path(".")
+    except (FileNotFoundError, IsADirectoryError):
+        folder = path.is_dir()
+        parent = path if folder else path.parent if path.parent.is_dir() else Path(".")
         names = [str(p) for p in sorted(parent.glob("*.yaml"))]
         hint = nearest(str(path), names) if names else f"there is no YAML file in {parent}."
+        if folder:
+            raise ConfigError(f"cannot read configuration file {path}: it is a directory; {hint}") from None
         raise ConfigError(f"configuration file {path} does not exist; {hint}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that holds a null character
         raise ConfigError(f"cannot read configuration file {path}: {error}.") from None

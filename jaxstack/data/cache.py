@@ -19,6 +19,7 @@ from jaxstack.data.subword import train_bpe
 from jaxstack.data.tokenize_unit import sample_texts
 from jaxstack.data.tokenizer import CONFIG_FILE, ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.observe.units import byte_size
 
 TRAINING_SAMPLE_BYTES = 16 * 2**20
 Report = Callable[[str], None]
@@ -95,7 +96,7 @@ def ensure_tokens(plan: Plan, tokenizer: Tokenizer, folder: Path, shard_tokens: 
         waiting = "waiting for another process that prepares the data"
         with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
             if not (place / INDEX).is_file():
-                report(f"tokenising {plan.size / 1e6:.1f} MB of text into {place}")
+                report(f"tokenising {byte_size(plan.size)} of text into {place}")
                 build(plan, place, tokenizer, BuildOptions(shard_tokens, report=report))
     return place
 

@@ -34,6 +34,11 @@ def test_list(directory, capsys):
     assert "stray" in lines[5]
 
 
+def test_a_place_without_checkpoints_is_said_to_have_none(tmp_path, capsys):
+    assert main(["list", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"jaxstack checkpoint: no checkpoint in {tmp_path}\n"
+
+
 def test_verify(directory, capsys):
     assert main(["verify", str(directory)]) == 0
     victim = damage(directory / "30")

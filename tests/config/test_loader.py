@@ -30,6 +30,12 @@ def test_exponents_are_numbers(tmp_path, text):
     assert load_config(None, [f"optimizer.learning_rate={text}"]).optimizer.learning_rate == 0.001
 
 
+def test_a_directory_is_answered_with_its_files(tmp_path):
+    (tmp_path / "small.yaml").write_text("{}")
+    said = message(load_yaml, tmp_path)
+    assert f"{tmp_path}: it is a directory" in said and f"'{tmp_path / 'small.yaml'}'" in said
+
+
 def test_empty_file_is_an_empty_tree(tmp_path):
     assert read(tmp_path, "# only a comment\n") == {}
 
@@ -179,6 +185,7 @@ def test_components_are_frozen_and_hashable():
 def test_nearest():
     assert nearest("adam", ["adamw", "lion"]) == "did you mean 'adamw'?"
     assert nearest("qqq", ["adamw", "lion"]) == "choose one of: 'adamw', 'lion'"
+    assert nearest("qqq", map(str, range(2000))) == "none of 2,000 names is like it"
 
 
 KEYS = st.sampled_from([

@@ -53,7 +53,10 @@ def check_model(config: ModelConfig, described: ModelConfig, source: str) -> Non
     """Raises ConfigError where a model computes something else than the one whose weights `source` has."""
     different = differences(config, described)
     if different:
-        raise ConfigError(f"the weights of {source} are of another model: {'; '.join(different)}.")
+        raise ConfigError(
+            f"the weights of {source} are of another model: {'; '.join(different)}. Leave the model's configuration "
+            "out (in a run: these keys of model, and data.tokenizer, which decides vocab_size), and theirs is taken."
+        )
 
 
 def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family, dict[str, Any]]:
