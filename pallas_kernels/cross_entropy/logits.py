@@ -29,6 +29,15 @@ def capped(logits: jax.Array, options: Options) -> jax.Array:
     return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
+def slope_of_cap(logits: jax.Array, soft_cap: float) -> jax.Array:
+    """Derivative of the soft cap at the logits before it.
+
+    Of the tanh itself: from the capped logits / soft_cap not every version of XLA finds back to it, and one that does
+    not writes the capped logits to memory, in float32.
+    """
+    return 1.0 - jnp.square(jnp.tanh(logits.astype(accumulator_dtype(logits.dtype)) / soft_cap))
+
+
 def is_label(labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
     """Boolean [..., V]: whether the entry of this device's vocabulary is the token's label."""
     labels = labels - first_id(options.axis_name, vocabulary)
@@ -129,7 +138,8 @@ def logits_gradient(
 ) -> jax.Array:
     """The gradient [..., V] of hidden @ weight, in the accumulator dtype, from the gradient d_loss [...].
 
-    exponentials / total is the softmax. `logits` (capped) are only read where there is a soft cap.
+    exponentials / total is the softmax. `logits` (capped) are only read where there is a soft cap; with None the
+    caller multiplies by `slope_of_cap`.
     """
     d_loss = jnp.where(labels == options.ignore_index, 0.0, d_loss)
     d_lse = d_loss * (1.0 + 2.0 * options.z_loss * lse)

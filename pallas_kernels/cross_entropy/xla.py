@@ -18,7 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy.logits import accumulator_dtype, capped, log_sum_exp, logits_gradient, loss_shares
+from pallas_kernels.cross_entropy.logits import (
+    accumulator_dtype,
+    capped,
+    log_sum_exp,
+    logits_gradient,
+    loss_shares,
+    slope_of_cap,
+)
 from pallas_kernels.cross_entropy.request import Options, Request
 from pallas_kernels.target import automatic_axes
 
@@ -159,7 +166,9 @@ def _logits_gradient(plan: _Plan, logits: jax.Array, lse: jax.Array, labels: jax
         part, part_lse, part_labels, part_d_loss = (cut(x) for x in (buffer, lse, labels, d_loss))
         x = capped(part, plan.options)
         exponentials, total = jnp.exp(x - part_lse[..., None]), jnp.ones_like(part_lse)
-        gradient = logits_gradient(exponentials, total, x, part_lse, part_labels, part_d_loss, plan.options)
+        gradient = logits_gradient(exponentials, total, None, part_lse, part_labels, part_d_loss, plan.options)
+        if plan.options.soft_cap is not None:
+            gradient = gradient * slope_of_cap(part, plan.options.soft_cap)
         return _put(buffer, gradient.astype(buffer.dtype), block * size)
 
     return jax.lax.fori_loop(0, blocks, visit, logits)
