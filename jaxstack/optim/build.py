@@ -65,7 +65,7 @@ def build_optimizer(
 
     used = set(jax.tree.leaves(labels(params)))
     if used - {"trained"}:
-        # By a function: the state that is stored may have the layers in another arrangement than the one that is trained.
+        # By a function: what is stored may have its layers arranged otherwise than what is trained.
         chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
     return chain
 
