@@ -112,7 +112,8 @@ jax take turns, torch follows in a process of its own on a GPU that has cooled d
 its clocks, so a second run differs.
 
 At head dim 64 the exponentials take as many cycles of the forward as the matmuls: a third warpgroup keeps both busy.
-Where ours is behind: at head dims 80, 96, 192 and 256 the backward is two kernels with seven products in place of five.
+Where ours is behind: the forward without a mask, at 2 x 8192; the forward at head dim 192; head dim 256, where the
+backward is two kernels with seven products in place of five.
 """,
     "collective_matmul": """\
 Up and down of an MLP whose rows lie split over the devices between matmuls; `ms` is forward and backward. `serialised`
