@@ -35,6 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table
+from benchmarks.steps import first_gpus
 from jaxstack.launch.child import descendants
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "reliability" / "results.jsonl"
@@ -127,8 +128,7 @@ class Bench:
                 f"{name}={int(value) // part}" if name == "parallel.simulate_devices" else f"{name}={value}"
                 for name, _, value in (one.partition("=") for one in overrides)
             ]
-            known = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.args.processes)))
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(known.split(",")[:processes])}
+            environment = {**environment, **first_gpus(processes)}
         train = [
             sys.executable, "-m", "jaxstack.train", "--config", self.args.config, f"run.dir={self.folder}",
             "run.name=recovery", "data.sources=[{path: synthetic}]", "train.steps=1000000",
