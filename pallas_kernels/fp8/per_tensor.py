@@ -89,7 +89,6 @@ def _forward(
 def _backward(plan: Plan, saved: Saved, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     x, q_weights, states, seen = saved
     d_x, d_weights, d_states = [], [], []
-    # Cotangents of one x add up in float32, as a fusion with whatever comes before.
     for index, (gradient, weight, state) in enumerate(zip(gradients, q_weights, states, strict=True)):
         expected = None if state is None else expected_amax(state, 2)
         q_gradient = quantize(gradient, GRADIENT_FORMATS[plan.gradients], expected)
@@ -101,9 +100,9 @@ def _backward(plan: Plan, saved: Saved, gradients: tuple[jax.Array, ...]) -> tup
         d_weights.append(_dot(plan, x, q_gradient, dims))
         if state is not None:
             d_states.append(state_gradient(state, (*seen[index], observed_amax(q_gradient))))
-    total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
     nothing = tuple(None for _ in q_weights)
-    return total.astype(plan.dtype), tuple(d_weights), nothing, tuple(d_states) or nothing
+    # In this dtype XLA lets each product add to the one before, in float32 before it rounds.
+    return functools.reduce(jnp.add, d_x), tuple(d_weights), nothing, tuple(d_states) or nothing
 
 
 multiply.defvjp(_forward, _backward)
