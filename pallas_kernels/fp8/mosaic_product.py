@@ -22,7 +22,8 @@ BLOCK = 128
 ROWS = 64
 """Of one wgmma."""
 WARPGROUPS = 2
-_STAGES = 3
+_STAGES = {1: 5, 2: 3}
+"""By halves: what shared memory has room for beside the result."""
 _STORE_COLUMNS = 64
 _TILE_ROWS_TOGETHER = 8
 
@@ -47,6 +48,11 @@ class Config:
     programs: int
     cluster: int = 1
     interpret: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Steps along the summed dim that are in flight from global memory."""
+        return _STAGES[self.halves]
 
     @property
     def clusters(self) -> int:
@@ -96,17 +102,17 @@ def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=_Buffers(
-            a=tiled((_STAGES, config.parts, ROWS, BLOCK), E4M3),
-            b=tiled((_STAGES, BLOCK, BLOCK), E4M3),
-            a_scale=plgpu.SMEM((_STAGES, config.parts, ROWS), jnp.float32),
-            b_scale=plgpu.SMEM((_STAGES, BLOCK), jnp.float32) if config.columns_scaled else None,
+            a=tiled((config.stages, config.parts, ROWS, BLOCK), E4M3),
+            b=tiled((config.stages, BLOCK, BLOCK), E4M3),
+            a_scale=plgpu.SMEM((config.stages, config.parts, ROWS), jnp.float32),
+            b_scale=plgpu.SMEM((config.stages, BLOCK), jnp.float32) if config.columns_scaled else None,
             out=tiled((WARPGROUPS, config.halves, BLOCK // _STORE_COLUMNS, ROWS, _STORE_COLUMNS), config.output),
             full=tuple(
-                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=_STAGES)
+                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=config.stages)
                 for beside in (1 + config.columns_scaled, 0)[: config.halves]
             ),
             empty=plgpu.ClusterBarrier(
-                collective_axes=("program",), num_arrivals=WARPGROUPS, num_barriers=_STAGES
+                collective_axes=("program",), num_arrivals=WARPGROUPS, num_barriers=config.stages
             ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -130,7 +136,7 @@ def _body(config: Config, a: Any, b: Any, a_scale: Any, b_scale: Any, out: Any, 
     def _():
         plgpu.set_max_registers(24, action="decrease")
         tiles = _for_each_tile(config, functools.partial(_load, config, (a, b, a_scale, b_scale), buffers))
-        pieces.drain(_STAGES, tiles * steps, buffers.empty)
+        pieces.drain(config.stages, tiles * steps, buffers.empty)
 
 
 def _for_each_tile(config: Config, visit: Any) -> Any:
@@ -157,10 +163,10 @@ def _load(config: Config, inputs: tuple[Any, ...], buffers: _Buffers, number: An
 
     def step(index: jax.Array, _: None) -> None:
         count = number * steps + index
-        slot = lax.rem(count, _STAGES)
+        slot = lax.rem(count, config.stages)
         full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
 
-        @pl.when(count >= _STAGES)
+        @pl.when(count >= config.stages)
         def _():
             plgpu.barrier_wait(buffers.empty.at[slot])
 
@@ -188,7 +194,7 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
         totals, factor = state
         # Read a step ahead: it comes from global memory.
         following = shared_scale(index + 1)
-        slot = lax.rem(number * steps + index, _STAGES)
+        slot = lax.rem(number * steps + index, config.stages)
         added = []
         for half, total in enumerate(totals):
             # Waited for one after the other also keeps the additions before the next half's product, as the compiler
