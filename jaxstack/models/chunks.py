@@ -44,7 +44,7 @@ def apply_in_chunks(
     graphdef, params, states, others = nnx.split(modules, nnx.Param, ScalingState, ...)
     held = x.shape[0] * x.shape[1] * width * x.dtype.itemsize // (rows * parts * mlp)
     length = x.shape[1] // parts
-    count = min(length, -(-held // (most or CHUNK_BYTES)))
+    count = _even(length, min(length, -(-held // (most or CHUNK_BYTES))))
     if count <= 1 or jax.tree.leaves(others):
         return apply(modules, x)
     rules, size = current_rules(), -(-length // count)
@@ -67,6 +67,11 @@ def _degrees(shape: tuple[int, ...]) -> tuple[int, ...]:
         return 1, 1, 1
     spec = rules.spec(("batch", "residual_length", "act_mlp"), (*shape[:2], 0))
     return tuple(rules.degree(axes_of(part)) for part in spec)
+
+
+def _even(length: int, count: int) -> int:
+    """`count`, or up to twice as many if these are equal chunks of the length."""
+    return next((n for n in range(count, 2 * count + 1) if n and length % n == 0), count)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

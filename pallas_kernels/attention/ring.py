@@ -108,6 +108,7 @@ def _forward(
             received, state = _send(kv, state, ring.axis_name)
         keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
         for tile in _tiles(ring, step):
+            queries, state = lax.optimization_barrier((queries, state))
             arrays = _operands([queries], keys, tile)
             ids_here = _pair(query_ids, key_ids, tile)
 
@@ -152,7 +153,9 @@ def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
     rows = [_cut(ring, q), _cut(ring, d_out.astype(q.dtype)), _cut(ring, lse, 2), _cut(ring, delta, 2)]
 
     def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, d_q: list, d_keys: list) -> tuple[list, list]:
-        operands, ids_here = _operands(rows, keys, tile), _pair(query_ids, key_ids, tile)
+        # One tile after the other: XLA would cut out the operands of all of them at once.
+        behind, d_q = lax.optimization_barrier((rows, d_q))
+        operands, ids_here = _operands(behind, keys, tile), _pair(query_ids, key_ids, tile)
         found = _if_living(
             tile.living, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:])
         )
