@@ -66,6 +66,13 @@ def run_process(
     return row
 
 
+def first_gpus(count: int) -> dict[str, str]:
+    """The variable that lets a process see only the first of the GPUs that this one sees."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = known.split(",") if known else map(str, range(count))
+    return {"CUDA_VISIBLE_DEVICES": ",".join([*names][:count])}
+
+
 def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
     """Median time of a step over blocks of two seconds, which are queued together; `float(step())` is the loss.
 

@@ -4,8 +4,12 @@ import os
 
 import pytest
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+
+def pytest_configure(config):
+    """Before a test can import jax; with `-m gpu` it finds the GPUs by itself."""
+    if config.option.markexpr != "gpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 
 @pytest.fixture(scope="module")

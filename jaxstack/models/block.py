@@ -13,6 +13,7 @@ from jaxstack.models.moe.layer import MoE
 from jaxstack.models.norm import NORMS
 from jaxstack.models.remat import MATMULS_SAVED
 from jaxstack.parallel import keep, shard
+from jaxstack.parallel.rules import is_sharded
 
 
 class Block(nnx.Module):
@@ -61,7 +62,7 @@ class Block(nnx.Module):
         y = _residual(y)
         if norm is not None:
             y = norm(y)
-        return keep(_residual(x + drop(y, self.dropout, key)))
+        return keep(_residual(_add(x, drop(y, self.dropout, key))))
 
 
 def _apply_mlp(modules: list[Any], x: jax.Array) -> jax.Array:
@@ -71,6 +72,14 @@ def _apply_mlp(modules: list[Any], x: jax.Array) -> jax.Array:
 
 def _residual(x: jax.Array) -> jax.Array:
     return shard(x, "batch", "residual_length", "act_embed")
+
+
+def _add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y. With the matmul's own two dims: XLA then adds x while it multiplies, without copying x before."""
+    if is_sharded():
+        return x + y
+    rows = (-1, x.shape[-1])
+    return (x.reshape(rows) + y.reshape(rows)).reshape(x.shape)
 
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

@@ -4,9 +4,13 @@ from typing import Any
 
 import jax
 
-_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_FAST = {
+    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
 
 
 def run_jitted(function: Any, *arguments: Any) -> Any:
     """function(*arguments) as one compiled program."""
-    return jax.jit(function).lower(*arguments).compile(compiler_options=_FAST)(*arguments)
+    options = _FAST[jax.default_backend()]
+    return jax.jit(function).lower(*arguments).compile(compiler_options=options)(*arguments)
