@@ -44,6 +44,7 @@ def start_devices(simulate: int | None = None) -> int:
 
 
 DEVICE_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+DEVICE_FRACTION = 0.92
 HOST_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
@@ -53,7 +54,7 @@ def use_whole_memory() -> None:
 
     What is left of a GPU's memory is for CUDA, NCCL and code. The user's own settings win.
     """
-    os.environ.setdefault(DEVICE_MEMORY, "0.92")
+    os.environ.setdefault(DEVICE_MEMORY, str(DEVICE_FRACTION))
     if "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         with contextlib.suppress(OSError, ValueError):  # "max": no limit

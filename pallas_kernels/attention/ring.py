@@ -93,6 +93,11 @@ def _send(kv: jax.Array, after: Any, axis_name: str) -> tuple[jax.Array, Any]:
     return shift(kv, axis_name), after
 
 
+def _one_by_one(rows: Any, sums: Any) -> tuple[Any, Any]:
+    """Both, the rows only once the sums are there: XLA would cut the operands of all steps out of them at once."""
+    return lax.optimization_barrier((rows, sums))
+
+
 def _forward(
     ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -107,8 +112,8 @@ def _forward(
         if step + 1 < ring.devices:
             received, state = _send(kv, state, ring.axis_name)
         keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
+        queries, state = _one_by_one(queries, state)
         for tile in _tiles(ring, step):
-            queries, state = lax.optimization_barrier((queries, state))
             arrays = _operands([queries], keys, tile)
             ids_here = _pair(query_ids, key_ids, tile)
 
@@ -153,9 +158,7 @@ def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
     rows = [_cut(ring, q), _cut(ring, d_out.astype(q.dtype)), _cut(ring, lse, 2), _cut(ring, delta, 2)]
 
     def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, d_q: list, d_keys: list) -> tuple[list, list]:
-        # One tile after the other: XLA would cut out the operands of all of them at once.
-        behind, d_q = lax.optimization_barrier((rows, d_q))
-        operands, ids_here = _operands(behind, keys, tile), _pair(query_ids, key_ids, tile)
+        operands, ids_here = _operands(rows, keys, tile), _pair(query_ids, key_ids, tile)
         found = _if_living(
             tile.living, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:])
         )
@@ -172,6 +175,7 @@ def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
         if step + 1 < ring.devices:
             received, d_q = _send(kv, d_q, ring.axis_name)
         keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
+        rows, d_q = _one_by_one(rows, d_q)
         d_keys, tiles = [None] * len(keys), _tiles(ring, step)
         for tile in tiles:
             if tile is tiles[-1] and d_kv is not None:
@@ -182,6 +186,7 @@ def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
         d_kv = here if d_kv is None else d_kv + here
     if d_kv is not None:
         d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
+    rows, d_q = _one_by_one(rows, d_q)
     for chunk in range(len(own)):
         d_q, d_own = add(_Tile(chunk, chunk), Mask(ring.causal), own, query_ids, d_q, d_own)
     # What is home is looked at only when all is computed.
