@@ -15,6 +15,8 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.compilation import fully_optimized
+
 TARGET = Path(__file__).with_name("h200.txtpb")
 _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
@@ -59,4 +61,6 @@ def compile_for_hopper(
         return hopper_array(array.shape, array.dtype, mesh)
 
     jitted = function if hasattr(function, "lower") else jax.jit(function)
-    return jitted.lower(*jax.tree.map(place, arguments)).compile(compiler_options=options)
+    lowered = jitted.lower(*jax.tree.map(place, arguments))
+    with fully_optimized():
+        return lowered.compile(compiler_options=options)
