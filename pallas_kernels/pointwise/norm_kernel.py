@@ -21,7 +21,7 @@ def gradient_kernel(x, gain, d_out, d_past, d_x, d_gain, d_bias, plan: tl.conste
     scale = tl.load(gain + columns, valid, 0.0)
     sum_gain, sum_bias = tl.zeros([padded], tl.float32), tl.zeros([padded], tl.float32)
     for block in tl.range(program, plan.blocks, plan.programs, num_stages=plan.stages):
-        rows = block.to(tl.int64) * count + tl.arange(0, count)
+        rows = (block * count + tl.arange(0, count)).to(tl.int64)
         places = rows[:, None] * width + columns[None, :]
         here = (rows < plan.rows)[:, None] & valid[None, :]
         value = tl.load(x + places, here, 0.0).to(tl.float32)
