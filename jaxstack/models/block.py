@@ -8,6 +8,7 @@ from flax import nnx
 from jaxstack.models.attention import Attention, Context
 from jaxstack.models.chunks import apply_in_chunks
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.linear import add
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.layer import MoE
@@ -39,9 +40,9 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Any, jax.Array | None]:
         """x [B, T, D] -> ([B, T, D], cache, the router's losses summed over tokens, or None for a dense block).
 
-        `key` draws the dropout masks; without it there is no dropout.
+        `key`, one or one for each token, draws the dropout masks; without it there is no dropout.
         """
-        keys = jax.random.split(key) if key is not None and self.dropout else (None, None)
+        keys = split_key(key if self.dropout else None)
         with jax.named_scope("attention"):
             y, x = self.attention_norm.beside(x)
             y, cache = self.attention(_residual(y), context, cache)
@@ -76,10 +77,3 @@ def _apply_mlp(modules: list[Any], x: jax.Array) -> jax.Array:
 
 def _residual(x: jax.Array) -> jax.Array:
     return shard(x, "batch", "residual_length", "act_embed")
-
-
-def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout (Srivastava et al. 2014); the identity without a key."""
-    if key is None or rate == 0:
-        return x
-    return jax.numpy.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
