@@ -10,7 +10,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.linear import add
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.layer import MoE
-from jaxstack.models.norm import NORMS, Norm
+from jaxstack.models.norm import NORMS
 from jaxstack.parallel import keep, shard
 
 
@@ -21,7 +21,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs, *, mixture: bool = False):
-        def norm() -> Norm:
+        def norm() -> nnx.Module:
             return NORMS[config.norm](config.hidden_size, config.norm_eps)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
@@ -40,12 +40,10 @@ class Block(nnx.Module):
         """
         keys = jax.random.split(key) if key is not None and self.dropout else (None, None)
         with jax.named_scope("attention"):
-            y, x = self.attention_norm.beside(x)
-            y, cache = self.attention(_residual(y), context, cache)
+            y, cache = self.attention(_residual(self.attention_norm(x)), context, cache)
             x = self._join(x, y, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
-            y, x = self.mlp_norm.beside(x)
-            y, router_loss = _residual(y), None
+            y, router_loss = _residual(self.mlp_norm(x)), None
             if isinstance(self.mlp, MoE):
                 y, router_loss = self.mlp(y, decoding=cache is not None)
             else:
@@ -53,7 +51,7 @@ class Block(nnx.Module):
             x = self._join(x, y, self.mlp_post_norm, keys[1])
         return x, cache, router_loss
 
-    def _join(self, x: jax.Array, y: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
+    def _join(self, x: jax.Array, y: jax.Array, norm: nnx.Module | None, key: jax.Array | None) -> jax.Array:
         y = _residual(y)
         if norm is not None:
             y = norm(y)
