@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum, lowering_platform, record_choices
 from pallas_kernels.cross_entropy import xla
 from pallas_kernels.cross_entropy.request import Options, make_request
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 from tests.pallas_kernels.cross_entropy.cases import (
     OPTIONS,
     assert_error_at_most_twice,
