@@ -6,15 +6,15 @@
 
 Faults, one after the other, half way between two checkpoints: SIGKILL of a random rank other than 0, SIGKILL of rank 0,
 SIGSTOP of a random rank. After each, the steps between the checkpoint and the fault are computed a second time: their
-losses are compared with those of the first time. Then SIGTERM, timed to the end of the launcher; and the run goes on with
-half of its processes and devices from the oldest checkpoint that is kept, and with all of them again, its losses compared
-in the same way.
+losses are compared with those of the first time. Then SIGTERM, timed to the end of the launcher; and the run goes on
+with half of its processes and devices from the oldest checkpoint that is kept, and with all of them again, its losses
+compared in the same way.
 
-The data is random numbers, so that nothing has to be there. XLA is asked for deterministic operations; on GPUs the losses
-are bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first start and
-warm from then on. Each row is written as it comes, to
-benchmarks/results/recovery.jsonl and, with `--record`, to tests/reliability/results.jsonl, of which
-scripts/reliability_page.py makes a table. No fault begins after `--seconds`. Further arguments are the run's.
+The data is random numbers, so that nothing has to be there. XLA is asked for deterministic operations; on GPUs the
+losses are bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first
+start and warm from then on. Each row is written as it comes, to benchmarks/results/recovery.jsonl and, with `--record`,
+to tests/reliability/results.jsonl, of which scripts/reliability_page.py makes a table. No fault begins after
+`--seconds`. Further arguments are the run's.
 """
 
 import argparse

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile
+from tests.compilation import fully_optimized
 
 
 def hopper_topology(devices: int = 4) -> Any:
@@ -52,4 +53,6 @@ def compile_for_hopper(
         return hopper_array(array.shape, array.dtype, mesh)
 
     jitted = function if hasattr(function, "lower") else jax.jit(function)
-    return jitted.lower(*jax.tree.map(place, arguments)).compile(compiler_options=options)
+    lowered = jitted.lower(*jax.tree.map(place, arguments))
+    with fully_optimized():
+        return lowered.compile(compiler_options=options)

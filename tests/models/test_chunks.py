@@ -11,8 +11,6 @@ from jaxstack.models import ModelConfig, Transformer, chunks, in_fp8
 from jaxstack.precision import PrecisionConfig
 from tests.small_runs import batch_at
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 ROWS, LENGTH, WIDTH = 4, 16, 64
 
 

@@ -19,8 +19,6 @@ try:
 except ImportError:  # its place in older and newer versions of jax
     from jax._src.ad_checkpoint import saved_residuals
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 POLICIES = ("none", "save_dots", "save_attention", "full", "offload", "save_attention_offload")
 
 
