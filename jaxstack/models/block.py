@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jaxstack.models.attention import Attention, Context
-from jaxstack.models.chunks import apply_in_chunks
+from jaxstack.models.chunks import apply_in_chunks, count_chunks
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.linear import add
@@ -33,7 +33,7 @@ class Block(nnx.Module):
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
         self.dropout = config.dropout
-        self.width = None if config.remat in MATMULS_SAVED else config.feed_forward_size
+        self.width = None if mixture or config.remat in MATMULS_SAVED else config.feed_forward_size
 
     def __call__(
         self, x: jax.Array, context: Context, cache: Any = None, key: jax.Array | None = None
@@ -52,8 +52,11 @@ class Block(nnx.Module):
         return x, cache, router_loss
 
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array | None]:
-        if self.width is not None and not isinstance(self.mlp, MoE):
-            return apply_in_chunks(_apply_mlp, [self.mlp_norm, self.mlp], x, self.width), None
+        modules = [self.mlp_norm, self.mlp]
+        whole = self.width is None or isinstance(self.mlp, MoE)
+        count = 1 if whole else count_chunks(modules, x, self.width)
+        if count > 1:
+            return apply_in_chunks(_apply_mlp, modules, x, count), None
         y, router_loss = _residual(self.mlp_norm(x)), None
         if isinstance(self.mlp, MoE):
             y, router_loss = self.mlp(y, decoding=decoding)
