@@ -28,11 +28,12 @@ def tensor_work(devices: int) -> tuple[str, list[str]]:
     ]  # fmt: skip
 
 
-def context_work(devices: int) -> tuple[str, list[str]]:
-    """Name and configuration of llama3-8b on one sequence, 16,384 tokens a device."""
-    return f"llama3-8b context{devices} {16384 * devices} bf16", [
+def context_work(devices: int, tokens: int = 16384, layers: int | None = None) -> tuple[str, list[str]]:
+    """Name and configuration of llama3-8b, or the first so many of its layers, on one sequence of `tokens` a device."""
+    cut = [] if layers is None else [f"model.num_layers={layers}"]
+    return f"llama3-8b{f' of {layers} layers' * bool(cut)} context{devices} {tokens * devices} bf16", [
         "model.preset=llama3-8b", f"parallel.context={devices}", "train.global_batch_size=1",
-        f"train.sequence_length={16384 * devices}",
+        f"train.sequence_length={tokens * devices}", f"model.max_position_embeddings={tokens * devices}", *cut,
     ]  # fmt: skip
 
 

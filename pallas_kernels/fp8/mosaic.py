@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fp8 import triton
+from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.hopper import refuses_target
@@ -31,9 +31,6 @@ def refuses(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int,
 
 def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
     """a [M, K] @ b [N, K].T -> [M, N]."""
-    # Older releases of jax, on which `refuses` answers, cannot import the kernel.
-    from pallas_kernels.fp8 import mosaic_product
-
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
     # Scales for columns take the registers of a second half.
@@ -45,7 +42,8 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
         halves=2 if tall else 1,
         columns_scaled=columns_scaled,
         output=jnp.dtype(dtype).name,
-        programs=2 if INTERPRET else multiprocessors(),
+        programs=4 if INTERPRET else multiprocessors(),
+        cluster=2 if columns % (2 * BLOCK) == 0 else 1,
         interpret=INTERPRET,
     )
     return mosaic_product.product(config, a, b)

@@ -13,8 +13,6 @@ from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=48,
     layer_types=("sliding_attention", "full_attention"), sliding_window=6, initialization="fan_in",

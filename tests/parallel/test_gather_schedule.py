@@ -12,6 +12,7 @@ from jaxstack.models import Transformer
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.trainer import Trainer
 from pallas_kernels import lowering_platform
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 from tests.small_runs import small_config
 
@@ -24,6 +25,7 @@ SHAPE = (
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\b([a-z][a-z\-]+)\(")
 
 
+@fully_optimized()
 def schedule_of_the_step() -> str:
     """The scheduled instructions of a step's main computation."""
     config = small_config(*SHAPE)

@@ -10,8 +10,6 @@ import pytest
 from jaxstack.state import TrainState
 from tests.small_runs import LENGTH, make_trainer, metrics_of_steps, small_config, unpacked_batch_at
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 STEPS = 10
 ROWS = 16
 

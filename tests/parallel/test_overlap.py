@@ -19,6 +19,7 @@ from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, mak
 from jaxstack.parallel.overlap import gather_project, project_scatter
 from jaxstack.trainer import Trainer
 from pallas_kernels import lowering_platform, record_choices
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 from tests.parallel.test_layouts import assert_trains_as_one_device, layout
 from tests.small_runs import small_config
@@ -34,7 +35,6 @@ def overlapped(choices):
     return {choice.operation for choice in choices if choice.backend == "overlapped"}
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     ("overrides", "shape", "islands"),
     [
@@ -132,6 +132,7 @@ SHAPE = (
 )  # fmt: skip
 
 
+@fully_optimized()
 def compiled_step(*overrides):
     """A train step for H200s and the choices made for it."""
     config = small_config(*SHAPE, *overrides)

@@ -18,6 +18,7 @@ from jaxstack.observe.collectives import Collective, collectives
 from jaxstack.parallel import make_mesh
 from jaxstack.trainer import Trainer
 from pallas_kernels import lowering_platform
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 from tests.small_runs import small_config
 
@@ -42,6 +43,7 @@ Row = tuple[str, str, int, tuple[str, ...], bool]
 
 
 @functools.cache
+@fully_optimized()
 def compiled_for_hopper(*overrides: str) -> tuple[list[Collective], int]:
     """The collectives of a step, and the number of parameters."""
     config = small_config(*SHAPE, *overrides)

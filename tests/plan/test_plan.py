@@ -41,7 +41,7 @@ def test_plan_is_where_the_arrays_really_lie(layout):
     assert trainer.describe_sharding() == plan
 
 
-def test_bytes_are_those_of_a_device(quick_compilation):
+def test_bytes_are_those_of_a_device():
     config = small_config("parallel.fsdp=2", "train.global_batch_size=4", "model.num_layers=1")
     held, state = plan_layout(config)["sharding"]["device_bytes"], make_trainer(config).state
     for name, tree in (("parameters", state.params), ("optimizer", state.optimizer)):

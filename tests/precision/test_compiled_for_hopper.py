@@ -14,6 +14,7 @@ from jaxstack.observe.collectives import Collective, collectives
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.trainer import Trainer
 from pallas_kernels import lowering_platform
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 from tests.small_runs import small_config
 
@@ -28,6 +29,7 @@ MATMULS = 3 * 7 * LAYERS
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 
+@fully_optimized()
 def compiled(*overrides: str) -> tuple[Trainer, list[Collective]]:
     config = small_config(*SHAPE, *overrides)
     mesh = make_mesh(config.parallel, hopper_topology(math.prod(config.parallel.degrees.values())).devices)

@@ -21,9 +21,9 @@ import pytest
 from pallas_kernels import NotSupported, flash_attention, lowering_platform, record_choices, save_attention
 from pallas_kernels.attention import triton
 from pallas_kernels.attention.triton import Tile, Tiling
+from tests.compilation import run_jitted
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.attention.contract import Case, check
-from tests.pallas_kernels.compiling import run_jitted
 
 needs_triton = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")),

@@ -10,8 +10,6 @@ from jaxstack.trainer import Trainer
 from tests.parallel.test_layouts import assert_trains_as_one_device, train
 from tests.small_runs import batch_at, make_trainer, small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FOUR = ("model.num_layers=4",)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
