@@ -1,18 +1,20 @@
 """How long a run takes to come back, and whether it comes back exactly: real faults to a run under the launcher.
 
-    python benchmarks/recovery.py --processes 4
+    python benchmarks/recovery.py --processes 4 model.attention_implementation=mosaic_deterministic
     JAX_PLATFORMS=cpu python benchmarks/recovery.py --processes 4 --every 10 --step-seconds 60 --seconds 900 \
         model.preset=tiny parallel.simulate_devices=4 train.global_batch_size=8 train.sequence_length=64
 
-Faults, one after the other, half way between two checkpoints: SIGKILL of a random rank, SIGKILL of rank 0, SIGSTOP of a
-random rank. After each, the steps between the checkpoint and the fault are computed a second time: their losses are
-compared with those of the first time. Then SIGTERM, timed to the end of the launcher; and the run goes on with half of
-its processes and devices from an older checkpoint, and with all of them again, its losses compared in the same way.
+Faults, one after the other, half way between two checkpoints: SIGKILL of a random rank other than 0, SIGKILL of rank 0,
+SIGSTOP of a random rank. After each, the steps between the checkpoint and the fault are computed a second time: their
+losses are compared with those of the first time. Then SIGTERM, timed to the end of the launcher; and the run goes on
+with half of its processes and devices from the oldest checkpoint that is kept, and with all of them again, its losses
+compared in the same way.
 
-The data is random numbers, so that nothing has to be there; XLA is asked for deterministic operations. The compilation
-cache is empty at the first start and warm from then on. Each row is written as it comes, to
-benchmarks/results/recovery.jsonl and, with `--record`, to tests/reliability/results.jsonl, of which
-scripts/reliability_page.py makes a table. No fault begins after `--seconds`. Further arguments are the run's.
+The data is random numbers, so that nothing has to be there. XLA is asked for deterministic operations; on GPUs the
+losses are bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first
+start and warm from then on. Each row is written as it comes, to benchmarks/results/recovery.jsonl and, with `--record`,
+to tests/reliability/results.jsonl, of which scripts/reliability_page.py makes a table. No fault begins after
+`--seconds`. Further arguments are the run's.
 """
 
 import argparse
@@ -35,10 +37,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table
+from benchmarks.steps import first_gpus
 from jaxstack.launch.child import descendants
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "reliability" / "results.jsonl"
-FAULTS = ("SIGKILL of a random rank", "SIGKILL of rank 0", "SIGSTOP of a random rank")
+FAULTS = ("SIGKILL of a rank other than 0", "SIGKILL of rank 0", "SIGSTOP of a random rank")
 COLUMNS = (
     "fault", "devices", "processes", "ended_seconds", "first_new_step_seconds", "restore_seconds", "lost_steps",
     "compared_steps", "equal_losses", "largest_relative_difference",
@@ -127,12 +130,11 @@ class Bench:
                 f"{name}={int(value) // part}" if name == "parallel.simulate_devices" else f"{name}={value}"
                 for name, _, value in (one.partition("=") for one in overrides)
             ]
-            known = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.args.processes)))
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(known.split(",")[:processes])}
+            environment = {**environment, **first_gpus(processes)}
         train = [
             sys.executable, "-m", "jaxstack.train", "--config", self.args.config, f"run.dir={self.folder}",
             "run.name=recovery", "data.sources=[{path: synthetic}]", "train.steps=1000000",
-            "train.eval_every_steps=null", f"checkpoint.every_steps={self.args.every}", "checkpoint.keep=1000",
+            "train.eval_every_steps=null", f"checkpoint.every_steps={self.args.every}",
             "observe.log_every=1", "observe.trackers=[jsonl]", "parallel.data=1", "parallel.fsdp=-1", *overrides,
         ]  # fmt: skip
         launch = [sys.executable, "-m", "jaxstack.launch", "--processes", str(processes)]
@@ -165,9 +167,11 @@ def inject(bench: Bench, run: Watched, fault: str) -> dict:
     """One fault in the middle between two checkpoints, and what came of it."""
     every, seen = bench.args.every, len(run.lines)
     step = int(run.wait_for(r"^step (\d+)/", seen)[1][1])
-    run.wait_for(rf"^step {(step // every + 1) * every + every // 2}/", seen)
+    middle = step - step % every + every // 2
+    run.wait_for(rf"^step {middle if middle > step else middle + every}/", seen)
     pids = run.ranks()
-    rank = 0 if fault == "SIGKILL of rank 0" else random.choice(sorted(pids))
+    others = [rank for rank in pids if "other than 0" not in fault or rank] or [0]
+    rank = 0 if fault == "SIGKILL of rank 0" else random.choice(others)
     seen, began = len(run.lines), time.monotonic()
     os.kill(pids[rank], signal.SIGSTOP if "SIGSTOP" in fault else signal.SIGKILL)
     ended, _ = run.wait_for("starting again", seen)
@@ -218,11 +222,10 @@ def measure(bench: Bench) -> Iterator[dict]:
         run.kill()
     if bench.args.processes < 2 or not bench.in_time():
         return
-    # Back to the second checkpoint, so that the steps after it are known.
-    known = bench.losses()
-    for path in (bench.run / "checkpoints").iterdir():
-        if path.name.isdigit() and int(path.name) > 2 * every:
-            shutil.rmtree(path)
+    # Back to the oldest checkpoint, so that the steps after it are known.
+    known, folder = bench.losses(), bench.run / "checkpoints"
+    for step in sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())[1:]:
+        shutil.rmtree(folder / str(step))
     yield move(bench, 2, known, every // 2)
     if bench.in_time():
         yield move(bench, 1, known, every // 2)
@@ -274,6 +277,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # and the run with it
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder))

@@ -6,7 +6,10 @@ from typing import Any
 
 import jax
 
-_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_FAST = {
+    "cpu": {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
 
 
 @contextlib.contextmanager
@@ -21,5 +24,5 @@ def fully_optimized() -> Iterator[None]:
 
 
 def run_jitted(function: Any, *arguments: Any) -> Any:
-    """function(*arguments) as one program, compiled without optimisations on a GPU too."""
-    return jax.jit(function).lower(*arguments).compile(compiler_options=_FAST)(*arguments)
+    """function(*arguments) as one program, compiled without what costs most of a small test's time."""
+    return jax.jit(function).lower(*arguments).compile(compiler_options=_FAST[jax.default_backend()])(*arguments)

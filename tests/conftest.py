@@ -7,9 +7,13 @@ simply. Tests about memory, and those that compile for GPUs, turn it on by `test
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    # A release of XLA without this option ignores it.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+
+def pytest_configure(config):
+    """Before a test can import jax; with `-m gpu` it finds the GPUs by itself."""
+    if config.option.markexpr != "gpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        # A release of XLA without this option ignores it.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")

@@ -3,11 +3,8 @@
 Needs the CUDA plugin of JAX (a plain wheel, no driver); where it is not installed the test is skipped.
 """
 
-import functools
-import importlib.util
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,20 +12,15 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxstack.plan.absent_gpus import absent_gpus, can_compile
 from tests.compilation import fully_optimized
 
-TARGET = Path(__file__).with_name("h200.txtpb")
-_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
-
-@functools.cache
 def hopper_topology(devices: int = 4) -> Any:
     """One host with that many H200s; made once per process, as devices of two never compare equal."""
-    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
+    if not can_compile():
         pytest.skip("compiling for H200 needs the CUDA plugin of JAX: pip install 'jaxstack[cuda]'")
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
-    )
+    return absent_gpus(devices)
 
 
 def hopper_mesh(axes: Mapping[str, int] | None = None) -> Mesh:

@@ -18,8 +18,8 @@ from jaxstack.models.adapters import seed_adapters
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel import gather_parameter, gathers_shards, save_all_but_gathered
-from pallas_kernels import save_attention
+from jaxstack.models.remat import LAYER_INPUT, rematerialise
+from jaxstack.parallel import gather_parameter
 
 Caches = list[Any] | None
 """One cache of the attention kind a stack (leading layers dim) or a single block, in the order of `Stack.layers`."""
@@ -198,7 +198,7 @@ def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Call
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
     def run(x: jax.Array, state: Any, cache: Any, key: jax.Array | None) -> Any:
         block = seed_adapters(nnx.merge(graphdef, gather_weights(state, dtype)), key)
-        x = checkpoint_name(x, "block_input")
+        x = checkpoint_name(x, LAYER_INPUT)
         return block(x, context, cache, key)
 
     return run
@@ -206,27 +206,3 @@ def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
 
 def _fold(key: jax.Array | None, index: Any) -> jax.Array | None:
     return None if key is None else jax.random.fold_in(key, index)
-
-
-def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:
-    """`body` under `jax.checkpoint` with one of `ModelConfig.remat`'s named policies."""
-    policies = jax.checkpoint_policies
-    if policy == "none":
-        if not gathers_shards():
-            return body
-        rule = save_all_but_gathered
-    elif policy == "full":
-        rule = policies.nothing_saveable
-    elif policy == "save_attention":
-        rule = save_attention
-    elif policy == "save_dots":
-        rule = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, save_attention)
-    else:
-        rule = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["block_input"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    # Inside a scan the loop itself keeps XLA from merging the recomputation with the original.
-    return jax.checkpoint(body, policy=rule, prevent_cse=not scanned)

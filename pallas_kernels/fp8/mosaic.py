@@ -42,7 +42,8 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
         halves=2 if tall else 1,
         columns_scaled=columns_scaled,
         output=jnp.dtype(dtype).name,
-        programs=2 if INTERPRET else multiprocessors(),
+        programs=4 if INTERPRET else multiprocessors(),
+        cluster=2 if columns % (2 * BLOCK) == 0 else 1,
         interpret=INTERPRET,
     )
     return mosaic_product.product(config, a, b)

@@ -22,7 +22,8 @@ BLOCK = 128
 ROWS = 64
 """Of one wgmma."""
 WARPGROUPS = 2
-_STAGES = 4
+_STAGES = {1: 5, 2: 3}
+"""By halves: what shared memory has room for beside the result."""
 _STORE_COLUMNS = 64
 _TILE_ROWS_TOGETHER = 8
 
@@ -35,6 +36,7 @@ class Config:
         halves: 64-row parts of the tile that each warpgroup computes one after the other.
         columns_scaled: whether every row of b has its own scales (else every 128 rows share them).
         programs: that run at a time.
+        cluster: programs with neighbouring tiles of one row, each of which loads a part of a for all.
     """
 
     rows: int
@@ -44,7 +46,19 @@ class Config:
     columns_scaled: bool
     output: str
     programs: int
+    cluster: int = 1
     interpret: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Steps along the summed dim that are in flight from global memory."""
+        return _STAGES[self.halves]
+
+    @property
+    def clusters(self) -> int:
+        """That run at a time; each takes `cluster` tiles at once."""
+        tile_rows, tile_columns = self.tiles
+        return min(self.programs // self.cluster, tile_rows * (tile_columns // self.cluster))
 
     @property
     def parts(self) -> int:
@@ -81,21 +95,25 @@ def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
         functools.partial(_body, config),
         kernel_name="fp8_block_product",
         out_type=jax.ShapeDtypeStruct((config.rows, config.columns), config.output),
-        grid=(min(config.programs, config.tiles[0] * config.tiles[1]),),
-        grid_names=("program",),
+        grid=(config.clusters,),
+        grid_names=("clusters",),
+        cluster=(config.cluster,),
+        cluster_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=_Buffers(
-            a=tiled((_STAGES, config.parts, ROWS, BLOCK), E4M3),
-            b=tiled((_STAGES, BLOCK, BLOCK), E4M3),
-            a_scale=plgpu.SMEM((_STAGES, config.parts, ROWS), jnp.float32),
-            b_scale=plgpu.SMEM((_STAGES, BLOCK), jnp.float32) if config.columns_scaled else None,
-            out=tiled((WARPGROUPS, ROWS, _STORE_COLUMNS), config.output),
+            a=tiled((config.stages, config.parts, ROWS, BLOCK), E4M3),
+            b=tiled((config.stages, BLOCK, BLOCK), E4M3),
+            a_scale=plgpu.SMEM((config.stages, config.parts, ROWS), jnp.float32),
+            b_scale=plgpu.SMEM((config.stages, BLOCK), jnp.float32) if config.columns_scaled else None,
+            out=tiled((WARPGROUPS, config.halves, BLOCK // _STORE_COLUMNS, ROWS, _STORE_COLUMNS), config.output),
             full=tuple(
-                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=_STAGES)
+                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=config.stages)
                 for beside in (1 + config.columns_scaled, 0)[: config.halves]
             ),
-            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
+            empty=plgpu.ClusterBarrier(
+                collective_axes=("program",), num_arrivals=WARPGROUPS, num_barriers=config.stages
+            ),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if config.interpret else None,
@@ -118,23 +136,22 @@ def _body(config: Config, a: Any, b: Any, a_scale: Any, b_scale: Any, out: Any, 
     def _():
         plgpu.set_max_registers(24, action="decrease")
         tiles = _for_each_tile(config, functools.partial(_load, config, (a, b, a_scale, b_scale), buffers))
-        pieces.drain(_STAGES, tiles * steps, buffers.empty)
+        pieces.drain(config.stages, tiles * steps, buffers.empty)
 
 
 def _for_each_tile(config: Config, visit: Any) -> Any:
     """Calls visit(number, row, column) for this program's tiles of the result; returns how many they were."""
-    tile_rows, tile_columns = config.tiles
-    programs = min(config.programs, tile_rows * tile_columns)
-    program = lax.axis_index("program")
-    count = lax.div(tile_rows * tile_columns - 1 - program, programs) + 1
+    tile_rows, wide_columns = config.tiles[0], config.tiles[1] // config.cluster
+    count = lax.div(tile_rows * wide_columns - 1 - lax.axis_index("clusters"), config.clusters) + 1
 
     def step(number: jax.Array, _: None) -> None:
-        index = number * programs + program
-        band = lax.div(index, _TILE_ROWS_TOGETHER * tile_columns)
+        index = number * config.clusters + lax.axis_index("clusters")
+        band = lax.div(index, _TILE_ROWS_TOGETHER * wide_columns)
         first = band * _TILE_ROWS_TOGETHER
         height = jnp.minimum(tile_rows - first, _TILE_ROWS_TOGETHER)
-        within = index - band * (_TILE_ROWS_TOGETHER * tile_columns)
-        visit(number, first + lax.rem(within, height), lax.div(within, height))
+        within = index - band * (_TILE_ROWS_TOGETHER * wide_columns)
+        column = lax.div(within, height) * config.cluster + lax.axis_index("program")
+        visit(number, first + lax.rem(within, height), column)
 
     lax.fori_loop(0, count, step, None)
     return count
@@ -146,17 +163,17 @@ def _load(config: Config, inputs: tuple[Any, ...], buffers: _Buffers, number: An
 
     def step(index: jax.Array, _: None) -> None:
         count = number * steps + index
-        slot = lax.rem(count, _STAGES)
+        slot = lax.rem(count, config.stages)
         full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
 
-        @pl.when(count >= _STAGES)
+        @pl.when(count >= config.stages)
         def _():
             plgpu.barrier_wait(buffers.empty.at[slot])
 
         for part in range(config.parts):
             rows = pl.ds((row * config.parts + part) * ROWS, ROWS)
             half = full[part % config.halves]
-            plgpu.copy_gmem_to_smem(a.at[rows, along], buffers.a.at[slot, part], half)
+            plgpu.copy_gmem_to_smem(a.at[rows, along], buffers.a.at[slot, part], half, collective_axes="program")
             plgpu.copy_gmem_to_smem(a_scale.at[index, rows], buffers.a_scale.at[slot, part], half)
         columns = pl.ds(column * BLOCK, BLOCK)
         plgpu.copy_gmem_to_smem(b.at[columns, along], buffers.b.at[slot], full[0])
@@ -177,19 +194,19 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
         totals, factor = state
         # Read a step ahead: it comes from global memory.
         following = shared_scale(index + 1)
-        slot = lax.rem(number * steps + index, _STAGES)
+        slot = lax.rem(number * steps + index, config.stages)
         added = []
         for half, total in enumerate(totals):
             # Waited for one after the other also keeps the additions before the next half's product, as the compiler
             # moves nothing past the loop of a wait: both halves' sums have no room.
             plgpu.barrier_wait(buffers.full[half].at[slot])
             part = warpgroup * config.halves + half
+            scale = plgpu.load(buffers.a_scale.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(1)) * factor
 
             def issue(accumulator: Any, part: Any = part) -> None:
                 plgpu.wgmma(accumulator, buffers.a.at[slot, part], buffers.b.at[slot].transpose((1, 0)))
 
             partial = pieces.multiply((ROWS, BLOCK), issue)
-            scale = plgpu.load(buffers.a_scale.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(1)) * factor
             if config.columns_scaled:
                 columns = plgpu.load(buffers.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
                 partial = partial * pieces.along_columns(columns, partial)
@@ -201,9 +218,10 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
     totals, _ = lax.fori_loop(0, steps, step, (zeros, shared_scale(jnp.int32(0))))
     # Rounded together, they leave room for what the stores need.
     rounded = lax.optimization_barrier(tuple(total.astype(out.dtype) for total in totals))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for half, part in enumerate(rounded):
         first = ((row * WARPGROUPS + warpgroup) * config.halves + half) * ROWS
-        _store(out, buffers.out.at[warpgroup], part, first, column)
+        _store(out, buffers.out.at[warpgroup, half], part, first, column)
 
 
 def _release(config: Config, barrier: Any) -> None:
@@ -215,9 +233,9 @@ def _release(config: Config, barrier: Any) -> None:
 
 def _store(out: Any, buffer: Any, part: jax.Array, first: Any, column: Any) -> None:
     """64 rows of the result, by way of shared memory, some columns at a time."""
-    for start in range(0, BLOCK, _STORE_COLUMNS):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer[...] = part[:, start : start + _STORE_COLUMNS]
+    for index in range(BLOCK // _STORE_COLUMNS):
+        start = index * _STORE_COLUMNS
+        buffer[index] = part[:, start : start + _STORE_COLUMNS]
         plgpu.commit_smem()
         columns = pl.ds(column * BLOCK + start, _STORE_COLUMNS)
-        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(first, ROWS), columns])
+        plgpu.copy_smem_to_gmem(buffer.at[index], out.at[pl.ds(first, ROWS), columns])
