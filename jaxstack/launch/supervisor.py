@@ -24,6 +24,8 @@ from jaxstack.resilience.progress_file import Record
 _LOOK_SECONDS = 0.1
 _STRAGGLER_SECONDS = 60.0
 _END_SECONDS = 3.0
+_PAUSE_SECONDS = 5.0
+"""A look that comes so late: the whole job was suspended, and silence meanwhile says nothing."""
 _STOPPED = (143, 130)
 
 
@@ -123,9 +125,12 @@ class Supervisor:
         """Waits for the end of a start; returns its code and why. Some of the children may be running still."""
         forwarded: float | None = None
         looked, past = time.monotonic(), {child.rank: child.record() for child in children}
+        now = awake = looked
         while True:
             self._sleep(_LOOK_SECONDS)
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            if now - before > _PAUSE_SECONDS:
+                awake = now
             if self._signum is not None and forwarded is None:
                 forwarded = now
                 for child in children:
@@ -146,7 +151,7 @@ class Supervisor:
                 return 0, "done"
             else:
                 records = {child.rank: child.record() for child in running}
-                stuck = find_stuck(records, self.job.limits, now)
+                stuck = find_stuck(records, self.job.limits, now, since=awake)
                 if stuck is not None:
                     return 1, self._stuck(stuck, records, running)
                 if now - looked > _STRAGGLER_SECONDS:

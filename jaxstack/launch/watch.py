@@ -1,6 +1,7 @@
 """What the progress of the processes says: who is stuck, and who holds the others up. Plain functions of records."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping
 
@@ -25,12 +26,14 @@ class Limits:
         return self.save if record.phase in ("save", "end") else self.start
 
 
-def find_stuck(records: Mapping[int, Record], limits: Limits, now: float) -> int | None:
+def find_stuck(records: Mapping[int, Record], limits: Limits, now: float, since: float = -math.inf) -> int | None:
     """The rank that is stuck: of those beyond their limit the one that fell silent first; None where all go on.
 
-    In a collective the others wait for it and fall silent after it.
+    In a collective the others wait for it and fall silent after it. Silence before `since` does not count.
     """
-    silent = {rank: record.at for rank, record in records.items() if now - record.at > limits.of(record)}
+    silent = {
+        rank: record.at for rank, record in records.items() if now - max(record.at, since) > limits.of(record)
+    }
     return min(silent, key=lambda rank: silent[rank], default=None)
 
 

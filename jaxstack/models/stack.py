@@ -18,6 +18,7 @@ from jaxstack.models.adapters import seed_adapters
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.dropout import fold_key
 from jaxstack.models.remat import LAYER_INPUT, rematerialise
 from jaxstack.parallel import gather_parameter
 
@@ -147,7 +148,7 @@ class Stack(nnx.Module):
         for i, state in enumerate(states):
             run = _runner(nnx.graphdef(self.layers[self.lead + i]), context, dtype)
             number = self.lead + step * self.period + i
-            x, cache, loss = run(x, _label_layer(state), caches[i] if caches else None, _fold(key, number))
+            x, cache, loss = run(x, _label_layer(state), caches[i] if caches else None, fold_key(key, number))
             new.append(cache)
             losses.append(loss)
         return x, (new, losses)
@@ -165,7 +166,7 @@ class Stack(nnx.Module):
                 # call where nothing is traced.
                 runs[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
             cache = caches[part] if caches else None
-            x, cache, loss = runs[graphdef](x, state, cache, _fold(key, self.numbers(part)[0]))
+            x, cache, loss = runs[graphdef](x, state, cache, fold_key(key, self.numbers(part)[0]))
             new.append(cache)
             losses.append(loss)
         return x, new, losses
@@ -202,7 +203,3 @@ def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
         return block(x, context, cache, key)
 
     return run
-
-
-def _fold(key: jax.Array | None, index: Any) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, index)

@@ -80,6 +80,14 @@ class StopRequest:
             raise JaxstackError("the processes did not agree on a step to stop at; look at the logs of the others")
         return here == self._agreed
 
+    def heard(self) -> bool:
+        """After the last tick: whether any process was told to stop. Called on all of them.
+
+        Raises JaxstackError where another process says nothing for two minutes.
+        """
+        self.signum = max(processes.exchange(f"{self._name}/last", self.signum or 0, _AGREE_SECONDS)) or None
+        return self.signum is not None
+
     def _receive(self, signum: int, _: FrameType | None) -> None:
         if self.signum is None:
             self.signum, self._heard = signum, time.monotonic()
