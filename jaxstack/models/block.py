@@ -53,8 +53,7 @@ class Block(nnx.Module):
 
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array | None]:
         modules = [self.mlp_norm, self.mlp]
-        whole = self.width is None or isinstance(self.mlp, MoE)
-        count = 1 if whole else count_chunks(modules, x, self.width)
+        count = 1 if self.width is None else count_chunks(modules, x, self.width)
         if count > 1:
             return apply_in_chunks(_apply_mlp, modules, x, count), None
         y, router_loss = _residual(self.mlp_norm(x)), None
