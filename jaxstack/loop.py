@@ -241,6 +241,8 @@ class Loop:
                 self.signs.note("save")
                 manager.wait()
                 self.signs.note(saved=self._committed())
+            if stop.heard():  # in the last save: what is left to do can wait for the next start
+                self._stop(train.steps, stop.signum or 0)
 
     def _read(self, step: int, metrics: Any, waited: float) -> None:
         """Waits for a step's metrics, checks them, and logs them where it is their turn."""
@@ -370,7 +372,12 @@ class Loop:
 def last_logged(run_dir: Path | None) -> dict[str, Any]:
     """The values of the last training line in a run's metrics.jsonl; empty where there is none."""
     try:
-        lines = (Path(run_dir or "") / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return next(line for line in map(json.loads, reversed(lines)) if "loss" in line)
-    except (OSError, ValueError, StopIteration):
+        lines = (Path(run_dir or "") / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
         return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):  # a kill has torn the line, or it is somebody else's
+            values = json.loads(line)
+            if isinstance(values, dict) and "loss" in values:
+                return values
+    return {}

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxstack.cluster import TLS_PEER_PREFIX, Place, check_trust, is_loopback
+from jaxstack.cluster import TLS_PEER_PREFIX, Place, check_trust, is_loopback, split_address
 from jaxstack.errors import ConfigError, JaxstackError
 
 
@@ -26,7 +27,7 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
 
     Raises:
       ConfigError: the coordinator would be open to other machines.
-      JaxstackError: the processes do not find one another in `connect_seconds`.
+      JaxstackError: process 0 cannot listen there, or the processes do not find one another in `connect_seconds`.
     """
     files = check_trust(place.coordinator)
     options: dict[str, Any] = {}
@@ -37,6 +38,8 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
             )
         options = dict(zip(("mtls_cert_file", "mtls_key_file", "mtls_ca_file"), files, strict=True))
         options |= {"mtls_peer_uri_prefix": os.environ.get(TLS_PEER_PREFIX), "verify_secure_credentials": True}
+    if place.index == 0:
+        _check_free(place.bind or place.coordinator)
     _keep_cpu_on_loopback(place)
     # Its handler of SIGTERM would take the place of ours.
     if "jax_enable_preemption_service" in jax.config.values:
@@ -65,6 +68,21 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
         ) from None
     finally:
         limit.cancel()
+
+
+def _check_free(address: str) -> None:
+    """Raises JaxstackError where this process cannot listen; jax itself would end with a segmentation fault."""
+    host, port = split_address(address)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an earlier start left in TIME_WAIT
+            probe.bind(place)
+    except OSError as error:
+        raise JaxstackError(
+            f"process 0 cannot listen at {address}: {error.strerror or error}. The coordinator is an address of its "
+            "host with a port that nothing else uses: end what holds it, or give another."
+        ) from None
 
 
 def _end_alone(place: Place, seconds: int) -> None:

@@ -47,15 +47,16 @@ class RunSection(Component):
     @field_validator("name")
     @classmethod
     def _is_one_folder(cls, name: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(f"must be letters, digits, '.', '_' and '-', as it names a folder; found {name!r}.")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+            rule = "must be letters, digits, '.', '_' and '-', at most 200 of them, as it names a folder"
+            raise ValueError(f"{rule}; found {name!r}.")
         return name
 
 
 class TrainConfig(Component):
     """How long, on how much, and how a step is cut up."""
 
-    steps: int = Field(default=1000, ge=1)
+    steps: int = Field(default=1000, ge=1, le=999_999_999)
     """Optimizer steps of the whole run."""
     global_batch_size: int = Field(default=8, ge=1)
     """Sequences a step, over all devices and microbatches."""

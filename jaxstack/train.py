@@ -35,7 +35,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    args = make_parser().parse_intermixed_args(argv)
+    with EndAtOnce("jaxstack train"):
+        code = _run(make_parser().parse_intermixed_args(argv))
+        processes = sys.modules.get("jaxstack.processes")
+        return processes.end(code) if processes is not None else code
+
+
+def _run(args: argparse.Namespace) -> int:
     names = {COORDINATOR: args.coordinator, COUNT: args.processes, INDEX: args.process_id}
     os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
 
@@ -50,10 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except RuntimeError as error:
             raise processes.explain_loss(error) or error from None
 
-    with EndAtOnce("jaxstack train"):
-        code = run_command("jaxstack train", body)
-        processes = sys.modules.get("jaxstack.processes")
-        return processes.end(code) if processes is not None else code
+    return run_command("jaxstack train", body)
 
 
 if __name__ == "__main__":

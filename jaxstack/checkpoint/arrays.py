@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,41 @@ _MEBIBYTE = 2**20
 _GIBIBYTE = 2**30
 
 
+_UNSEEN = "exception was never retrieved"
+_CLOSED = "Event loop is closed"
+
+
+def _names_any(text: str, *parts: str) -> bool:
+    return any(part in text for part in parts)
+
+
 class _WithoutOrbax(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        place = f"{os.sep}orbax{os.sep}"
-        return place not in record.pathname and (record.name != "asyncio" or place not in record.getMessage())
+        place, text = f"{os.sep}orbax{os.sep}", record.getMessage()
+        return place not in record.pathname and (record.name != "asyncio" or not _names_any(text, place, _UNSEEN))
+
+
+class _WithoutClosedLoops:
+    """An `unraisablehook` that leaves out what TensorStore says of a write that nobody waits for any more."""
+
+    def __init__(self, before: Callable[[Any], object]):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == _CLOSED):
+            self._before(unraisable)
 
 
 def _quiet_orbax() -> None:
-    # One failed write is logged by up to four of Orbax's threads, and by asyncio for each leaf, with tracebacks. The
-    # error reaches the caller as an exception, which is reported once.
+    # One failed write is logged by up to four of Orbax's threads, by asyncio for each leaf, and by TensorStore for each
+    # leaf that fails after Orbax has closed its event loop, with tracebacks. The error reaches the caller as an
+    # exception, which is reported once.
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _WithoutOrbax) for known in logger.filters):
             logger.addFilter(_WithoutOrbax())
+    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
 
 
 def _context(timeout_seconds: int) -> ocp.Context:

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ def explain(error: BaseException, folder: str) -> str:
         return f"no space left on the disk of {folder}: free some, or lower checkpoint.keep"
     if "quota exceeded" in text.lower():
         return f"the disk quota of {folder} is used up: free some, or lower checkpoint.keep"
+    if not os.path.isdir(folder):
+        return f"{folder} was removed while it was written"
     if "interpreter shutdown" in text or "after shutdown" in text:
         return "the process ended without CheckpointManager.close()"
     if isinstance(error, TimeoutError):

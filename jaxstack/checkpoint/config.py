@@ -25,5 +25,5 @@ class CheckpointConfig(Component):
     save_on_exit: bool = True
     """Save once more when the run is told to stop (SIGTERM, Ctrl-C)."""
 
-    timeout_minutes: int = Field(default=120, ge=1)
+    timeout_minutes: int = Field(default=120, ge=1, le=10_080)
     """A save that is not committed after this long counts as failed."""

@@ -107,12 +107,16 @@ def delete(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder, to which a writer that has failed may be adding files for a moment, or a file of that name."""
+    """Removes a folder, to which a writer that has failed may be adding files for a moment, or a file of that name.
+
+    What cannot be removed stays.
+    """
     for attempt in range(5):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink()
         if not os.path.lexists(path):
             return
         time.sleep(0.1 * 2**attempt)
@@ -133,7 +137,10 @@ class DirectoryLock:
 
         File systems without locks are let through.
         """
-        self._file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115
+        self._path = directory / ".lock"
+        # Not through a link, which would write into what it points at.
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        self._file = os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
@@ -149,6 +156,14 @@ class DirectoryLock:
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             os.ftruncate(self._file.fileno(), 0)
             os.write(self._file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+
+    def is_there(self) -> bool:
+        """Whether the directory still has the file that is locked: nobody has removed or replaced it."""
+        try:
+            found, mine = os.stat(self._path, follow_symlinks=False), os.fstat(self._file.fileno())
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
 
     def release(self) -> None:
         """Frees the lock."""

@@ -98,7 +98,7 @@ class CheckpointManager:
             try:
                 self._take_lock()
             except OSError as error:
-                failure = cannot_write(self.directory, error)
+                failure = cannot_write(error.filename or self.directory, error)
             except JaxstackError as error:
                 failure = error
         if not processes.all_true(failure is None):
@@ -243,6 +243,9 @@ class CheckpointManager:
             self._lock = None
 
     def _take_lock(self) -> None:
+        if self._lock is not None and not self._lock.is_there():
+            self._report(f"{self.directory} was removed while the run saves there, with what it held; it is made anew")
+            self._release()
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = directory.DirectoryLock(self.directory)
@@ -361,10 +364,7 @@ class CheckpointManager:
         return final if final.exists() else final.with_name(f".replaced-{step}")
 
     def _find_damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, beginning with the file's name.
-
-        Read once while nobody writes to it.
-        """
+        """What is wrong with a checkpoint, the file's name first. It is read once while nobody writes to it."""
         path = self._path(step)
         damage = None
         seen = manifest.signature(path)

@@ -25,8 +25,10 @@ from jaxstack.errors import ConfigError
 MANIFEST = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 1
-_KEYS = {"format": int, "step": int, "leaves": dict, "files": dict}
-_LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
+_KEYS = {"format": int, "step": int, "saved_at": str, "leaves": dict, "files": dict}
+_LINE = re.compile(r"([0-9a-f]{64})  ([^\n\0]+)")
+_LARGEST = 2**28
+"""Bytes of an index or a manifest at most; what is longer is not one, and is not read into memory."""
 
 
 class Damaged(Exception):
@@ -154,31 +156,49 @@ def _regular(root: Path, name: str) -> os.stat_result:
 
 def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
     digests = _read_digests(root)
-    _regular(root, INDEX)
-    try:
-        content = (root / INDEX).read_bytes()
-    except OSError as error:
-        raise Damaged(f"{INDEX}: {error.strerror or 'missing'}") from error
+    content = _read_small(root, INDEX)
     if hashlib.sha256(content).hexdigest() != digests[INDEX]:
         raise Damaged(f"{INDEX}: it, or its line in {MANIFEST}, has changed (SHA-256 differs)")
-    index = json.loads(content)
-    if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in _KEYS.items()):
-        raise Damaged(f"{INDEX}: it is not the index of a checkpoint")
-    if index.get("format") != FORMAT:
+    try:
+        index = json.loads(content)
+    except (ValueError, RecursionError):
+        index = None
+    if isinstance(index, dict) and isinstance(index.get("format"), int) and index["format"] != FORMAT:
         raise ConfigError(
-            f"{root / INDEX} has format {index.get('format')}, this jaxstack reads {FORMAT}: use the one that saved it"
+            f"{root / INDEX} has format {index['format']}, this jaxstack reads {FORMAT}: use the one that saved it"
         )
+    if not _is_index(index):
+        raise Damaged(f"{INDEX}: it is not the index of a checkpoint")
     if set(index["files"]) | {INDEX} != set(digests):
         raise Damaged(f"{MANIFEST}: it does not list the files that {INDEX} lists")
     return digests, index
 
 
-def _read_digests(root: Path) -> dict[str, str]:
-    _regular(root, MANIFEST)
+def _is_index(index: Any) -> bool:
+    """Whether it has the parts of an index, each leaf with what `LeafSpec.from_json` reads."""
+    if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in _KEYS.items()):
+        return False
+    for leaf in index["leaves"].values():
+        if not (isinstance(leaf, dict) and isinstance(leaf.get("shape"), list) and isinstance(leaf.get("dtype"), str)):
+            return False
+        if not (all(isinstance(size, int) for size in leaf["shape"]) and isinstance(leaf.get("key_impl", ""), str)):
+            return False
+    return True
+
+
+def _read_small(root: Path, name: str) -> bytes:
+    size = _regular(root, name).st_size
+    if size > _LARGEST:
+        raise Damaged(f"{name}: {size} bytes, at most {_LARGEST} expected")
     try:
-        text = (root / MANIFEST).read_bytes().decode("utf-8")
+        return (root / name).read_bytes()
     except OSError as error:
-        raise Damaged(f"{MANIFEST}: {error.strerror or 'missing'}") from error
+        raise Damaged(f"{name}: {error.strerror or 'missing'}") from error
+
+
+def _read_digests(root: Path) -> dict[str, str]:
+    try:
+        text = _read_small(root, MANIFEST).decode("utf-8")
     except UnicodeDecodeError as error:
         raise Damaged(f"{MANIFEST}: not text") from error
     lines = text.split("\n")

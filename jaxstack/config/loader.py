@@ -46,6 +46,7 @@ _MOST_VALUES = 100_000
 def _count_values(value: Any, known: dict[int, int | None]) -> int:
     """Values in a tree that may hold a part many times over by YAML's aliases; each part is looked at once."""
     if not isinstance(value, dict | list):
+        _check_scalar(value)
         return 1
     if id(value) not in known:
         known[id(value)] = None
@@ -55,6 +56,13 @@ def _count_values(value: Any, known: dict[int, int | None]) -> int:
     if count is None:
         raise ValueError("an alias stands inside the value that it names")
     return count
+
+
+def _check_scalar(value: Any) -> None:
+    if isinstance(value, int) and value.bit_length() > 63:
+        raise ValueError(f"a whole number of {value.bit_length()} bits stands in it; at most 63 can be computed with")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a null character stands in a text")
 
 
 def _parse_yaml(text: str, origin: str) -> Any:

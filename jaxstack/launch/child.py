@@ -115,8 +115,9 @@ def _die_with_parent() -> None:
 
 def _copy_lines(source: IO[bytes], prefix: str) -> None:
     for line in source:
-        sys.stdout.buffer.write(prefix.encode() + line)
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the reader of our output has gone; theirs must not fill up
+            sys.stdout.buffer.write(prefix.encode() + line)
+            sys.stdout.flush()
 
 
 def adopt_orphans() -> None:

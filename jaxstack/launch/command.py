@@ -99,6 +99,6 @@ def _natural(text: str) -> int:
 
 def _seconds(text: str) -> float:
     number = float(text)
-    if number <= 0:
+    if not number > 0:  # nor is nan
         raise argparse.ArgumentTypeError("must be more than 0")
     return number

@@ -73,8 +73,10 @@ def _degrees(shape: tuple[int, ...]) -> tuple[int, ...]:
     rules = current_rules()
     if rules is None:
         return 1, 1, 1
-    spec = rules.spec(("batch", "residual_length", "act_mlp"), (*shape[:2], 0))
-    return tuple(rules.degree(axes_of(part)) for part in spec)
+    rows, parts, _ = (axes_of(part) for part in rules.spec(("batch", "residual_length", None), shape))
+    mlp = axes_of(rules.spec(("act_mlp",))[0])
+    # With Megatron's sequence parallelism the axis of the MLP splits the sequence up to there.
+    return tuple(rules.degree(axes) for axes in (rows, parts, [axis for axis in mlp if axis not in parts]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -19,16 +19,19 @@ class Goodput:
 
     Args:
       train_seconds: time of the steps before this start which still count.
-      clock: seconds since 1970.
+      clock: seconds since 1970; by default of a clock that nobody sets while the process runs.
     """
 
-    def __init__(self, run_dir: Path | None, step: int, train_seconds: float, clock: Callable[[], float] = time.time):
+    def __init__(
+        self, run_dir: Path | None, step: int, train_seconds: float, clock: Callable[[], float] | None = None
+    ):
         self._path = run_dir / FILE if run_dir is not None else None
-        self._clock = clock
-        self._train_seconds = train_seconds
+        clock = self._clock = clock or steady_clock()
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
-        self._sessions = [*read_sessions(self._path), {"began": clock(), "step": step}]
+        before = read_sessions(self._path)
+        self._train_seconds = train_seconds if before else 0.0  # of a time that is known
+        self._sessions = [*before, {"began": clock(), "step": step}]
         self._write()
 
     def add(self, seconds: float) -> None:
@@ -53,12 +56,21 @@ class Goodput:
         os.replace(temporary, self._path)
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since 1970 as they are told now, and from now on by the monotonic clock."""
+    offset = time.time() - time.monotonic()
+    return lambda: offset + time.monotonic()
+
+
 def wall_seconds(sessions: list[dict[str, Any]], now: float) -> float:
-    """From the first start to `now`, without the time after a start that finished the run."""
+    """From the first start to `now`, without the time after a start that finished the run.
+
+    Where the clock was set back between two starts, the time between them is not known and counts as none.
+    """
     total = 0.0
     for number, session in enumerate(sessions):
         later = sessions[number + 1]["began"] if number + 1 < len(sessions) else now
-        total += (session["ended"] if session.get("finished") else later) - session["began"]
+        total += max(0.0, (session["ended"] if session.get("finished") else later) - session["began"])
     return total
 
 
@@ -66,6 +78,11 @@ def read_sessions(path: Path | None) -> list[dict[str, Any]]:
     """The starts of a run so far; none where the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None else []
-        return [one for one in found if isinstance(one["began"], int | float)]
-    except (OSError, ValueError, TypeError, KeyError):
+        return [one for one in found if _is_session(one)]
+    except (OSError, ValueError, TypeError, RecursionError):
         return []
+
+
+def _is_session(one: Any) -> bool:
+    times = ("began", "ended") if isinstance(one, dict) and one.get("finished") else ("began",)
+    return isinstance(one, dict) and all(isinstance(one.get(name), int | float) for name in times)

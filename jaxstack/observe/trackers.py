@@ -79,7 +79,7 @@ def _keeps(line: bytes, last_step: int) -> bool:
         return False
     try:
         return json.loads(line)["step"] <= last_step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -20,9 +20,9 @@ class ResilienceConfig(Component):
     """So often, and before each save, the devices' copies of the state are compared; a difference ends the run."""
     accept_data_change: bool = False
     """Resume on other data, another tokenizer, seed or batch than the checkpoint's."""
-    heartbeat_seconds: int = Field(default=10, ge=2)
+    heartbeat_seconds: int = Field(default=10, ge=2, le=86_400)
     """Of several processes: one that has been silent for so long is dead, and the others end."""
-    connect_seconds: int = Field(default=300, ge=1)
+    connect_seconds: int = Field(default=300, ge=1, le=86_400)
     """For which the processes of a run wait for one another at its start."""
     device_hours_between_failures: float = Field(default=50_700, gt=0)
     """For the advice on the checkpoint interval."""

@@ -1,4 +1,6 @@
-"""SIGTERM outside of the training steps, and stacks on SIGUSR1. Imports no jax: it holds from the first line on."""
+"""SIGTERM and Ctrl-C outside of the training steps, and stacks on SIGUSR1. Imports no jax: it holds from the first line
+on.
+"""
 
 import faulthandler
 import os
@@ -7,12 +9,18 @@ import threading
 
 from jaxstack.resilience.progress_file import STACKS
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
+SAME_SECONDS = 5.0
+"""Signals within so long are one: a scheduler that signals all processes of a job reaches some of them twice, directly
+and through the launcher."""
+
 
 class EndAtOnce:
-    """Within it, and outside of a `StopRequest`, SIGTERM ends the process with one line and code 143.
+    """Within it, and outside of a `StopRequest`, SIGTERM and SIGINT end the process with one line and code 143 or 130.
 
     Python runs handlers between two of its own instructions, and a compilation is one that can take minutes; a thread
-    hears of the signal meanwhile. SIGUSR1 writes the stacks of all threads to standard error, or where the supervisor
+    hears of the signal meanwhile. Nor is a Ctrl-C lost that falls into a callback of a library, where Python prints
+    and forgets what is raised. SIGUSR1 writes the stacks of all threads to standard error, or where the supervisor
     asked for them, whoever holds the interpreter.
     """
 
@@ -26,14 +34,15 @@ class EndAtOnce:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._handler = lambda signum, frame: None
-        self._before = signal.signal(signal.SIGTERM, self._handler)
+        self._before = {signum: signal.signal(signum, self._handler) for signum in _ENDING}
         self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._fd_before)
-        signal.signal(signal.SIGTERM, self._before)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
         os.close(self._write)
         faulthandler.unregister(signal.SIGUSR1)
         if self._stacks != 2:
@@ -41,7 +50,7 @@ class EndAtOnce:
 
     def _watch(self) -> None:
         while received := os.read(self._read, 1):
-            if received[0] == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is self._handler:
+            if received[0] in _ENDING and signal.getsignal(received[0]) is self._handler:
                 text = f"stopped by signal {received[0]} outside of the training steps; nothing new to save"
                 os.write(2, f"{self._name}: {text}\n".encode())
                 os._exit(128 + received[0])

@@ -168,18 +168,35 @@ def rewrite_index(directory, change):
     """Changes the index of checkpoint 2, and its hash with it."""
     path, sums = directory / "2" / "checkpoint.json", directory / "2" / "SHA256SUMS"
     index = json.loads(path.read_text())
-    path.write_text(json.dumps(change(index)))
+    changed = change(index)
+    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     lines = sums.read_text().splitlines()[:-1]
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     sums.write_text("\n".join([*lines, f"{digest}  checkpoint.json"]) + "\n")
 
 
 def test_an_index_that_is_none_is_passed_over(two, open_manager, warnings):
-    for change in (lambda index: [index], lambda index: {**index, "leaves": None}, lambda index: {"format": 1}):
+    def leaves(**fields):
+        return lambda index: {
+            **index, "leaves": {name: {**leaf, **fields} for name, leaf in index["leaves"].items()},
+        }  # fmt: skip
+
+    for change in (
+        lambda index: [index], lambda index: {**index, "leaves": None}, lambda index: {"format": 1},
+        lambda index: "{", lambda index: "[" * 100_000, lambda index: {**index, "saved_at": {}},
+        lambda index: {**index, "leaves": {"x": None}}, leaves(shape="abc"), leaves(dtype=[5]), leaves(key_impl=5),
+    ):  # fmt: skip
         rewrite_index(two, change)
         warnings.clear()
         assert open_manager().latest_step() == 1 and "not the index of a checkpoint" in warnings[0]
         repair(two)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "SHA256SUMS"])
+def test_a_giant_in_place_of_an_index_is_not_read(two, open_manager, warnings, name):
+    os.truncate(two / "2" / name, 2**40)  # a hole: no byte of it is on the disk
+    assert open_manager().latest_step() == 1
+    assert f"{name}: {2**40} bytes" in warnings[0]
 
 
 def test_another_format_is_an_error_and_not_damage(two, open_manager):

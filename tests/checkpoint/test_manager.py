@@ -1,5 +1,8 @@
 """Keeping, replacing, locking, and what happens when a save fails."""
 
+import shutil
+import subprocess
+import sys
 import threading
 
 import jax.numpy as jnp
@@ -102,6 +105,58 @@ def test_a_directory_that_cannot_be_written_is_said_at_the_claim(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write .*file/checkpoints: Not a directory"):
         CheckpointManager(tmp_path / "file" / "checkpoints").claim()
+
+
+def test_a_directory_that_vanishes_is_made_anew(open_manager, warnings):
+    manager = open_manager()
+    manager.save(1, make_state(1), wait=True)
+    shutil.rmtree(manager.directory)
+    manager.save(2, make_state(2), wait=True)
+    assert manager.all_steps() == [2] and len(warnings) == 1 and "was removed while the run saves there" in warnings[0]
+
+
+def test_a_directory_that_another_run_has_taken_over_is_left_to_it(open_manager, run_python):
+    """Removed under this run, and made again by the other: the old lock says nothing any more."""
+    manager = open_manager()
+    manager.save(1, make_state(1), wait=True)
+    shutil.rmtree(manager.directory)
+    code = """
+import sys
+from jaxstack.checkpoint import CheckpointManager
+manager = CheckpointManager(sys.argv[1])
+manager.claim()
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, manager.directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+        with pytest.raises(JaxstackError, match="another process saves"):
+            manager.save(2, make_state(2))
+    assert manager.all_steps() == []
+
+
+def test_a_file_that_takes_the_directorys_place_fails_the_save_and_not_the_run(open_manager, warnings):
+    manager = open_manager()
+    manager.save(1, make_state(1), wait=True)
+    shutil.rmtree(manager.directory)
+    manager.directory.write_text("a file")
+    manager.save(2, make_state(2))
+    assert "step 2 was not saved" in warnings[-1]
+    manager.directory.unlink()
+    manager.save(3, make_state(3), wait=True)
+    assert manager.all_steps() == [3]
+
+
+def test_a_link_in_place_of_the_lock_is_not_written_through(open_manager, tmp_path):
+    manager, precious = open_manager(), tmp_path / "precious"
+    precious.write_text("kept")
+    manager.directory.mkdir()
+    (manager.directory / ".lock").symlink_to(precious)
+    with pytest.raises(ConfigError, match=r"cannot write .*\.lock"):
+        manager.claim()
+    assert precious.read_text() == "kept"
 
 
 def test_a_failed_save_is_told_once_and_the_next_works(open_manager, warnings, monkeypatch):

@@ -49,6 +49,8 @@ def test_empty_file_is_an_empty_tree(tmp_path):
         ("just text", "it holds a text"),
         ("model:\n\tnum_layers: 2\n", "line 2"),
         ("model: {num_layers: 2\n", "is not valid YAML"),
+        (f"train: {{steps: 0x{'f' * 5000}}}\n", "a whole number of 20000 bits"),
+        ('run: {dir: "a\\0b"}\n', "a null character"),
         ("1: 2\n", "a key must be text"),
         ("? [a, b]\n: 1\n", "a key must be text"),
         (b"model: {name: \xff\xfe}", "cannot read"),

@@ -2,7 +2,9 @@
 
 import json
 
-from jaxstack.observe.goodput import FILE, Goodput
+import pytest
+
+from jaxstack.observe.goodput import FILE, Goodput, wall_seconds
 
 
 class Clock:
@@ -47,6 +49,19 @@ def test_the_time_after_a_finished_run_does_not_count(tmp_path):
     assert [session["step"] for session in json.loads((tmp_path / FILE).read_text())] == [0, 10]
 
 
-def test_a_damaged_file_begins_anew(tmp_path):
-    (tmp_path / FILE).write_text("[{")
-    assert 0 <= Goodput(tmp_path, 0, 0.0).read()["goodput"] <= 1
+def test_a_clock_that_was_set_back_takes_no_time_away():
+    sessions = [{"began": 5000.0}, {"began": 1000.0}, {"began": 1100.0, "ended": 1200.0, "finished": True}]
+    assert wall_seconds(sessions, 9000.0) == 200.0
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[{", "[5]", '{"began": 1}', '[{"began": "x"}]', '[{"began": 1, "finished": true}]', "[" * 100_000]
+)
+def test_a_damaged_file_begins_anew(tmp_path, text):
+    """Steps of before are not taken into a share of a time that is not known."""
+    (tmp_path / FILE).write_text(text)
+    clock = Clock()
+    goodput = Goodput(tmp_path, 8, 40.0, clock)
+    clock.now += 100
+    goodput.add(50.0)
+    assert goodput.read() == {"train_seconds": 50.0, "goodput": 0.5}

@@ -1,8 +1,10 @@
-"""SIGTERM outside of the training steps, from the first line of a command on."""
+"""SIGTERM and Ctrl-C outside of the training steps, from the first line of a command on."""
 
 import signal
 import subprocess
 import sys
+
+import pytest
 
 HEARD = """
 import ctypes, sys
@@ -16,10 +18,13 @@ with EndAtOnce("a command"):
 """
 
 
-def test_sigterm_ends_with_one_line_before_jax_is_there():
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_with_one_line_before_jax_is_there(signum):
+    """Also where Python's own handler would not come to run for long, or in a callback that forgets what it raises."""
     process = subprocess.Popen([sys.executable, "-c", HEARD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signum)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert said == "a command: stopped by signal 15 outside of the training steps; nothing new to save\n"
+    assert process.returncode == 128 + signum
+    text = f"a command: stopped by signal {signum:d} outside of the training steps; nothing new to save\n"
+    assert said == text
