@@ -1,6 +1,6 @@
 """A tensor-parallel MLP, up and down, with its communication inside our kernels, beside it, and not at all.
 
-    python benchmarks/collective_matmul.py                       # 4 and 2 of the GPUs here, all variants
+    python benchmarks/collective_matmul.py                       # all of the GPUs here and two of them, all variants
     python benchmarks/collective_matmul.py --devices 4 --only default
     python benchmarks/collective_matmul.py --quick               # checks and the main variants only
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.reports import events, report
 from benchmarks.timing import median_seconds
+from jaxstack.launch.supervisor import count_gpus
 
 FULL = 16384, 4096, 14336
 """Rows, D and F."""
@@ -74,13 +75,18 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="*", default=[4, 2])
+    parser.add_argument("--devices", type=int, nargs="*", help="left out: all GPUs, and two of them")
     parser.add_argument("--only", nargs="*", help="variants whose name contains one of these words")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--patience", type=float, default=75, help="seconds without a word before a variant is killed")
     parser.add_argument("--tiny", action="store_true", help="the references at a small shape on simulated CPU devices")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    devices = options.devices or sorted({4 if options.tiny else count_gpus(), 2}, reverse=True)
+    if devices[-1] < 2 or not options.tiny and max(devices) > count_gpus():
+        parser.error(f"needs two or more GPUs, found {count_gpus()}; or --tiny, on simulated CPU devices")
+    options.devices = devices
+    return options
 
 
 def run_all(devices: int, names: list[str], patience: float, tiny: bool) -> Iterator[dict]:

@@ -7,7 +7,8 @@
 
 A work is one weight: x [rows, D] times [D, outputs]. "forward" quantises both and multiplies; "forward and backward"
 also quantises the incoming gradient and computes both gradients. "FP8 matmul alone" is what the forward would take
-were its operands in FP8 already. Rows are appended to benchmarks/results/fp8.jsonl.
+were its operands in FP8 already, "FP8 weight gradient alone" (blockwise) the same product with scales for 128 values of
+both operands. Rows are appended to benchmarks/results/fp8.jsonl.
 """
 
 import argparse
@@ -28,8 +29,9 @@ from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from jaxstack.compiler_options import step_options
 from pallas_kernels import empty_fp8_state, fp8_multiply, record_choices
+from pallas_kernels.fp8 import blockwise, mosaic
 from pallas_kernels.fp8.api import RECIPES as FP8_RECIPES
-from pallas_kernels.fp8.formats import E4M3, dequantize, quantize
+from pallas_kernels.fp8.formats import E4M3, Quantized, dequantize, quantize
 
 WORKS = {
     "llama3-1b": {"rows": 32768, "q_proj": (2048, 2048), "gate_proj": (2048, 8192), "down_proj": (8192, 2048)},
@@ -64,7 +66,7 @@ def make_pass(product: Product, name: str) -> Callable[..., Any]:
 
 def compile_as_in_training(function: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
     """A call of it with these arrays; without the options of a training step XLA would leave quantisations out."""
-    options: Any = step_options(fp8=True) if jax.default_backend() == "gpu" else None
+    options: Any = step_options() if jax.default_backend() == "gpu" else None
     return functools.partial(jax.jit(function).lower(*arrays).compile(compiler_options=options), *arrays)
 
 
@@ -80,30 +82,54 @@ def measure(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -
     (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
     described = {"work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack"}
     found, product = [], make_product(recipe)
-    exact = jnp.matmul(*arrays[:2], preferred_element_type=jnp.float32)
-    error = jnp.linalg.norm(compile_as_in_training(product, *arrays[:2])() - exact) / jnp.linalg.norm(exact)
+    error = error_of(compile_as_in_training(product, *arrays[:2])(), arrays)
     for pass_name, flops in PASSES.items():
         time, backend = seconds(make_pass(product, pass_name), *arrays)
         rate = flops * rows * inner * outputs / time / 1e12
-        row = {"recipe": recipe, "pass": pass_name, "backend": backend, "error": float(error)}
+        row = {"recipe": recipe, "pass": pass_name, "backend": backend, "error": error}
         found.append({**described, **row, "milliseconds": 1e3 * time, "tflops_per_device": rate})
     return found
 
 
-def measure_alone(model: str, name: str, arrays: tuple[jax.Array, ...]) -> dict[str, Any]:
-    """The FP8 matmul with operands that are quantised before, both with the summed dim contiguous."""
-    x, w = quantize(arrays[0], E4M3), quantize(arrays[1].T, E4M3)
+def error_of(found: jax.Array, arrays: tuple[jax.Array, ...]) -> float:
+    """Of x @ w against float32 sums, relative."""
+    exact = jax.jit(lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.float32))(*arrays[:2])
+    return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
 
-    def product(x: Any, w: Any) -> jax.Array:
-        return dequantize(x, jnp.bfloat16) @ dequantize(w, jnp.bfloat16).T
 
-    time = median_seconds(compile_as_in_training(product, x, w), jax.block_until_ready)
-    (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
+def products_alone(recipe: str, arrays: tuple[jax.Array, ...]) -> dict[str, tuple[Any, Any, Any]]:
+    """Pass -> a product, and operands that are quantised before, both with the summed dim contiguous."""
+    x, w = arrays[:2]
+    if recipe == "current":
+
+        def product(x: Any, w: Any) -> jax.Array:
+            return dequantize(x, jnp.bfloat16) @ dequantize(w, jnp.bfloat16).T
+
+        return {"FP8 matmul alone": (product, quantize(x, E4M3), quantize(w.T, E4M3))}
+    if recipe != "blockwise" or jax.default_backend() != "gpu":
+        return {}
+    product = functools.partial(mosaic.product, dtype=jnp.bfloat16)
+    left, whole = jax.jit(blockwise.quantize_rows)(x), jax.jit(blockwise.quantize_weight)(w)
     return {
-        "work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack",
-        "recipe": "current", "pass": "FP8 matmul alone", "backend": "cublas",
-        "milliseconds": 1e3 * time, "tflops_per_device": 2 * rows * inner * outputs / time / 1e12,
-    }  # fmt: skip
+        "FP8 matmul alone": (product, left, Quantized(whole.values.T, whole.inverse_scale)),
+        "FP8 weight gradient alone": (product, left, jax.jit(blockwise.quantize_rows)(w.T)),
+    }
+
+
+def measure_alone(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -> list[dict[str, Any]]:
+    """Rows of a recipe's products without its quantisation."""
+    (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
+    found = []
+    for pass_name, (product, *operands) in products_alone(recipe, arrays).items():
+        run = compile_as_in_training(product, *operands)
+        time = median_seconds(run, jax.block_until_ready)
+        found.append({
+            "work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack",
+            "recipe": recipe, "pass": pass_name, "backend": "cublas" if recipe == "current" else "mosaic",
+            "error": error_of(run(), arrays), "milliseconds": 1e3 * time,
+            "tflops_per_device": 2 * rows * inner * outputs / time / 1e12,
+        })  # fmt: skip
+    return found
 
 
 def main() -> None:
@@ -124,9 +150,9 @@ def main() -> None:
             w = jax.random.normal(keys[1], shape, jnp.bfloat16) * 0.02
             gradient = jax.random.normal(keys[2], (tokens, shape[1]), jnp.bfloat16) * 1e-3
             arrays = (x, w, gradient)
-            found = [measure_alone(model, name, arrays)] if "current" in args.recipes else []
+            found = []
             for recipe in args.recipes:
-                found += measure(model, name, recipe, arrays)
+                found += measure_alone(model, name, recipe, arrays) + measure(model, name, recipe, arrays)
             for row in found:
                 print(*(f"{key} {value}" for key, value in row.items()), sep=", ", flush=True)
             found = [{**row, **device} for row in found]

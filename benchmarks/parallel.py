@@ -1,13 +1,14 @@
-"""Parallel layouts of whole training steps on the four GPUs of one machine, and the parts that they are made of.
+"""Parallel layouts of whole training steps on the GPUs of one machine, and the parts that they are made of.
 
     python benchmarks/parallel.py                                   # everything, about 20 minutes on four H200s
     python benchmarks/parallel.py --only tensor context pipeline
     python benchmarks/parallel.py --only weak --devices 2
     python benchmarks/parallel.py --tiny                            # tiny sizes on simulated CPU devices
 
-Parts:
-    tensor     llama3-8b, 2 x 8192 tokens, tensor and sequence parallel, with and without overlap
-    context    llama3-8b, one sequence of 65,536 tokens over all devices
+The number of GPUs stands in the names of the works, which grow with it. Parts:
+    tensor     llama3-8b, 4096 tokens a device, tensor and sequence parallel, with and without overlap
+    context    llama3-8b, one sequence over all devices, 16,384 tokens on each
+    long       the same with 262,144 tokens on each: 1,048,576 on four; a step of all layers takes minutes (--layers)
     pipeline   the bubble of each schedule beside the simulated one (benchmarks/pipeline.py)
     matmul     the MLP of llama3-8b with its communication inside the matmuls (benchmarks/collective_matmul.py)
     weak       llama3-1b, 4 x 8192 tokens a device, on one device and on all
@@ -26,20 +27,32 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table
-from benchmarks.steps import COLUMNS, TINY, run_worker
-from benchmarks.train_step import VARIANTS, WORKS
+from benchmarks.steps import COLUMNS, TINY, first_gpus, run_worker
+from benchmarks.train_step import VARIANTS, WORKS, context_work, tensor_work
+from jaxstack.launch.supervisor import count_gpus
 
 TENSOR = ("unrolled", "unrolled, no overlap")
-CONTEXT: dict[str, list[str]] = {
-    "context 4, full remat": ["parallel.context=4", "model.remat=full"],
-    "context 4, save_attention": ["parallel.context=4", "model.remat=save_attention"],
-    "context 2, tensor 2, save_attention": [
-        "parallel.context=2", "parallel.tensor=2", "parallel.sequence=true", "model.remat=save_attention",
-    ],
-}  # fmt: skip
-"""Ways to spread one long sequence over four devices."""
+
+LONG_TOKENS = 262144
+"""Tokens a device of the longest sequences: a million over four."""
+LONG = {name: [f"model.remat={name}"] for name in ("save_attention_offload", "offload", "full")}
+"""What of so long a sequence the backward pass finds saved."""
 
 Row = dict[str, Any]
+
+
+def context_variants(devices: int) -> dict[str, list[str]]:
+    """Ways to spread one long sequence over so many devices."""
+    found = {
+        f"context {devices}, {name}": [f"parallel.context={devices}", f"model.remat={remat}"]
+        for name, remat in (("full remat", "full"), ("save_attention", "save_attention"), ("no remat", "none"))
+    }
+    found[f"context {devices}, unrolled, no remat"] = [f"parallel.context={devices}", "model.scan_layers=false"]
+    if half := devices // 2 * (devices % 2 == 0 and devices > 2):
+        found[f"context {half}, tensor 2, save_attention"] = [
+            f"parallel.context={half}", "parallel.tensor=2", "parallel.sequence=true", "model.remat=save_attention",
+        ]  # fmt: skip
+    return found
 
 
 def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[str], devices: int) -> Row | None:
@@ -49,23 +62,30 @@ def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[s
         length = f"train.sequence_length={64 * devices}"
         overrides = [*overrides, *TINY, length, f"parallel.simulate_devices={devices}"]
     elif devices < args.devices:
-        settings["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
+        settings = first_gpus(devices)
     row = run_worker(f"{work}, {variant}", "jaxstack", [*overrides, *args.set], args.timeout, settings)
     return row and {"work": work, "variant": variant, **row}
 
 
 def measure_tensor(args: argparse.Namespace) -> Iterator[Row | None]:
     """Tensor and sequence parallelism, with and without overlap."""
-    name = "llama3-8b tensor4 bf16"
+    name, overrides = tensor_work(args.devices)
     for variant in args.variants or TENSOR:
-        yield measure(args, name, variant, [*WORKS[name], *VARIANTS[variant]], 4)
+        yield measure(args, name, variant, [*overrides, *VARIANTS[variant]], args.devices)
 
 
 def measure_context(args: argparse.Namespace) -> Iterator[Row | None]:
-    """One sequence over four devices."""
-    name = "llama3-8b context4 65536 bf16"
-    for variant in args.variants or CONTEXT:
-        yield measure(args, name, variant, [*WORKS[name], *CONTEXT[variant]], 4)
+    """One sequence over all devices."""
+    (name, overrides), variants = context_work(args.devices, layers=args.layers), context_variants(args.devices)
+    for variant in args.variants or variants:
+        yield measure(args, name, variant, [*overrides, *variants[variant]], args.devices)
+
+
+def measure_long(args: argparse.Namespace) -> Iterator[Row | None]:
+    """One very long sequence over all devices."""
+    name, overrides = context_work(args.devices, LONG_TOKENS, args.layers)
+    for variant in args.variants or LONG:
+        yield measure(args, name, variant, [*overrides, *LONG[variant]], args.devices)
 
 
 def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
@@ -87,6 +107,7 @@ def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row | None]]] = {
     "tensor": measure_tensor,
     "context": measure_context,
+    "long": measure_long,
     "weak": measure_weak,
 }
 SCRIPTS = {
@@ -112,16 +133,23 @@ def run_script(args: argparse.Namespace, name: str) -> None:
 def main() -> None:
     """Measures the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("tensor", "context", "pipeline", "matmul", "weak")
-    parser.add_argument("--only", nargs="+", default=list(names), choices=names, metavar="PART")
+    names = ("tensor", "context", "pipeline", "matmul", "weak", "long")
+    parser.add_argument("--only", nargs="+", default=list(names[:-1]), choices=names, metavar="PART")
     parser.add_argument("--variants", nargs="+", help="of the part named by --only")
-    parser.add_argument("--devices", type=int, default=4, help="for pipeline, matmul and weak; the others need 4")
+    parser.add_argument("--devices", type=int, help="the first so many GPUs; left out: all (four with --tiny)")
+    parser.add_argument("--layers", type=int, help="of context and long: how many of the model's layers, to save time")
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for every whole step")
     parser.add_argument("--timeout", type=float, default=300, help="seconds a whole step's measurement may take")
     parser.add_argument("--script-timeout", type=float, default=500, help="seconds that pipeline or matmul may take")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parser.parse_args()
-    known = {"tensor": list(VARIANTS), "context": list(CONTEXT), "weak": ["1 device", "data", "fsdp"]}
+    args.devices = args.devices or (4 if args.tiny else count_gpus())
+    if args.devices < 2:
+        parser.error(f"needs two or more GPUs, found {args.devices}; or --tiny, on simulated CPU devices")
+    known = {
+        "tensor": list(VARIANTS), "context": list(context_variants(args.devices)), "weak": ["1 device", "data", "fsdp"],
+        "long": list(LONG),
+    }  # fmt: skip
     if args.variants:
         wrong = [v for v in args.variants if len(args.only) != 1 or v not in known.get(args.only[0], [])]
         if wrong:

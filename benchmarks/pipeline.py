@@ -1,6 +1,6 @@
 """Pipeline schedules: the measured share of a step in which stages wait, beside the simulated one.
 
-    python benchmarks/pipeline.py --stages 4 --layers 16 --microbatches 4 8 16
+    python benchmarks/pipeline.py --microbatches 4 8 16        # as many stages as GPUs, four layers on each
     python benchmarks/pipeline.py --tiny                       # tiny sizes on simulated CPU devices
 
 A step of m microbatches takes m times the work of one, and the time in which the pipeline fills and drains. The work of
@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
+from jaxstack.launch.supervisor import count_gpus
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
 from jaxstack.observe.ran import predicted_memory
@@ -40,7 +41,7 @@ from jaxstack.trainer import Trainer
 
 COLUMNS = ("variant", "milliseconds", "milliseconds_a_microbatch", "bubble", "simulated_bubble", "tflops_per_device")
 MORE = ("predicted_bytes", "compile_seconds")
-TINY = {"layers": 8, "width": 64, "length": 32, "vocabulary": 128, "seconds": 0.05}
+TINY = {"width": 64, "length": 32, "vocabulary": 128, "seconds": 0.05}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +142,12 @@ def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--stages", type=int, help="left out: as many as GPUs (four with --tiny)")
+    parser.add_argument("--layers", type=int, help="left out: four a stage")
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--length", type=int, default=2048, help="tokens a microbatch")
     parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--microbatches", type=int, nargs="+", help="left out: 1, 2 and 4 times the stages")
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved", "zero_bubble"])
     parser.add_argument("--remat", default="none", choices=["none", "full", "save_attention", "save_dots"])
     parser.add_argument("--unroll", action="store_true", help="the layers of a stage unrolled instead of in a loop")
@@ -154,12 +155,17 @@ def main() -> None:
     parser.add_argument("--compile-threads", type=int, default=4, help="programs that are compiled at the same time")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parser.parse_args()
+    if args.tiny:
+        vars(args).update(TINY)
+    args.stages = args.stages or (4 if args.tiny else count_gpus())
+    if args.stages < 2:
+        parser.error(f"needs two or more GPUs, found {args.stages}; or --tiny, on simulated CPU devices")
+    args.layers = args.layers or 4 * args.stages
+    args.microbatches = args.microbatches or [args.stages, 2 * args.stages, 4 * args.stages]
     if len(set(args.microbatches)) < 2:
         parser.error("--microbatches needs two different counts: what one more takes is measured by their difference")
     if any(count % args.stages for count in args.microbatches) and "interleaved" in args.schedules:
         parser.error(f"--microbatches must be multiples of --stages ({args.stages}) for interleaved")
-    if args.tiny:
-        vars(args).update(TINY)
     start_devices(args.stages if args.tiny else None)
     cache_compilations()
     rows = []

@@ -12,9 +12,9 @@ compared in the same way.
 
 The data is random numbers, so that nothing has to be there. XLA is asked for deterministic operations; on GPUs the
 losses are bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first
-start and warm from then on. Each row is written as it comes, to
-benchmarks/results/recovery.jsonl and, with `--record`, to tests/reliability/results.jsonl, of which
-scripts/reliability_page.py makes a table. No fault begins after `--seconds`. Further arguments are the run's.
+start and warm from then on. Each row is written as it comes, to benchmarks/results/recovery.jsonl and, with `--record`,
+to tests/reliability/results.jsonl, of which scripts/reliability_page.py makes a table. No fault begins after
+`--seconds`. Further arguments are the run's.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table
+from benchmarks.steps import first_gpus
 from jaxstack.launch.child import descendants
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "reliability" / "results.jsonl"
@@ -129,8 +130,7 @@ class Bench:
                 f"{name}={int(value) // part}" if name == "parallel.simulate_devices" else f"{name}={value}"
                 for name, _, value in (one.partition("=") for one in overrides)
             ]
-            known = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(self.args.processes)))
-            environment = {**environment, "CUDA_VISIBLE_DEVICES": ",".join(known.split(",")[:processes])}
+            environment = {**environment, **first_gpus(processes)}
         train = [
             sys.executable, "-m", "jaxstack.train", "--config", self.args.config, f"run.dir={self.folder}",
             "run.name=recovery", "data.sources=[{path: synthetic}]", "train.steps=1000000",

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WARMUP, BLOCKS, BLOCK_SECONDS = 3, 5, 2.0
+WARMUP, BLOCKS, BLOCK_SECONDS, LONG_STEP_SECONDS = 3, 5, 2.0, 8.0
 SYNTHETIC = ("data.sources=[{path: synthetic}]", "data.packing=false")
 COLUMNS = (
     "work", "implementation", "variant", "tokens_per_second_per_device", "tflops_per_device", "mfu", "milliseconds",
@@ -66,17 +66,30 @@ def run_process(
     return row
 
 
+def first_gpus(count: int) -> dict[str, str]:
+    """The variable that lets a process see only the first of the GPUs that this one sees."""
+    known = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = known.split(",") if known else map(str, range(count))
+    return {"CUDA_VISIBLE_DEVICES": ",".join([*names][:count])}
+
+
 def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
     """Median time of a step over blocks of two seconds, which are queued together; `float(step())` is the loss.
 
-    After each block the device runs empty for a moment, which is no part of training: blocks are long.
+    After each block the device runs empty for a moment, which is no part of training: blocks are long. A step that is
+    long itself is taken twice, each a block.
     """
-    losses = [float(step()) for _ in range(WARMUP - 1)]
     began = time.perf_counter()
-    losses.append(float(step()))
-    count = max(2, min(20, int(BLOCK_SECONDS / (time.perf_counter() - began))))
+    losses = [float(step())]
+    if long := time.perf_counter() - began > LONG_STEP_SECONDS:
+        count = 1
+    else:
+        losses += [float(step()) for _ in range(WARMUP - 2)]
+        began = time.perf_counter()
+        losses.append(float(step()))
+        count = max(2, min(20, int(BLOCK_SECONDS / (time.perf_counter() - began))))
     seconds = []
-    for _ in range(BLOCKS):
+    for _ in range(2 if long else BLOCKS):
         began = time.perf_counter()
         for _ in range(count):
             loss = step()

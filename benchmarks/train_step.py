@@ -19,7 +19,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import COLUMNS, run_worker
 
-WORKS = {
+
+def tensor_work(devices: int) -> tuple[str, list[str]]:
+    """Name and configuration of llama3-8b, tensor and sequence parallel, 4096 tokens a device."""
+    return f"llama3-8b tensor{devices} bf16", [
+        "model.preset=llama3-8b", f"parallel.tensor={devices}", "parallel.sequence=true", "model.remat=none",
+        f"train.global_batch_size={max(1, devices // 2)}", "train.sequence_length=8192",
+    ]  # fmt: skip
+
+
+def context_work(devices: int, tokens: int = 16384, layers: int | None = None) -> tuple[str, list[str]]:
+    """Name and configuration of llama3-8b, or the first so many of its layers, on one sequence of `tokens` a device."""
+    cut = [] if layers is None else [f"model.num_layers={layers}"]
+    return f"llama3-8b{f' of {layers} layers' * bool(cut)} context{devices} {tokens * devices} bf16", [
+        "model.preset=llama3-8b", f"parallel.context={devices}", "train.global_batch_size=1",
+        f"train.sequence_length={tokens * devices}", f"model.max_position_embeddings={tokens * devices}", *cut,
+    ]  # fmt: skip
+
+
+WORKS = dict([tensor_work(4), context_work(4)]) | {
     "gpt2-124m bf16": ["model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024"],
     "gpt2-350m bf16": ["model.preset=gpt2-350m", "train.global_batch_size=32", "train.sequence_length=1024"],
     "llama3-1b bf16": ["model.preset=llama3-1b", "train.global_batch_size=4", "train.sequence_length=8192"],
@@ -29,16 +47,9 @@ WORKS = {
     "llama3-8b fsdp4 bf16": [
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=4", "train.sequence_length=8192",
     ],
-    "llama3-8b tensor4 bf16": [
-        "model.preset=llama3-8b", "parallel.tensor=4", "parallel.sequence=true", "model.remat=none",
-        "train.global_batch_size=2", "train.sequence_length=8192",
-    ],
     "llama3-8b fsdp4 fp8": [
         "model.preset=llama3-8b", "parallel.fsdp=4", "train.global_batch_size=8", "train.sequence_length=8192",
         "precision.fp8=current",
-    ],
-    "llama3-8b context4 65536 bf16": [
-        "model.preset=llama3-8b", "parallel.context=4", "train.global_batch_size=1", "train.sequence_length=65536",
     ],
     "qwen3-30b-a3b of 6 layers bf16": [
         "model.preset=qwen3-30b-a3b", "model.num_layers=6", "train.global_batch_size=4", "train.sequence_length=4096",

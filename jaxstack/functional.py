@@ -33,6 +33,8 @@ class FunctionalModule:
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
         """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
+        self.drops_tokens = bool(getattr(abstract, "drops_tokens", False))
+        """Whether a train step adds `dropout_keys` to its batches."""
         self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
         """The compute dtype of such a module."""
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):

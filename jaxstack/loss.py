@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxstack.models.dropout import TOKEN_KEYS
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import with_local_batch
 from pallas_kernels import linear_cross_entropy_sum
@@ -30,14 +31,15 @@ def language_model_loss(
 
     Args:
       batch: `tokens`, `labels` int32 [B, T]; optionally `segment_ids`, `positions` int32 [B, T].
-      key: draws dropout masks; None for evaluation, which leaves out the losses of the routers.
+      key: draws dropout masks, unless the batch has `dropout_keys` [B, T], which a train step adds so that masks do
+        not depend on the layout; None for evaluation, which leaves out the losses of the routers.
       z_loss: weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022).
     """
     hidden, router_loss = model.hidden_and_router_loss(
         batch["tokens"],
         positions=batch.get("positions"),
         segment_ids=batch.get("segment_ids"),
-        dropout_key=key,
+        dropout_key=None if key is None else batch.get(TOKEN_KEYS, key),
     )
 
     def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:

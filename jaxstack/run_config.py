@@ -1,5 +1,6 @@
 """The one composed configuration tree of a run. Nothing below this file sees it; every part gets its own section."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.nearest import nearest_degrees
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.parallel.pipeline.stages import StageLayout
 from jaxstack.precision.config import PrecisionConfig
@@ -114,7 +116,7 @@ class RunConfig(Component):
         if all(degree != -1 for degree in self.parallel.degrees.values()):
             problems = layout_problems(self)
             if problems:
-                raise ValueError(" ".join(problems))
+                raise ValueError(" ".join([*problems, *_fitting_layout(self)]))
         return self
 
     @property
@@ -211,6 +213,8 @@ def _context_problems(config: RunConfig) -> list[str]:
         problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
     if reason := model.attention.context_problem(method):
         problems.append(reason)
+    elif model.num_heads % parallel.tensor:
+        pass  # reported already
     elif model.attention.exchanges_heads(method) and (heads := model.num_heads // parallel.tensor) % context:
         fits = [d for d in range(1, heads + 1) if heads % d == 0]
         tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
@@ -268,11 +272,30 @@ def resolve_layout(config: RunConfig, devices: int) -> RunConfig:
     Raises:
       ConfigError: the degrees, the model or the batch do not fit; the message names the nearest that do.
     """
-    resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
+    try:
+        resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
+    except ConfigError as error:
+        raise ConfigError(" ".join([str(error), *_fitting_layout(config, devices)])) from None
     problems = layout_problems(resolved)
     if problems:
-        raise ConfigError(" ".join(problems))
+        raise ConfigError(" ".join([*problems, *_fitting_layout(resolved)]))
     return resolved
+
+
+def _fitting_layout(config: RunConfig, devices: int | None = None) -> list[str]:
+    """The nearest layout that fits model and batch as they are, as a sentence; none where there is none."""
+    parallel = config.parallel
+    devices = devices or math.prod(parallel.degrees.values())
+
+    def fits(degrees: dict[str, int]) -> bool:
+        try:
+            other = ParallelConfig.model_validate(parallel.model_dump() | degrees)
+        except ValueError:
+            return False
+        return not layout_problems(config.model_copy(update={"parallel": other}))
+
+    found = nearest_degrees(parallel.degrees, devices, fits)
+    return [f"On {devices} devices this model and batch fit with parallel {found}."] if found else []
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:

@@ -9,17 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxstack.functional import FunctionalModule
 from jaxstack.gradients import Batch, LossFunction, make_gradients
 from jaxstack.loss import LossSum
+from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.pipeline import PipelinePlan
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.pipelined_gradients import PipelinedGradients
 from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState
+from pallas_kernels import sequence_order
 
 Metrics = dict[str, jax.Array]
 
@@ -59,6 +62,7 @@ class StepFunctions:
         a spike threshold the metrics also have `loss_limit` and `grad_norm_limit`.
         """
         key = jax.random.fold_in(state.key, state.step)
+        batch = self._with_keys(batch, key)
         sums, rest = self.gradients(state.params, state.rest, batch, key)
         weight = jnp.maximum(sums.weight, 1.0)
         gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
@@ -96,6 +100,15 @@ class StepFunctions:
         if self.learning_rate is not None:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics
+
+    def _with_keys(self, batch: Batch, key: jax.Array) -> Batch:
+        """The batch with a key for each token, where the module's dropout asks for them."""
+        if not self.module.drops_tokens or "tokens" not in batch:
+            return batch
+        rows, length = batch["tokens"].shape
+        parts = self.rules.degree(self.rules.table["length"])
+        tokens = np.arange(length) if parts == 1 else sequence_order(length, parts)
+        return {**batch, TOKEN_KEYS: token_keys(key, rows, jnp.asarray(tokens, jnp.int32))}
 
     def eval_step(self, params: Any, rest: Any, batch: Batch) -> LossSum:
         """The loss sum and weight of a batch, without dropout keys."""

@@ -1,4 +1,4 @@
-"""Where our Mosaic GPU kernels for Hopper run at all. (Older releases of jax cannot import the kernels themselves.)"""
+"""Where our Mosaic GPU kernels for Hopper run at all."""
 
 import importlib.util
 

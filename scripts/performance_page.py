@@ -18,6 +18,7 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md
 PICTURE = PAGE.parent / "pictures" / "convergence.svg"
 ELSEWHERE = ("recovery",)
 """Results that another page is made from."""
+PARTS_OF_A_STEP = ("matmuls", "attention", "fusions", "copies", "collectives", "idle")
 
 PREFACE = """\
 # Performance
@@ -79,6 +80,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "forward ms": _number("forward_milliseconds", "{:.3f}"),
     "ms": _number("milliseconds", "{:,.4g}"),
     "update ms": _number("update_milliseconds", "{:,.3g}"),
+    **{f"{name} ms": _number(name, "{:.1f}") for name in PARTS_OF_A_STEP},
     "efficiency": _number("efficiency", "{:.1f} %", 100),
     "bubble": _number("bubble", "{:.3f}"),
     "simulated bubble": _number("simulated_bubble", "{:.3f}"),
@@ -161,6 +163,11 @@ bfloat16.
     "pointwise": """\
 XLA's fusions against the bandwidth of a plain copy in the same run. The norm's and the rotation's backward stay below
 it; a kernel of our own for them is not written.
+""",
+    "step_profile": """\
+Milliseconds of a traced step by what its kernels are: `fusions` are XLA's own kernels (norms, rotations, activations,
+casts, the softmax of the loss, the optimizer). Under the profiler XLA launches kernel by kernel, so that `idle` is more
+than in the untraced steps of `train_step`.
 """,
     "train_step": """\
 `scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.

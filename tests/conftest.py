@@ -1,18 +1,21 @@
-"""Every test sees eight simulated CPU devices, so that parallel layouts can be checked on any machine."""
+"""Every test sees eight simulated CPU devices, so that parallel layouts can be checked on any machine.
+
+Most of the tests' time would be XLA's, which optimises programs that run once: on a CPU it leaves that out, here and in
+the processes that tests start. What is tested is the same program of XLA's operations, turned into machine code more
+simply. Tests about memory, and those that compile for GPUs, turn it on by `tests.compilation.fully_optimized`.
+"""
 
 import os
 
-import pytest
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
-
-
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """XLA's optimisations off: for tests whose time is nearly all compilation, and which do not test the compiler."""
-    import jax
-
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def pytest_addoption(parser, pluginmanager):
+    """The first hook: no `conftest.py` further down has imported jax yet, which with `-m gpu` finds GPUs by itself."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # has the environment of the process that started it
+    if pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr != "gpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        # A release of XLA without this option ignores it.
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")

@@ -3,30 +3,31 @@
 Needs the CUDA plugin of JAX (a plain wheel, no driver); where it is not installed the test is skipped.
 """
 
-import functools
-import importlib.util
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-TARGET = Path(__file__).with_name("h200.txtpb")
-_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+from jaxstack.feed import abstract_batch
+from jaxstack.language_run import make_trainer
+from jaxstack.parallel import make_mesh
+from jaxstack.plan.absent_gpus import absent_gpus, can_compile
+from jaxstack.run_config import RunConfig
+from jaxstack.trainer import Trainer
+from pallas_kernels import lowering_platform
+from tests.compilation import fully_optimized
 
 
-@functools.cache
 def hopper_topology(devices: int = 4) -> Any:
     """One host with that many H200s; made once per process, as devices of two never compare equal."""
-    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
+    if not can_compile():
         pytest.skip("compiling for H200 needs the CUDA plugin of JAX: pip install 'jaxstack[cuda]'")
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name="", target_config=TARGET.read_text(), topology=f"1x1x{devices}"
-    )
+    return absent_gpus(devices)
 
 
 def hopper_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
@@ -59,4 +60,17 @@ def compile_for_hopper(
         return hopper_array(array.shape, array.dtype, mesh)
 
     jitted = function if hasattr(function, "lower") else jax.jit(function)
-    return jitted.lower(*jax.tree.map(place, arguments)).compile(compiler_options=options)
+    lowered = jitted.lower(*jax.tree.map(place, arguments))
+    with fully_optimized():
+        return lowered.compile(compiler_options=options)
+
+
+@fully_optimized()
+def compile_step(config: RunConfig) -> tuple[Trainer, Any]:
+    """A run's trainer on as many H200s as its layout has, and its train step compiled for them."""
+    mesh = make_mesh(config.parallel, hopper_topology(math.prod(config.parallel.degrees.values())).devices)
+    trainer = make_trainer(config, lambda step: {}, mesh=mesh)
+    rows, length = config.train.global_batch_size, config.train.sequence_length
+    batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segment_ids")}
+    with lowering_platform("cuda", compute_capability=(9, 0)):
+        return trainer, trainer.compile(abstract_batch(batch, trainer.rules, rows))

@@ -19,7 +19,6 @@ FIXTURES = Path(__file__).parent / "models" / "huggingface"
 WORDS = (
     "the a of to and in is it for on as with by an be at or from that this not are if will have no can use one other"
 )
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,6 @@ from jaxstack import evaluate
 from jaxstack.models import from_huggingface
 from tests.word_models import as_words, make_word_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:

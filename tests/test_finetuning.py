@@ -23,7 +23,6 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 30, (2, 12)), jnp.int32)
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.tree_rules import path_name
+from tests.compilation import fully_optimized
 from tests.small_runs import make_trainer, run_steps, small_config
 
 FREEZE = "optimizer.groups=[{path: embedding|mlp/, frozen: true}]"
@@ -33,7 +34,6 @@ def on_one_device() -> list[float]:
     return run_steps(trainer_of(FREEZE), 3)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=[pytest.mark.slow] if "pipeline" in name else []) for name in LAYOUTS]
 )
@@ -60,6 +60,7 @@ def test_optimizer_and_gradients_hold_the_trained_leaves_only():
     assert {path: x.shape for path, x in named(gradients).items()} == {path: x.shape for path, x in trained.items()}
 
 
+@fully_optimized()
 def test_a_step_computes_and_sends_no_gradient_of_what_is_frozen():
     def cost(*overrides: str) -> tuple[float, int]:
         trainer = trainer_of("parallel.fsdp=4", *overrides)

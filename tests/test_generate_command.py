@@ -14,7 +14,6 @@ from jaxstack.opened_run import decoding_layout, open_config, open_generator
 from jaxstack.parallel import ParallelConfig
 from tests.word_models import FIXTURES, as_words, make_word_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 ONE = "parallel.data=1"
 
 

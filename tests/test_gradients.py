@@ -18,8 +18,6 @@ from jaxstack.models import Transformer
 from jaxstack.parallel import AXES, AxisRules, ParallelConfig, make_mesh, make_rules
 from tests.small_runs import batch_at, make_trainer, small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def rules(zero: int = 0, *, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AxisRules:
     degrees = ParallelConfig(data=data, fsdp=fsdp, tensor=tensor)

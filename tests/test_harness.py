@@ -24,7 +24,6 @@ from jaxstack.language_run import train_language_model  # noqa: E402
 from jaxstack.models import from_huggingface  # noqa: E402
 from jaxstack.opened_run import open_generator  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 LENGTH = 16
 
 

@@ -151,6 +151,7 @@ def test_schema_tells_what_keys_mean():
             ["2 x context parallel degree (2)", "16 or 20"],
         ),
         (["parallel.expert=2"], 2, ["parallel.expert (2)", "model.moe", "use data or fsdp"]),
+        (["parallel.zero=3"], 1, ["zero cannot be 3", "'0', '1', '2'"]),
         (["parallel.zero=1"], 1, ["zero: 1", "data to 2 or more", "fsdp"]),
         (["precision.fp8_rules=[{path: q_proj, fp8: false}]"], 1, ["fp8_rules", "fp8 is none"]),
         (["precision.fp8=current", "precision.fp8_rules=[{path: '(', fp8: false}]"], 1, ["'('", "regular expression"]),

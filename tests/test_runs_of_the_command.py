@@ -37,10 +37,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    # One compilation cache for all processes; XLA's optimisations are not what is tested.
+    # One compilation cache for all processes.
     return {
         **os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XDG_CACHE_HOME": str(folder / "cache"),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # fmt: skip
 
 

@@ -27,8 +27,6 @@ from jaxstack.state import LATER_FIELDS
 from jaxstack.trainer import numpy_batches
 from tests.small_runs import batch_at, make_trainer, run_steps, small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CONTRACT_KEYS = {
     "step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "tokens_per_second_per_device",
     "step_time_seconds", "model_tflops_per_device", "mfu", "peak_memory_bytes", "data_wait_fraction",

@@ -201,7 +201,7 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
         hint = f"; set {where}.name to choose one" if named else ""
         return f"{where} must be {_WANTED[code]}; found {shown}{hint}."
     if code == "literal_error":
-        choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+        choices = re.findall(r"[^', ]+", problem["ctx"]["expected"].replace(" or ", ", "))
         return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"
     if code in ("union_tag_invalid", "union_tag_not_found"):
         members = _components_in(_annotation(owner, path[-1]))

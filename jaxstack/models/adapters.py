@@ -15,6 +15,7 @@ from flax import nnx
 from pydantic import Field
 
 from jaxstack.config import Component, PathRule
+from jaxstack.models.dropout import drop, fold_key
 from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.linear import Linear, multiply
 from jaxstack.tree_rules import check_patterns
@@ -67,8 +68,7 @@ class Adapter(nnx.Module):
 
     def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array | QuantizedWeight) -> jax.Array:
         """The layer's result for x [..., in], from y [..., out], which is x times its kernel."""
-        if self.key is not None and self.dropout:
-            x = jnp.where(jax.random.bernoulli(self.key, 1 - self.dropout, x.shape), x / (1 - self.dropout), 0)
+        x = drop(x, self.dropout, self.key)
         a, b = (p[...].astype(y.dtype) for p in (self.a, self.b))
         low = multiply(jax.lax.dot_general, x.astype(y.dtype), a, self.contracted)
         y = y + multiply(jax.lax.dot_general, low, b, 1) * self.scale
@@ -160,7 +160,7 @@ def seed_adapters(module: Any, key: jax.Array | None) -> Any:
     """Sets what draws the masks of the adapters' dropout in one pass; without a key there is no dropout."""
     if key is not None:
         for index, layer in enumerate(adapted_layers(module).values()):
-            layer.adapter.key = jax.random.fold_in(key, index)
+            layer.adapter.key = fold_key(key, index)
     return module
 
 

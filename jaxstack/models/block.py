@@ -6,10 +6,14 @@ import jax
 from flax import nnx
 
 from jaxstack.models.attention import Attention, Context
+from jaxstack.models.chunks import apply_in_chunks, count_chunks
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.dropout import drop, split_key
+from jaxstack.models.linear import add
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.layer import MoE
 from jaxstack.models.norm import NORMS
+from jaxstack.models.remat import MATMULS_SAVED
 from jaxstack.parallel import keep, shard
 
 
@@ -29,40 +33,47 @@ class Block(nnx.Module):
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
         self.dropout = config.dropout
+        self.width = None if mixture or config.remat in MATMULS_SAVED else config.feed_forward_size
 
     def __call__(
         self, x: jax.Array, context: Context, cache: Any = None, key: jax.Array | None = None
     ) -> tuple[jax.Array, Any, jax.Array | None]:
         """x [B, T, D] -> ([B, T, D], cache, the router's losses summed over tokens, or None for a dense block).
 
-        `key` draws the dropout masks; without it there is no dropout.
+        `key`, one or one for each token, draws the dropout masks; without it there is no dropout.
         """
-        keys = jax.random.split(key) if key is not None and self.dropout else (None, None)
+        keys = split_key(key if self.dropout else None)
         with jax.named_scope("attention"):
             y, cache = self.attention(_residual(self.attention_norm(x)), context, cache)
             x = self._join(x, y, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
-            y, router_loss = _residual(self.mlp_norm(x)), None
-            if isinstance(self.mlp, MoE):
-                y, router_loss = self.mlp(y, decoding=cache is not None)
-            else:
-                y = self.mlp(y)
+            y, router_loss = self._feed_forward(x, decoding=cache is not None)
             x = self._join(x, y, self.mlp_post_norm, keys[1])
         return x, cache, router_loss
+
+    def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array | None]:
+        modules = [self.mlp_norm, self.mlp]
+        count = 1 if self.width is None else count_chunks(modules, x, self.width)
+        if count > 1:
+            return apply_in_chunks(_apply_mlp, modules, x, count), None
+        y, router_loss = _residual(self.mlp_norm(x)), None
+        if isinstance(self.mlp, MoE):
+            y, router_loss = self.mlp(y, decoding=decoding)
+        else:
+            y = self.mlp(y)
+        return y, router_loss
 
     def _join(self, x: jax.Array, y: jax.Array, norm: nnx.Module | None, key: jax.Array | None) -> jax.Array:
         y = _residual(y)
         if norm is not None:
             y = norm(y)
-        return keep(_residual(x + drop(y, self.dropout, key)))
+        return keep(_residual(add(drop(y, self.dropout, key), x)))
+
+
+def _apply_mlp(modules: list[Any], x: jax.Array) -> jax.Array:
+    norm, mlp = modules
+    return mlp(_residual(norm(x)))
 
 
 def _residual(x: jax.Array) -> jax.Array:
     return shard(x, "batch", "residual_length", "act_embed")
-
-
-def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Inverted dropout (Srivastava et al. 2014); the identity without a key."""
-    if key is None or rate == 0:
-        return x
-    return jax.numpy.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)

@@ -118,9 +118,9 @@ class ModelConfig(Component):
     single_layers: int = Field(default=0, ge=0)
     """Of the layers at each end, how many stay out of the loop of `scan_layers`; with FP8, which leaves the first and
     the last layer in bfloat16, 1 where it is left out."""
-    remat: Literal["none", "full", "save_attention", "save_dots", "offload"] = "none"
+    remat: Literal["none", "full", "save_attention", "save_dots", "offload", "save_attention_offload"] = "none"
     """What the backward pass finds saved: everything; layer inputs only; also attention outputs; also matmul outputs;
-    layer inputs in host memory."""
+    layer inputs in host memory; these and, on the device, attention outputs."""
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":

@@ -1,5 +1,6 @@
 """The one dense layer: any dims in, any dims out, logical axes on its kernel, a replaceable dot_general."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +88,8 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
         shapes = [(*rows, *kernel.shape[contracted:]) for kernel in kernels]
         results = [part.reshape(shape) for part, shape in zip(jnp.split(y, ends, axis=-1), shapes, strict=True)]
     else:
-        results = [multiply(layer.dot_general, x, k, contracted) for layer, k in zip(layers, kernels, strict=True)]
+        inputs = spread(x, len(layers))
+        results = [multiply(dot_general, x, k, contracted) for x, k in zip(inputs, kernels, strict=True)]
     return [layer.finish(x, y) for layer, y in zip(layers, results, strict=True)]
 
 
@@ -142,6 +144,36 @@ def _apply_fp8(x: jax.Array, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> l
     results = matmul.together(x, kernels, contracted, states)
     shaped = zip(layers, results, outputs, strict=True)
     return [layer.finish(whole, y.reshape(*rows, *dims)) for layer, y, dims in shaped]
+
+
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x + y [..., D]; the one that a matmul gives is better x.
+
+    With the matmul's own two dims XLA adds y while it multiplies, and does not copy y before.
+    """
+    if is_sharded():
+        return x + y
+    rows = (-1, x.shape[-1])
+    return (x.reshape(rows) + y.reshape(rows)).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def spread(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """x for each of `count` matmuls. Each of their gradients but the first is a sum that the next matmul adds to.
+
+    In JAX's own order the sum comes first in every addition: XLA then takes only the first sum into a matmul.
+    """
+    return (x,) * count
+
+
+def _spread_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+    total = gradients[-1]
+    for gradient in gradients[-2::-1]:
+        total = add(gradient, total)
+    return (total,)
+
+
+spread.defvjp(lambda x, count: (spread(x, count), None), _spread_backward)
 
 
 def multiply(dot_general: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:

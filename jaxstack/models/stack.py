@@ -18,8 +18,9 @@ from jaxstack.models.adapters import seed_adapters
 from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
-from jaxstack.parallel import gather_parameter, gathers_shards, save_all_but_gathered
-from pallas_kernels import save_attention
+from jaxstack.models.dropout import fold_key
+from jaxstack.models.remat import LAYER_INPUT, rematerialise
+from jaxstack.parallel import gather_parameter
 
 Caches = list[Any] | None
 """One cache of the attention kind a stack (leading layers dim) or a single block, in the order of `Stack.layers`."""
@@ -147,7 +148,7 @@ class Stack(nnx.Module):
         for i, state in enumerate(states):
             run = _runner(nnx.graphdef(self.layers[self.lead + i]), context, dtype)
             number = self.lead + step * self.period + i
-            x, cache, loss = run(x, _label_layer(state), caches[i] if caches else None, _fold(key, number))
+            x, cache, loss = run(x, _label_layer(state), caches[i] if caches else None, fold_key(key, number))
             new.append(cache)
             losses.append(loss)
         return x, (new, losses)
@@ -165,7 +166,7 @@ class Stack(nnx.Module):
                 # call where nothing is traced.
                 runs[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
             cache = caches[part] if caches else None
-            x, cache, loss = runs[graphdef](x, state, cache, _fold(key, self.numbers(part)[0]))
+            x, cache, loss = runs[graphdef](x, state, cache, fold_key(key, self.numbers(part)[0]))
             new.append(cache)
             losses.append(loss)
         return x, new, losses
@@ -198,35 +199,7 @@ def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Call
 def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
     def run(x: jax.Array, state: Any, cache: Any, key: jax.Array | None) -> Any:
         block = seed_adapters(nnx.merge(graphdef, gather_weights(state, dtype)), key)
-        x = checkpoint_name(x, "block_input")
+        x = checkpoint_name(x, LAYER_INPUT)
         return block(x, context, cache, key)
 
     return run
-
-
-def _fold(key: jax.Array | None, index: Any) -> jax.Array | None:
-    return None if key is None else jax.random.fold_in(key, index)
-
-
-def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:
-    """`body` under `jax.checkpoint` with one of `ModelConfig.remat`'s named policies."""
-    policies = jax.checkpoint_policies
-    if policy == "none":
-        if not gathers_shards():
-            return body
-        rule = save_all_but_gathered
-    elif policy == "full":
-        rule = policies.nothing_saveable
-    elif policy == "save_attention":
-        rule = save_attention
-    elif policy == "save_dots":
-        rule = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, save_attention)
-    else:
-        rule = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["block_input"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    # Inside a scan the loop itself keeps XLA from merging the recomputation with the original.
-    return jax.checkpoint(body, policy=rule, prevent_cse=not scanned)

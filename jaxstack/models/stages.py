@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.models.attention import Context
-from jaxstack.models.stack import Caches, Stack, add_losses, rematerialise
+from jaxstack.models.remat import rematerialise
+from jaxstack.models.stack import Caches, Stack, add_losses
 from jaxstack.models.transformer import Transformer
 
 RunLoss = Callable[[Transformer], Any]

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxstack.models.adapters import adapted_layers
 from jaxstack.models.attention import Angles, Context
 from jaxstack.models.attention_kinds.base import CacheSlots
-from jaxstack.models.block import drop
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
 from jaxstack.models.initialization import embedding_initializer, make_initializer
 from jaxstack.models.norm import NORMS
@@ -57,6 +58,11 @@ class Transformer(nnx.Module):
         self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
         self.config, self.dtype = config, dtype
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether it draws dropout masks, for which a train step gives every token a key."""
+        return self.config.dropout > 0 or any(layer.adapter.dropout for layer in adapted_layers(self).values())
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -83,7 +89,7 @@ class Transformer(nnx.Module):
           tokens: int32 [B, T].
           positions: int32 [B, T]; default 0..T-1.
           segment_ids: int32 [B, T]; a token attends only to its own segment. Default: one segment.
-          dropout_key: draws dropout masks; without it there is no dropout.
+          dropout_key: draws dropout masks: one key, or [B, T], one for each token; without it there is no dropout.
         """
         return self.hidden_and_router_loss(
             tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
@@ -172,7 +178,8 @@ class Transformer(nnx.Module):
             return self.head
         table = self.embedding.table
         whole = table.get_metadata().get("whole_shape", table.shape)
-        return table.copy(table[...].T, logical_axes=HEAD_AXES, whole_shape=whole[::-1])
+        # Without a barrier XLA turns and casts the table once, and looks up the tokens' rows there, as columns.
+        return table.copy(jax.lax.optimization_barrier(table[...]).T, logical_axes=HEAD_AXES, whole_shape=whole[::-1])
 
     def _angles(self, positions: jax.Array) -> tuple[Angles, Angles]:
         """The rotations of all layers, and those of layers with a window where they are others."""
@@ -202,7 +209,7 @@ class Transformer(nnx.Module):
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
             if self.position_embedding is not None:
                 x = x + self._position_rows(context)
-            keys = jax.random.split(key) if key is not None else (None, None)
+            keys = split_key(key)
             x = shard(drop(x, config.dropout, keys[0]), "batch", "residual_length", "act_embed")
         with jax.named_scope("layers"):
             x, caches, router_loss = self.decoder(x, context, caches, keys[1], self.dtype)

@@ -44,7 +44,7 @@ def describe_program(
 
 
 def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes a device needs by the compiler's account: state and batch, working memory, and their sum."""
+    """Bytes a device needs by the compiler's account: state and batch, working memory, and their sum; host memory."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
@@ -53,6 +53,7 @@ def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
         "arguments_bytes": analysis.argument_size_in_bytes,
         "temporary_bytes": analysis.temp_size_in_bytes,
         "predicted_bytes": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + max(fresh, 0),
+        "host_bytes": analysis.host_temp_size_in_bytes,
     }
 
 
@@ -107,7 +108,9 @@ def in_short(ran: Mapping[str, Any]) -> str:
         parts.append(f"{products['fp8']} of {products['all']} matmuls in FP8")
     predicted = ran.get("memory", {}).get("predicted_bytes")
     if predicted:
-        parts.append(f"{predicted / 2**30:.2f} GiB a device predicted")
+        host = ran["memory"].get("host_bytes")
+        beside = f" and {host / 2**30:.2f} GiB of host memory" if host else ""
+        parts.append(f"{predicted / 2**30:.2f} GiB{beside} a device predicted")
     rows = ran.get("collectives")
     if isinstance(rows, list):
         count = sum(row["calls"] for row in rows)

@@ -1,5 +1,6 @@
 """Where metrics go: a table of trackers behind one small protocol."""
 
+import importlib
 import json
 import math
 import os
@@ -135,6 +136,27 @@ class TensorBoard:
         self._writer.close()
 
 
+def _import_for(tracker: str, module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the tracker {tracker!r} needs the package {package}, which is not installed: "
+            f"pip install 'jaxstack[{tracker}]', or take {tracker!r} out of observe.trackers"
+        ) from error
+
+
+def _kept_id(directory: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
+    """The id under which the tracker knows this run, and whether it was made just now."""
+    file = directory / f"{tracker}_id.txt"
+    if file.exists():
+        return file.read_text().strip(), False
+    directory.mkdir(parents=True, exist_ok=True)
+    run_id = make()
+    file.write_text(run_id + "\n")
+    return run_id, True
+
+
 class WandB:
     """Logs to Weights & Biases under one run id, kept in the run directory for a resumed run to go on in.
 
@@ -150,24 +172,10 @@ class WandB:
         name: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                "the tracker 'wandb' needs the package wandb, which is not installed: "
-                "pip install 'jaxstack[wandb]', or take 'wandb' out of observe.trackers"
-            ) from error
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        id_file = directory / "wandb_id.txt"
-        if id_file.exists():
-            run_id = id_file.read_text().strip()
-        else:
-            run_id = os.urandom(8).hex()
-            id_file.write_text(run_id + "\n")
-        project = os.environ.get("WANDB_PROJECT", "jaxstack")
+        wandb = _import_for("wandb", "wandb", "wandb")
+        run_id, _ = _kept_id(Path(directory), "wandb", lambda: os.urandom(8).hex())
         self._run = wandb.init(
-            project=project,
+            project=os.environ.get("WANDB_PROJECT", "jaxstack"),
             id=run_id,
             resume="allow",
             name=name,
@@ -201,29 +209,20 @@ class MLflow:
         name: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ):
-        try:
-            from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ConfigError(
-                "the tracker 'mlflow' needs the package mlflow-skinny (or mlflow), which is not installed: "
-                "pip install 'jaxstack[mlflow]', or take 'mlflow' out of observe.trackers"
-            ) from error
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        id_file = directory / "mlflow_id.txt"
-        self._client = MlflowClient()
-        if id_file.exists():
-            self._run_id = id_file.read_text().strip()
+        self._client = _import_for("mlflow", "mlflow.tracking", "mlflow-skinny (or mlflow)").MlflowClient()
+        self._run_id, is_new = _kept_id(Path(directory), "mlflow", lambda: self._create_run(name))
+        if not is_new:
             self._client.update_run(self._run_id, status="RUNNING")
             return
-        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxstack")
-        found = self._client.get_experiment_by_name(experiment)
-        key = found.experiment_id if found is not None else self._client.create_experiment(experiment)
-        self._run_id = self._client.create_run(key, run_name=name).info.run_id
-        id_file.write_text(self._run_id + "\n")
         for section, values in (settings or {}).items():
             for setting, value in (values if isinstance(values, Mapping) else {"": values}).items():
                 self._client.log_param(self._run_id, f"{section}.{setting}".strip("."), str(value)[:500])
+
+    def _create_run(self, name: str | None) -> str:
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "jaxstack")
+        found = self._client.get_experiment_by_name(experiment)
+        key = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        return self._client.create_run(key, run_name=name).info.run_id
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         numbers = {key: _plain(value) for key, value in values.items()}

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from jaxstack.config import Component
 from jaxstack.errors import ConfigError
+from jaxstack.parallel.nearest import nearest_degrees
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
@@ -126,7 +127,8 @@ class ParallelConfig(Component):
             )
         raise ConfigError(
             f"parallel: {shown} multiply to {fixed}, but must multiply to the number of devices ({devices}); "
-            f"{_repair(degrees, devices)}, or parallel.simulate_devices={fixed} to try it on simulated CPU devices."
+            f"nearest: {nearest_degrees(degrees, devices)}, or parallel.simulate_devices={fixed} to try it on "
+            "simulated CPU devices."
         )
 
 
@@ -138,13 +140,3 @@ def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
     """The largest divisor of `number` at most `near`, and the smallest at least `near` (or the largest there is)."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return max(d for d in divisors if d <= near), min((d for d in divisors if d >= near), default=divisors[-1])
-
-
-def _repair(degrees: dict[str, int], devices: int) -> str:
-    """The change of one axis, or failing that the reset of the others, that makes the degrees fit."""
-    product = math.prod(degrees.values())
-    for axis in ("data", "fsdp", "tensor"):
-        others = product // degrees[axis]
-        if devices % others == 0:
-            return f"nearest: {axis}={devices // others}"
-    return f"nearest: data={devices} with the others 1"

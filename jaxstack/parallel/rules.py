@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Names = Sequence[str | None]
 
-SEQUENCES = ("tokens", "labels", "segment_ids", "positions")
+SEQUENCES = ("tokens", "labels", "segment_ids", "positions", "dropout_keys")
 """Arrays [B, T] of a batch that are split along their length where the mesh splits it."""
 
 WEIGHT_AXES = ("fsdp", "context")

@@ -14,7 +14,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxstack plan",
         description="Show how a configuration lies on a mesh: the devices, the bytes that each holds between steps, "
-        "model FLOPs, the schedule of a pipeline. No device is used and nothing is computed.",
+        "model FLOPs, the schedule of a pipeline. No device is used and nothing is computed. With --rehearse the real "
+        "train step is compiled for GPUs that need not be there: what memory it takes, and whether it fits.",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
@@ -24,11 +25,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--show-sharding", action="store_true", help="also list every parameter, and draw which device holds what"
     )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="compile the train step (minutes) and tell its memory and kernels"
+    )
+    parser.add_argument("--device", choices=("h200",), default="h200", help="kind of GPU to compile for")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return add_examples(
         parser,
         "plan --config configs/quickstart.yaml",
         "plan --config configs/llama3-8b-fsdp4.yaml --devices 8 --show-sharding parallel.fsdp=-1",
+        "plan --config configs/llama3-8b-1m.yaml --rehearse",
     )
 
 
@@ -42,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = importlib.import_module("jaxstack.plan")
         config = importlib.import_module("jaxstack.run_config").load_config(args.config, args.overrides)
         found = plan.plan_layout(config, args.devices)
+        if args.rehearse:
+            found["rehearsal"] = plan.rehearse(config, args.devices, args.device)
         print(json.dumps(found, indent=1) if args.json else plan.draw_plan(found, args.show_sharding))
 
     return run_command("jaxstack plan", body)

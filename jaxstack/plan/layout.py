@@ -25,10 +25,7 @@ def plan_layout(config: RunConfig, devices: int | None = None) -> dict[str, Any]
     Raises:
       ConfigError: the degrees, the model or the batch do not fit, or the number of devices is not known.
     """
-    jax.config.update("jax_platforms", "cpu")  # traced functions hold constants; they shall not wake a GPU
-    config = resolve_layout(config, _device_count(config) if devices is None else devices)
-    vocabulary, assumed = _vocabulary(config)
-    config = config.model_copy(update={"model": vocabulary})
+    config, assumed = resolve_plan(config, devices)
     degrees = config.parallel.degrees
     mesh = AbstractMesh(tuple(degrees.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
@@ -46,6 +43,14 @@ def plan_layout(config: RunConfig, devices: int | None = None) -> dict[str, Any]
         "sharding": trainer.describe_sharding(),
     }
     return found if trainer.pipeline is None else {**found, "pipeline": trainer.describe_pipeline()}
+
+
+def resolve_plan(config: RunConfig, devices: int | None) -> tuple[RunConfig, bool]:
+    """The configuration with its degrees and vocabulary, and whether the latter is a guess. JAX keeps off GPUs then."""
+    jax.config.update("jax_platforms", "cpu")  # traced functions hold constants; they shall not wake a GPU
+    config = resolve_layout(config, _device_count(config) if devices is None else devices)
+    model, assumed = _vocabulary(config)
+    return config.model_copy(update={"model": model}), assumed
 
 
 def _device_count(config: RunConfig) -> int:

@@ -32,7 +32,11 @@ def draw_plan(plan: Mapping[str, Any], show_sharding: bool = False) -> str:
         "",
         "a device holds between steps",
         *_table([(name, byte_size(size)) for name, size in [*held.items(), ("together", sum(held.values()))]]),
-        "(gradients, activations and gathered weights come on top: `jaxstack train` prints the compiler's account)",
+        *(
+            draw_rehearsal(plan["rehearsal"])
+            if "rehearsal" in plan
+            else ["(gradients, activations and gathered weights come on top: --rehearse asks the compiler)"]
+        ),
         "",
         f"a step: {plan['tokens_a_step']:,} tokens, {plan['model_flops_a_step'] / 1e12:,.4g} model TFLOP, "
         f"{plan['model_flops_a_step_and_device'] / 1e12:,.4g} a device",
@@ -65,6 +69,24 @@ def draw_mesh(mesh: Mapping[str, int]) -> list[str]:
         rows.append([*place, *(str(row * across + column) for column in range(shown)), *more])
     cut = [f"  ... and {total - _MOST} more rows"] if total > _MOST else []
     return _table(rows, right=True) + cut
+
+
+def draw_rehearsal(found: Mapping[str, Any]) -> list[str]:
+    """What the compiled step needs, and whether it fits."""
+    rows = [
+        ("state and batch", byte_size(found["arguments_bytes"])),
+        ("working memory", byte_size(found["temporary_bytes"])),
+        ("together", byte_size(found["predicted_bytes"])),
+        ("usable", byte_size(found["usable_bytes"])),
+        *([("in host memory", byte_size(found["host_bytes"]))] if found["host_bytes"] else []),
+    ]
+    verdict = "it fits" if found["fits"] else "it does NOT fit: docs/gpus-and-clusters.md tells what to change"
+    return [
+        "",
+        f"a device needs in a step, compiled for {found['kind'].upper()} by jax {found['jax']}",
+        *_table(rows),
+        f"{verdict} (compiled in {found['compile_seconds']:.0f} s; {', '.join(found['kernels'])})",
+    ]
 
 
 def _table(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:

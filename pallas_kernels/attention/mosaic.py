@@ -1,12 +1,11 @@
 """Attention by our own Hopper kernels: every mask skips tiles, in the forward and in the backward."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import cudnn
+from pallas_kernels.attention import cudnn, mosaic_call
 from pallas_kernels.attention.request import Request
 from pallas_kernels.attention.tilings import Tiling, choose_tiling, mask_kind
 from pallas_kernels.hopper import refuses_target
@@ -54,14 +53,13 @@ def attend_deterministic(request: Request) -> tuple[jax.Array, jax.Array]:
 
 def attend(request: Request, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T], in blocks of `tiling` (default: what the tables say)."""
-    kernels, plan = _plan(request, tiling)
-    return kernels.attend(plan, request.q, request.k, request.v, request.segments)
+    return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments)
 
 
 def gradients(request: Request, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
     """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
-    kernels, plan = _plan(request, tiling)
-    return kernels.gradients(plan, request.q, request.k, request.v, request.segments, rows)
+    plan = _plan(request, tiling)
+    return mosaic_call.gradients(plan, request.q, request.k, request.v, request.segments, rows)
 
 
 def gradients_deterministic(request: Request, *rows: jax.Array) -> tuple:
@@ -69,15 +67,9 @@ def gradients_deterministic(request: Request, *rows: jax.Array) -> tuple:
     return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
 
 
-def _plan(request: Request, tiling: Tiling | None) -> tuple[Any, Any]:
-    """The module that calls the kernels, and its plan of this call."""
-    # Older releases of jax, on which `refuses` answers, cannot import them.
-    from pallas_kernels.attention import mosaic_call
-
+def _plan(request: Request, tiling: Tiling | None) -> mosaic_call.Plan:
     tiling = tiling or _tiling(request)
-    return mosaic_call, mosaic_call.Plan(
-        request.options, request.query_length, request.key_length, tiling, INTERPRET
-    )
+    return mosaic_call.Plan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
 
 
 def _tiling(request: Request) -> Tiling:

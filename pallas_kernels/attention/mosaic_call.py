@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.attention.mosaic_backward import (
     NO_KEY,
@@ -133,7 +134,10 @@ def gradients(
     if tiling.fused_queries:
         config, arrays = of_keys(tiling.fused_queries, tiling.fused_stages)
         copies = copies_of_query_gradient(config)
-        sums = jax.new_ref(jnp.zeros((copies, *arrays[0].q.shape), jnp.float32))
+        # Zeros that need the rows: XLA makes those of all calls at once, long before, if it can.
+        zero, lse = lax.optimization_barrier((jnp.float32(0), arrays[0].lse))
+        arrays = (arrays[0]._replace(lse=lse), *arrays[1:])
+        sums = jax.new_ref(jnp.broadcast_to(zero, (copies, *arrays[0].q.shape)))
         d_k, d_v = key_value_gradient(config, *arrays, d_q=sums)
         d_q = (sums[...].sum(axis=0) * plan.options.scale).astype(q.dtype)
     else:

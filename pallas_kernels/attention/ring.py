@@ -93,6 +93,11 @@ def _send(kv: jax.Array, after: Any, axis_name: str) -> tuple[jax.Array, Any]:
     return shift(kv, axis_name), after
 
 
+def _one_by_one(rows: Any, sums: Any) -> tuple[Any, Any]:
+    """Both, the rows only once the sums are there: XLA would cut the operands of all steps out of them at once."""
+    return lax.optimization_barrier((rows, sums))
+
+
 def _forward(
     ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -107,6 +112,7 @@ def _forward(
         if step + 1 < ring.devices:
             received, state = _send(kv, state, ring.axis_name)
         keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
+        queries, state = _one_by_one(queries, state)
         for tile in _tiles(ring, step):
             arrays = _operands([queries], keys, tile)
             ids_here = _pair(query_ids, key_ids, tile)
@@ -169,6 +175,7 @@ def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
         if step + 1 < ring.devices:
             received, d_q = _send(kv, d_q, ring.axis_name)
         keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
+        rows, d_q = _one_by_one(rows, d_q)
         d_keys, tiles = [None] * len(keys), _tiles(ring, step)
         for tile in tiles:
             if tile is tiles[-1] and d_kv is not None:
@@ -179,6 +186,7 @@ def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
         d_kv = here if d_kv is None else d_kv + here
     if d_kv is not None:
         d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
+    rows, d_q = _one_by_one(rows, d_q)
     for chunk in range(len(own)):
         d_q, d_own = add(_Tile(chunk, chunk), Mask(ring.causal), own, query_ids, d_q, d_own)
     # What is home is looked at only when all is computed.

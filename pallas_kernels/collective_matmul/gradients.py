@@ -1,6 +1,7 @@
 """The two products, differentiable: the backward of a gather is a scatter and the other way round."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ def _gather_forward(multiplier: Multiplier, axis_name: str, x: jax.Array, weight
 def _gather_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_outs: tuple[jax.Array, ...]) -> tuple:
     gathered, weights = saved
     d_x = multiplier.multiply_scatter(d_outs, weights, axis_name, True)
-    d_weights = (_weight_gradient(gathered, d).astype(w.dtype) for w, d in zip(weights, d_outs, strict=True))
-    return d_x, tuple(d_weights)
+    d_weights = tuple(_weight_gradient(gathered, d).astype(w.dtype) for w, d in zip(weights, d_outs, strict=True))
+    return _together(d_x, d_weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -42,7 +43,13 @@ def _scatter_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_ou
     x, w = saved
     # The product that the input's gradient needs gathers what the weight's gradient needs too.
     (d_x,), gathered = multiplier.gather_multiply(d_out, (w,), axis_name, True)
-    return d_x, _weight_gradient(x, gathered).astype(w.dtype)
+    return _together(d_x, _weight_gradient(x, gathered).astype(w.dtype))
+
+
+def _together(d_x: jax.Array, d_weights: Any) -> tuple[jax.Array, Any]:
+    # Nothing else waits for weight gradients: XLA puts them off to the end of an unrolled backward pass, and keeps the
+    # gathered rows and the cotangents of all layers until then.
+    return jax.lax.optimization_barrier((d_x, d_weights))
 
 
 def _weight_gradient(left: jax.Array, right: jax.Array) -> jax.Array:

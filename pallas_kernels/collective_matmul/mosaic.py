@@ -7,17 +7,16 @@ order in the mesh (jax says so itself while lowering). Collective operations may
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.collective_matmul import mosaic_gather, mosaic_scatter
+from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
 from pallas_kernels.collective_matmul.request import Request
 from pallas_kernels.hopper import refuses_target
 from pallas_kernels.target import multiprocessors
-
-if TYPE_CHECKING:
-    from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
 
 _MOST_DEVICES = 8
 _ROWS, _COLUMNS = 128, (256, 128)
@@ -36,9 +35,6 @@ class Overlapped:
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        # Older releases of jax, on which `refuses` answers, cannot import the kernels.
-        from pallas_kernels.collective_matmul import mosaic_gather
-
         columns = tuple(w.shape[0 if transposed else 1] for w in weights)
         # Its sender needs shared memory of its own.
         tiling = _tiling(columns, {"store_columns": 32, **dict(self.gather)})
@@ -48,8 +44,6 @@ class Overlapped:
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
-        from pallas_kernels.collective_matmul import mosaic_scatter
-
         columns = (weights[0].shape[0 if transposed else 1],)
         tiling = _tiling(columns, {"store_columns": 64, **dict(self.scatter)})
         rows = xs[0].shape[0] // jax.lax.axis_size(axis_name)
@@ -109,9 +103,7 @@ def multiplier(request: Request) -> Overlapped:
     return Overlapped()
 
 
-def _tiling(columns: tuple[int, ...], fields: dict[str, Any]) -> "Tiling":
-    from pallas_kernels.collective_matmul.mosaic_product import Tiling
-
+def _tiling(columns: tuple[int, ...], fields: dict[str, Any]) -> Tiling:
     fitting = next(width for width in _COLUMNS if all(size % width == 0 for size in columns))
     return Tiling(**{"columns": fitting, **fields})
 
@@ -122,10 +114,8 @@ def _product(
     columns: tuple[int, ...],
     axis_name: str,
     transposed: bool,
-    tiling: "Tiling",
-) -> "Product":
-    from pallas_kernels.collective_matmul.mosaic_product import Product
-
+    tiling: Tiling,
+) -> Product:
     devices = jax.lax.axis_size(axis_name)
     programs = 2 if INTERPRET else multiprocessors()
     return Product(rows, depths, columns, devices, axis_name, transposed, tiling, programs, INTERPRET)

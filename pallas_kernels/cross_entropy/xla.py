@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.cross_entropy import triton_launch
 from pallas_kernels.cross_entropy.logits import (
     accumulator_dtype,
     capped,
@@ -29,8 +30,8 @@ from pallas_kernels.cross_entropy.logits import (
 from pallas_kernels.cross_entropy.request import Options, Request
 from pallas_kernels.target import automatic_axes
 
-CHUNK_BYTES = 3 * 2**28
-"""Of the logits of one chunk, in the dtype of `hidden`."""
+CHUNK_BYTES = 788 * 2**20
+"""Of the logits of one chunk, in the dtype of `hidden`: 8 chunks of GPT-2's for 65,536 tokens."""
 ROWS = 256
 """Tokens of a chunk are a multiple of it where they can be: a tile of a matmul."""
 BLOCKS = 2
@@ -51,11 +52,13 @@ class _Plan:
     """How a call is computed, hashable."""
 
     options: Options
-    size: int
-    """C."""
+    sizes: tuple[tuple[int, int], ...]
+    """(number of chunks, C), one after the other."""
     group: int
     accumulator: Any
     """Dtype of the sum of the chunks' gradients of the weight."""
+    capability: int | None
+    """Of the GPU whose Triton kernel makes a chunk's logits their gradient, 90 for 9.0; None: XLA does."""
 
 
 def refuses(request: Request) -> str | None:
@@ -72,11 +75,16 @@ def per_token_loss(request: Request) -> jax.Array:
 
 def loss_sum(request: Request) -> jax.Array:
     """Sum of the losses in float32; this device's share where the vocabulary is sharded."""
-    plan, hidden, labels, token_weights = _cut(request)
+    return sum_of_chunks(request, None)
+
+
+def sum_of_chunks(request: Request, capability: int | None) -> jax.Array:
+    """`loss_sum`, with the gradients of logits by XLA, or by the Triton kernel for a GPU of this capability."""
+    plan, hidden, labels, token_weights = _cut(request, capability)
     return _differentiable_sum(plan, hidden, request.weight, labels, token_weights)
 
 
-def _cut(request: Request) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
+def _cut(request: Request, capability: int | None = None) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
     """The plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
     labels, weight, token_weights = request.labels, request.weight, request.token_weights
     # XLA may spread tokens and vocabulary over all devices of the mesh that no shard_map has taken.
@@ -87,17 +95,17 @@ def _cut(request: Request) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
         length = labels.size  # sequences of which a chunk would take a few positions only are put together
     batch = labels.size // max(length, 1)
     pieces = _count_pieces(length, -(-labels.size // max(most, 1))) if devices > 1 else 1
-    size = _chunk_size(most // max(batch * pieces, 1), batch * pieces, length // pieces)
+    sizes = _chunk_sizes(most // max(batch * pieces, 1), batch * pieces, length // pieces)
 
     accumulator = accumulator_dtype(request.hidden.dtype)
-    roundings = -(-length // pieces // size)
+    roundings = sum(count for count, _ in sizes)
     large = weight.size * accumulator.itemsize > ACCUMULATOR_BYTES
     same = weight.dtype == request.hidden.dtype
     if large and same and weight.dtype.itemsize == 2 and roundings <= MOST_ROUNDINGS:
         accumulator = weight.dtype
     # A vocabulary that XLA partitions cannot always be regrouped.
     grouped = request.target.platform == "cuda" and devices == 1 and weight.shape[1] % GROUP == 0
-    plan = _Plan(request.options, size, GROUP if grouped else 1, accumulator)
+    plan = _Plan(request.options, sizes, GROUP if grouped else 1, accumulator, capability)
 
     if token_weights is None:
         token_weights = jnp.ones_like(labels, accumulator_dtype(request.hidden.dtype))
@@ -114,31 +122,43 @@ def _count_pieces(length: int, chunks: int) -> int:
     return 1
 
 
-def _chunk_size(most: int, pieces: int, length: int) -> int:
-    """C of at most `most` positions: if it can be, with a multiple of ROWS tokens, else of BLOCKS positions."""
+def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], ...]:
+    """(number, C) of chunks of at most `most` positions that make up the length, of nearly equal sizes.
+
+    If it can be, C is a multiple of ROWS tokens, else of BLOCKS positions. No number is 1 where it need not be: XLA
+    makes a loop only of several chunks.
+    """
     if most >= length:
-        return max(length, 1)
-    for step in (ROWS // math.gcd(ROWS, pieces), BLOCKS):
-        if most >= step:
-            return most // step * step
-    return max(most, 1)
+        return ((1, max(length, 1)),)
+    steps = (ROWS // math.gcd(ROWS, pieces), BLOCKS, 1)
+    step = next((step for step in steps if most >= step), 1)
+    units, left = divmod(length, step)
+    fewest = -(-units // max(most // step, 1))
+    for count in range(fewest, units + 1):
+        small, larger = divmod(units, count)
+        if 1 not in (larger, count - larger):
+            break
+    found = ((larger, (small + 1) * step), (count - larger, small * step), (1, left))
+    return tuple((number, size) for number, size in found if number and size)
 
 
-def _for_each_chunk(plan: _Plan, length: int, visit: Callable[[Any, Chunk, Any], Any], carry: Any) -> Any:
-    """visit(carry, chunk, start) for the chunks that begin at 0, C, 2 C, ...; the last may be shorter."""
+def _for_each_chunk(plan: _Plan, visit: Callable[[Any, Chunk, Any], Any], carry: Any) -> Any:
+    """visit(carry, chunk, start) for the chunks of `plan.sizes`."""
 
     def step(start: Any, size: int, carry: Any) -> Any:
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2)
         return visit(carry, cut, start)
 
-    whole, rest = divmod(length, plan.size)
-    if whole:
-        carry = jax.lax.fori_loop(0, whole, lambda i, carry: step(i * plan.size, plan.size, carry), carry)
-    if rest:
-        # A loop of one step that XLA cannot unroll. Else it may compute the last chunk's logits before the other loop
-        # and hold them all along, and a second array of the weight's size would hold its last summand.
-        once = jax.lax.optimization_barrier(jnp.int32(1))
-        carry = jax.lax.fori_loop(0, once, lambda _, carry: step(whole * plan.size, rest, carry), carry)
+    begin = 0
+    for count, size in plan.sizes:
+        # Among others, a loop of one step that XLA cannot unroll. Else it may compute that chunk's logits before the
+        # other loop and hold them all along, and a second array of the weight's size would hold its summand. The GPU
+        # waits for the host there, which has to read the number of steps.
+        known = count > 1 or len(plan.sizes) == 1
+        steps = count if known else jax.lax.optimization_barrier(jnp.int32(1))
+        visit_one = lambda i, carry, begin=begin, size=size: step(begin + i * size, size, carry)  # noqa: E731
+        carry = jax.lax.fori_loop(0, steps, visit_one, carry)
+        begin += count * size
     return carry
 
 
@@ -197,7 +217,7 @@ def _losses_forward(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: j
         return tuple(_put(x, part, start) for x, part in zip(carry, found, strict=True))
 
     nothing = jnp.zeros_like(labels, accumulator_dtype(hidden.dtype))
-    lse, loss = _for_each_chunk(plan, labels.shape[2], visit, (nothing, nothing))
+    lse, loss = _for_each_chunk(plan, visit, (nothing, nothing))
     return loss, (hidden, weight, labels, lse)
 
 
@@ -212,7 +232,7 @@ def _losses_backward(plan: _Plan, residuals: tuple, d_loss: jax.Array) -> tuple:
         return _add_gradients(gradients, rows, matrix, d_logits, start)
 
     nothing = _no_gradients(plan, hidden, weight)
-    d_hidden, d_weight = _for_each_chunk(plan, labels.shape[2], visit, nothing)
+    d_hidden, d_weight = _for_each_chunk(plan, visit, nothing)
     return d_hidden, d_weight.astype(weight.dtype), None
 
 
@@ -227,13 +247,17 @@ def _sum_forward(
 
     def visit(carry: tuple, chunk: Chunk, start: Any) -> tuple:
         losses, *gradients = carry
-        rows, here = chunk(hidden), chunk(labels)
-        logits, lse, loss = _chunk_loss(plan, rows, matrix, here)
-        d_logits = _logits_gradient(plan, logits, lse, here, chunk(token_weights))
+        rows, here, d_loss = chunk(hidden), chunk(labels), chunk(token_weights)
+        if plan.capability is None:
+            logits, lse, loss = _chunk_loss(plan, rows, matrix, here)
+            d_logits = _logits_gradient(plan, logits, lse, here, d_loss)
+        else:
+            logits = jnp.matmul(rows, matrix)
+            loss, d_logits = triton_launch.loss_and_gradient(plan.options, logits, here, d_loss, plan.capability)
         return _put(losses, loss, start), *_add_gradients(tuple(gradients), rows, matrix, d_logits, start)
 
     nothing = jnp.zeros_like(labels, accumulator_dtype(hidden.dtype)), *_no_gradients(plan, hidden, weight)
-    losses, d_hidden, d_weight = _for_each_chunk(plan, labels.shape[2], visit, nothing)
+    losses, d_hidden, d_weight = _for_each_chunk(plan, visit, nothing)
     return jnp.sum(losses * token_weights), (d_hidden, d_weight.astype(weight.dtype), losses, token_weights)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import select
 from pallas_kernels.fp8.backends import BACKENDS, Request
 from pallas_kernels.fp8.formats import GRADIENT_FORMATS, Quantized
-from pallas_kernels.fp8.per_tensor import Plan
+from pallas_kernels.fp8.plan import Plan
 
 RECIPES = tuple(BACKENDS)
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]

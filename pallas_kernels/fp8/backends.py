@@ -12,7 +12,7 @@ import jax
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp8 import blockwise, mosaic, per_tensor
 from pallas_kernels.fp8.formats import Quantized
-from pallas_kernels.fp8.per_tensor import Plan
+from pallas_kernels.fp8.plan import Plan
 from pallas_kernels.target import Target, current_target
 
 

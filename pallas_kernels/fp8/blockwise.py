@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.fp8.formats import E4M3, Quantized, keep, power_of_two_scale, saturating_cast
-from pallas_kernels.fp8.per_tensor import Plan
+from pallas_kernels.fp8.plan import Plan
 
 BLOCK = 128
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fp8 import triton
+from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.hopper import refuses_target
@@ -31,13 +31,9 @@ def refuses(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int,
 
 def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
     """a [M, K] @ b [N, K].T -> [M, N]."""
-    # Older releases of jax, on which `refuses` answers, cannot import the kernel.
-    from pallas_kernels.fp8 import mosaic_product
-
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
-    # Scales for columns take the registers of a second half.
-    tall = not columns_scaled and rows % (2 * mosaic_product.WARPGROUPS * mosaic_product.ROWS) == 0
+    tall = rows % (2 * mosaic_product.WARPGROUPS * mosaic_product.ROWS) == 0
     config = mosaic_product.Config(
         rows,
         columns,

@@ -22,7 +22,8 @@ BLOCK = 128
 ROWS = 64
 """Of one wgmma."""
 WARPGROUPS = 2
-_STAGES = 4
+_STAGES = {1: 5, 2: 3}
+"""By halves: what shared memory has room for beside the result."""
 _STORE_COLUMNS = 64
 _TILE_ROWS_TOGETHER = 8
 
@@ -45,6 +46,11 @@ class Config:
     output: str
     programs: int
     interpret: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Steps along the summed dim that are in flight from global memory."""
+        return _STAGES[self.halves]
 
     @property
     def parts(self) -> int:
@@ -86,16 +92,16 @@ def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=_Buffers(
-            a=tiled((_STAGES, config.parts, ROWS, BLOCK), E4M3),
-            b=tiled((_STAGES, BLOCK, BLOCK), E4M3),
-            a_scale=plgpu.SMEM((_STAGES, config.parts, ROWS), jnp.float32),
-            b_scale=plgpu.SMEM((_STAGES, BLOCK), jnp.float32) if config.columns_scaled else None,
-            out=tiled((WARPGROUPS, ROWS, _STORE_COLUMNS), config.output),
+            a=tiled((config.stages, config.parts, ROWS, BLOCK), E4M3),
+            b=tiled((config.stages, BLOCK, BLOCK), E4M3),
+            a_scale=plgpu.SMEM((config.stages, config.parts, ROWS), jnp.float32),
+            b_scale=plgpu.SMEM((config.stages, BLOCK), jnp.float32) if config.columns_scaled else None,
+            out=tiled((WARPGROUPS, config.halves, BLOCK // _STORE_COLUMNS, ROWS, _STORE_COLUMNS), config.output),
             full=tuple(
-                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=_STAGES)
+                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=config.stages)
                 for beside in (1 + config.columns_scaled, 0)[: config.halves]
             ),
-            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=_STAGES),
+            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if config.interpret else None,
@@ -118,7 +124,7 @@ def _body(config: Config, a: Any, b: Any, a_scale: Any, b_scale: Any, out: Any, 
     def _():
         plgpu.set_max_registers(24, action="decrease")
         tiles = _for_each_tile(config, functools.partial(_load, config, (a, b, a_scale, b_scale), buffers))
-        pieces.drain(_STAGES, tiles * steps, buffers.empty)
+        pieces.drain(config.stages, tiles * steps, buffers.empty)
 
 
 def _for_each_tile(config: Config, visit: Any) -> Any:
@@ -146,10 +152,10 @@ def _load(config: Config, inputs: tuple[Any, ...], buffers: _Buffers, number: An
 
     def step(index: jax.Array, _: None) -> None:
         count = number * steps + index
-        slot = lax.rem(count, _STAGES)
+        slot = lax.rem(count, config.stages)
         full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
 
-        @pl.when(count >= _STAGES)
+        @pl.when(count >= config.stages)
         def _():
             plgpu.barrier_wait(buffers.empty.at[slot])
 
@@ -177,19 +183,19 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
         totals, factor = state
         # Read a step ahead: it comes from global memory.
         following = shared_scale(index + 1)
-        slot = lax.rem(number * steps + index, _STAGES)
+        slot = lax.rem(number * steps + index, config.stages)
         added = []
         for half, total in enumerate(totals):
             # Waited for one after the other also keeps the additions before the next half's product, as the compiler
             # moves nothing past the loop of a wait: both halves' sums have no room.
             plgpu.barrier_wait(buffers.full[half].at[slot])
             part = warpgroup * config.halves + half
+            scale = plgpu.load(buffers.a_scale.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(1)) * factor
 
             def issue(accumulator: Any, part: Any = part) -> None:
                 plgpu.wgmma(accumulator, buffers.a.at[slot, part], buffers.b.at[slot].transpose((1, 0)))
 
             partial = pieces.multiply((ROWS, BLOCK), issue)
-            scale = plgpu.load(buffers.a_scale.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(1)) * factor
             if config.columns_scaled:
                 columns = plgpu.load(buffers.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
                 partial = partial * pieces.along_columns(columns, partial)
@@ -201,9 +207,10 @@ def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: 
     totals, _ = lax.fori_loop(0, steps, step, (zeros, shared_scale(jnp.int32(0))))
     # Rounded together, they leave room for what the stores need.
     rounded = lax.optimization_barrier(tuple(total.astype(out.dtype) for total in totals))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for half, part in enumerate(rounded):
         first = ((row * WARPGROUPS + warpgroup) * config.halves + half) * ROWS
-        _store(out, buffers.out.at[warpgroup], part, first, column)
+        _store(out, buffers.out.at[warpgroup, half], part, first, column)
 
 
 def _release(config: Config, barrier: Any) -> None:
@@ -215,9 +222,9 @@ def _release(config: Config, barrier: Any) -> None:
 
 def _store(out: Any, buffer: Any, part: jax.Array, first: Any, column: Any) -> None:
     """64 rows of the result, by way of shared memory, some columns at a time."""
-    for start in range(0, BLOCK, _STORE_COLUMNS):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer[...] = part[:, start : start + _STORE_COLUMNS]
+    for index in range(BLOCK // _STORE_COLUMNS):
+        start = index * _STORE_COLUMNS
+        buffer[index] = part[:, start : start + _STORE_COLUMNS]
         plgpu.commit_smem()
         columns = pl.ds(column * BLOCK + start, _STORE_COLUMNS)
-        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(first, ROWS), columns])
+        plgpu.copy_smem_to_gmem(buffer.at[index], out.at[pl.ds(first, ROWS), columns])

@@ -1,6 +1,7 @@
-"""Rounding to FP8 with blockwise scales in one pass over memory, by a Triton kernel: both orders at once.
+"""Rounding to FP8 in one pass over memory, by a Triton kernel: both orders at once.
 
-As XLA fusions it is three reads of the array: for the maxima along rows, for those along columns, for the rounding.
+As XLA fusions blockwise scales are three reads of the array: for the maxima along rows, for those along columns, for
+the rounding. With one scale XLA reads it once too, but writes the transpose at less than half of the memory's rate.
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8 import blockwise
 from pallas_kernels.fp8.blockwise import BLOCK
-from pallas_kernels.fp8.formats import E4M3, Quantized
-from pallas_kernels.target import current_target
+from pallas_kernels.fp8.formats import E4M3, Quantized, saturating_cast
+from pallas_kernels.target import automatic_axes, current_target
 
 _LEAST_CAPABILITY = (8, 9)
 _WARPS = 8
@@ -32,19 +33,9 @@ class Plan:
 
 
 def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
-    """`blockwise.quantize_both`, by the kernel where it is installed and the target and the shape are its own."""
-    capability = current_target().compute_capability
-    installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
-    if not installed or capability is None or capability < _LEAST_CAPABILITY or any(n % BLOCK for n in x.shape):
+    """`blockwise.quantize_both`, by the kernel where it can."""
+    if not _takes(x):
         return blockwise.quantize_both(x)
-    return _launch(x, 10 * capability[0] + capability[1])
-
-
-def _launch(x: jax.Array, capability: int) -> tuple[Quantized, Quantized]:
-    import jax_triton
-
-    from pallas_kernels.fp8.triton_quantize import quantize_kernel
-
     plan = Plan(*x.shape)
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = (
         (x.shape, E4M3),
@@ -52,15 +43,44 @@ def _launch(x: jax.Array, capability: int) -> tuple[Quantized, Quantized]:
         ((plan.columns, plan.rows), E4M3),
         ((plan.rows // BLOCK, plan.columns), jnp.float32),
     )
-    values, inverse, turned_values, turned_inverse = jax_triton.triton_call(
-        x,
-        kernel=quantize_kernel,
+    values, inverse, turned_values, turned_inverse = _launch("quantize_kernel", plan, shapes, x)
+    return Quantized(values, inverse), Quantized(turned_values, turned_inverse)
+
+
+def cast_both(x: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """x [M, K] * scale [] in an FP8 format, saturating, and its transpose [K, M], by the kernel where it can."""
+    if not _takes(x):
+        # Without a barrier XLA may drop the rounding together with the conversion back in front of a product.
+        values = jax.lax.optimization_barrier(saturating_cast(x, scale, dtype))
+        return values, values.T
+    shapes = ((x.shape, dtype), (x.shape[::-1], dtype))
+    values, turned = _launch("cast_kernel", Plan(*x.shape), shapes, x, scale)
+    return values, turned
+
+
+def _takes(x: jax.Array) -> bool:
+    """Whether a kernel is installed, and the target and the shape are its own; XLA cannot partition it."""
+    capability = current_target().compute_capability
+    installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
+    fits = x.ndim == 2 and not any(n % BLOCK for n in x.shape) and not automatic_axes()
+    return installed and fits and capability is not None and capability >= _LEAST_CAPABILITY
+
+
+def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Results of these shapes and dtypes, from one program a tile."""
+    import jax_triton
+
+    from pallas_kernels.fp8 import triton_quantize
+
+    major, minor = current_target().compute_capability or _LEAST_CAPABILITY
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=getattr(triton_quantize, kernel),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),
         grid=(plan.rows // BLOCK * plan.column_tiles,),
-        name="fp8_quantize_both",
+        name=f"fp8_{kernel}",
         num_warps=_WARPS,
         num_stages=1,
-        compute_capability=capability,
+        compute_capability=10 * major + minor,
         plan=plan,
     )
-    return Quantized(values, inverse), Quantized(turned_values, turned_inverse)

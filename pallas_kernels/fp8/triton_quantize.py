@@ -1,4 +1,4 @@
-"""Rounds a 128 x 128 tile to FP8 both ways in one pass: by groups of its rows, and by groups of its columns, turned."""
+"""Rounds a 128 x 128 tile to FP8, as it is and turned, in one pass: with one scale, or with one for 128 values."""
 
 # A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
 # pyright: reportAttributeAccessIssue=false
@@ -35,3 +35,16 @@ def quantize_kernel(x, values, inverse, turned_values, turned_inverse, plan: tl.
     rounded = tl.trans((block * scale[None, :]).to(tl.float8e4nv))
     tl.store(turned_values + wide_columns[:, None] * plan.rows + rows[None, :], rounded)
     tl.store(turned_inverse + row_tile.to(tl.int64) * plan.columns + columns, 1.0 / scale)
+
+
+@triton.jit
+def cast_kernel(x, scale, values, turned_values, plan: tl.constexpr):
+    """One tile of x [rows, columns] times scale []; values as x, turned_values [columns, rows]. Casts saturate."""
+    tile = tl.program_id(0)
+    rows = tile // plan.column_tiles * 128 + tl.arange(0, 128)
+    columns = tile % plan.column_tiles * 128 + tl.arange(0, 128)
+    wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
+    block = tl.load(x + wide_rows[:, None] * plan.columns + columns[None, :]).to(tl.float32)
+    rounded = (block * tl.load(scale)).to(values.dtype.element_ty)
+    tl.store(values + wide_rows[:, None] * plan.columns + columns[None, :], rounded)
+    tl.store(turned_values + wide_columns[:, None] * plan.rows + rows[None, :], tl.trans(rounded))

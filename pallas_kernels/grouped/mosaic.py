@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.grouped import products
+from pallas_kernels.grouped.mosaic_kernels import Kernels
 from pallas_kernels.grouped.request import Request
 from pallas_kernels.target import Target, current_target, multiprocessors
 
@@ -33,8 +34,5 @@ def refuses(request: Request) -> str | None:
 
 def multiply(request: Request) -> jax.Array:
     """[R, F] in the dtype of x."""
-    # Older releases of jax, on which `refuses` answers, cannot import the kernels.
-    from pallas_kernels.grouped.mosaic_kernels import Kernels
-
     programs = 2 if INTERPRET else multiprocessors()
     return products.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

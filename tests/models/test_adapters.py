@@ -27,7 +27,6 @@ RULES = (
     AdapterRule(path="attention/[qv]_proj", rank=4, alpha=8),
     AdapterRule(path="o_proj|down_proj", method="dora", rank=3),
 )
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def moved(model: Transformer) -> Transformer:

@@ -26,8 +26,6 @@ from jaxstack.models.attention_kinds.softmax import SoftmaxAttention
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run_config import load_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KINDS = {
     "softmax": SoftmaxAttention(),
     "longformer": LongformerAttention(window=4, global_tokens=2),

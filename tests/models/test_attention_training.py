@@ -5,8 +5,6 @@ import pytest
 
 from tests.small_runs import make_trainer, run_steps, small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TRAINED = {
     "longformer": "{name: longformer, window: 4, global_tokens: 2}",
     "block_sparse": "{name: block_sparse, block_size: 16}",

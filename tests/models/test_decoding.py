@@ -17,8 +17,6 @@ from jaxstack.models.attention_kinds.performer import PerformerAttention
 from jaxstack.models.attention_kinds.projected import ProjectedAttention
 from jaxstack.models.moe.config import MoEConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BASE = {
     "vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48,
     "initialization": "fan_in", "initializer_range": 0.5,

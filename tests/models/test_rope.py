@@ -48,6 +48,17 @@ def test_a_pair_is_rotated_as_a_complex_number():
     np.testing.assert_allclose(found, np.concatenate((turned.real, turned.imag), -1), atol=2e-5)
 
 
+def test_angles_are_exact_at_a_million_tokens():
+    positions = np.array([5, 1023, 1024, 131071, 1048575])
+    frequencies = rope_frequencies(128, 500000.0)
+    exact = np.exp(1j * positions[:, None] * frequencies)
+    cos, sin = (np.asarray(x)[:, 0] for x in rope_angles(jnp.asarray(positions), frequencies))
+    assert np.abs(cos + 1j * sin - exact).max() < 1e-3
+    assert np.abs(cos + 1j * sin - exact)[:2].max() < 1e-4
+    plain = np.exp(1j * (positions[:, None].astype(np.float32) * frequencies.astype(np.float32)))
+    assert np.abs(plain - exact).max() > 0.02  # what one product in float32 gives
+
+
 def test_the_ramp_needs_a_range():
     with pytest.raises(ValueError, match="below high_freq_factor"):
         RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0)

@@ -11,8 +11,6 @@ from flax import nnx
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.block import drop
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BASE = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
 LARGER = {"initialization": "fan_in", "initializer_range": 0.5}
 """Initial weights that make everything matter."""

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.observe.collectives import Collective, collectives, fp8_matmuls, matmuls, summarise
+from tests.compilation import fully_optimized
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 
 TRIPS = 5
@@ -59,6 +60,7 @@ def _cpu_mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:count])
 
 
+@fully_optimized()
 def _compile_on_cpu(function, *arguments):
     return jax.jit(function).lower(*arguments).compile().as_text()
 

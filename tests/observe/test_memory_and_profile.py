@@ -76,7 +76,7 @@ def test_traced_steps(calls, steps, first, last, traced):
     assert calls == ([("start", "where"), ("stop",), ("memory", "where/memory.pb.gz")] if traced else [])
 
 
-def test_profile_opens_in_perfetto_and_xprof_with_the_layers_by_name(tmp_path, quick_compilation):
+def test_profile_opens_in_perfetto_and_xprof_with_the_layers_by_name(tmp_path):
     said = []
     profiler = StepProfiler((2, 2), tmp_path / "profile", said.append)
     model = Transformer(ModelConfig(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32), nnx.Rngs(0))

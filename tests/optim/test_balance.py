@@ -4,15 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.moe.router import route
 from jaxstack.optim import AdamW, GroupRule, build_optimizer
 from jaxstack.optim.build import gradient_norm, largest_overload
 from tests.small_runs import make_trainer, small_config
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PARAMS = {"router": {"kernel": jnp.ones((2, 4)), "balance_bias": jnp.zeros((3, 4))}}
 LOAD = jnp.array([[1.5, -0.5, 0.0, -1.0]] * 3)

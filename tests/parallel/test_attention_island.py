@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxstack.observe.collectives import collectives
 from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules, shard, with_local_heads
 from pallas_kernels import flash_attention, lowering_platform, record_choices, save_attention
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_array, hopper_topology
 
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
@@ -115,6 +116,7 @@ def test_inside_a_shard_map_that_has_taken_some_axes():
 LAYERS, BATCH, LENGTH, D, H = 4, 4, 512, 64, 64
 
 
+@fully_optimized()
 def compiled_layers(implementation, heads, kv_heads, policy=save_attention):
     """Gradients of a scan over rematerialised attention layers, of data 2 x tensor 2: (custom calls, collectives)."""
     layout = rules(2, 1, 2, devices=list(hopper_topology(4).devices))

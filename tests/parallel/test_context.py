@@ -13,8 +13,6 @@ from jaxstack.parallel import ParallelConfig, context_axis, logical_axis_rules, 
 from pallas_kernels import record_choices, sequence_order
 from tests.small_runs import LENGTH, batch_at, make_trainer, small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def rules(**degrees):
     parallel = ParallelConfig(**degrees)

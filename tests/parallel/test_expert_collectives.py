@@ -72,10 +72,12 @@ def test_expert_weights_stay_where_they_are():
 @pytest.mark.slow
 def test_fsdp_gathers_a_device_s_own_experts_in_bfloat16():
     over = ("parallel.fsdp=2", "parallel.expert=2", "model.moe.exchange_factor=2")
-    layer = 2 * (KERNELS // 2 + 4 * D * 8 * 64) + 4 * D * E
-    ends = 2 * 2 * V * D
+    matrices, router, ends = KERNELS // 2 + 4 * D * 8 * 64, D * E, 2 * V * D
+    gathered = 2 * LAYERS * (2 * matrices + 4 * router) + 2 * ends
+    summed = 4 * (LAYERS * (matrices + router) + ends)
     moved = {kind: [row for row in rows(*over) if row.kind == kind] for kind in ("all-gather", "reduce-scatter")}
     sizes = {kind: sum(row.payload_bytes * row.calls for row in found) for kind, found in moved.items()}
-    # The router alone is gathered in float32. Layers are gathered forward, and again in the backward.
-    assert sizes == {"all-gather": 2 * LAYERS * layer + ends, "reduce-scatter": LAYERS * layer + ends}
+    # The router alone is gathered in float32. Layers are gathered forward, and again in the backward; gradients are
+    # summed in float32, as `precision.reduce` says.
+    assert sizes == {"all-gather": gathered, "reduce-scatter": summed}
     assert {row.axes for found in moved.values() for row in found} == {("fsdp",)}

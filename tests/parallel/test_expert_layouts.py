@@ -13,8 +13,6 @@ from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, mak
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MIXTURE = (
     "model.moe={num_experts: 12, num_experts_per_tok: 3, moe_intermediate_size: 24, router_aux_loss_coef: 0.01}",
     "train.global_batch_size=24",

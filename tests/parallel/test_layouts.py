@@ -10,8 +10,6 @@ import pytest
 from jaxstack.state import TrainState
 from tests.small_runs import LENGTH, make_trainer, metrics_of_steps, small_config, unpacked_batch_at
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 STEPS = 10
 ROWS = 16
 
@@ -109,6 +107,21 @@ def test_zero_over_data(overrides):
 )
 def test_unrolled_layers_too(overrides):
     assert_trains_as_one_device(*overrides, shape=("model.scan_layers=false",))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*layout(1, 2, 1), "parallel.context=2", "train.gradient_accumulation=2"),
+        pytest.param((*layout(2, 1, 2, True), "parallel.zero=2"), marks=pytest.mark.slow),
+        pytest.param((*layout(1, 1, 3), "train.gradient_accumulation=4"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_dropout_masks_do_not_depend_on_the_layout(overrides):
+    shape = ("model.dropout=0.2", "model.num_heads=6", "model.head_dim=4")
+    assert_trains_as_one_device(*overrides, shape=shape)
+    assert abs(reference(*shape).losses[0] - reference(*shape[1:]).losses[0]) > 1e-4
 
 
 ODD_SHAPE = (

@@ -9,7 +9,7 @@ from jaxstack.errors import ConfigError
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import small_config
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROWS, HEADS = 24, 12
 SIZES = (

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from jaxstack.observe.collectives import collectives
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 
 DEVICES, SHAPE = 4, (256, 512)
@@ -22,6 +23,7 @@ SPLIT, SPLIT_OTHERWISE, BROADCAST = P("x"), P(None, "x"), P()
 PARTIAL = PartitionSpec(None, None, unreduced={"x"})
 
 
+@fully_optimized()
 def sent(before: PartitionSpec, after: PartitionSpec) -> dict[str, float]:
     """Kind of collective -> bytes that all devices send, in the transition compiled for H200s."""
     devices = hopper_topology(DEVICES).devices
@@ -59,6 +61,7 @@ def test_a_transition_sends_what_the_table_says(before, after, kind, volume):
     assert sent(before, after) == ({kind: volume} if kind else {})
 
 
+@fully_optimized()
 def test_a_broadcast_tensor_becomes_partial_without_sending():
     """Each of p devices counts 1/p of it, or one of them all of it."""
     devices = hopper_topology(DEVICES).devices

@@ -18,7 +18,6 @@ from jaxstack.run_config import load_config
 from pallas_kernels import record_choices
 from tests.small_runs import make_trainer, run_steps, small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 STEPS = 3
 
 

@@ -18,8 +18,6 @@ from jaxstack.resilience import ResilienceConfig
 from jaxstack.resilience.spikes import FEWEST, WINDOW, StepHistory
 from jaxstack.run_config import TrainConfig
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def history_of(values) -> StepHistory:
     history, plus = StepHistory.empty(), jax.jit(StepHistory.plus)

@@ -60,6 +60,8 @@ def _ways_out(fits: list[int], wanted: int | None, batch: int, shards: int, unit
             min((m for m in fits if m >= wanted), default=fits[-1]),
         }
         return f"nearest: {' or '.join(map(str, sorted(near)))}."
-    step = shards * max(unit, wanted or 1)
+    pieces = max(unit, round((wanted or 1) / unit) * unit)
+    also = "" if wanted in (None, pieces) else f": parallel.microbatches={pieces} with"
+    step = shards * pieces
     below = batch // step * step
-    return f"nearest train.global_batch_size: {f'{below} or ' if below else ''}{below + step}."
+    return f"nearest{also} train.global_batch_size: {f'{below} or ' if below else ''}{below + step}."

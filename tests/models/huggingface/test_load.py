@@ -21,7 +21,6 @@ from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 HERE = Path(__file__).parent
 FAMILIES = sorted(path.parent.name for path in HERE.glob("*/config.json"))
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def leaves(model: Transformer) -> list[tuple[str, jax.Array]]:

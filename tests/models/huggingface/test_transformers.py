@@ -13,7 +13,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 HERE = Path(__file__).parent
 FAMILIES = sorted(path.parent.name for path in HERE.glob("*/config.json"))
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def logits_of_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray:

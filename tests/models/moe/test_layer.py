@@ -14,8 +14,6 @@ from jaxstack.models.moe.layer import MoE
 from jaxstack.models.moe.router import route
 from tests.small_runs import batch_at
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BASE = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
 MIXTURE = {"num_experts": 5, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
 X = np.random.default_rng(0).normal(size=(2, 12, 16)).astype(np.float32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import flash_attention
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 
 
 @dataclass(frozen=True)

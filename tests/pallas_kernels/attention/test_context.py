@@ -20,7 +20,7 @@ from pallas_kernels import (
     sequence_order,
     with_whole_sequences,
 )
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 
 METHODS, LAYOUTS = ("ring", "all_gather", "all_to_all"), ("zigzag", "contiguous")
 B, T, H = 2, 48, 8

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack.observe.collectives import collectives
 from pallas_kernels import context_attention, lowering_platform
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_array, hopper_mesh
 
 N, B, T, HEADS, KV_HEADS, H = 4, 2, 512, 8, 2, 64
@@ -21,6 +22,7 @@ KEYS = B * T * KV_HEADS * H
 """Numbers in a device's keys."""
 
 
+@fully_optimized()
 def compiled(
     method: str, *, gradient: bool, implementation: str, shape=(B, T, HEADS, KV_HEADS, H), project=False, **options
 ) -> str:

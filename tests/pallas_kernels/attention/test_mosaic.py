@@ -16,7 +16,8 @@ from pallas_kernels import (
     lowering_platform,
     save_attention,
 )
-from pallas_kernels.attention import mosaic
+from pallas_kernels.attention import mosaic, mosaic_call
+from pallas_kernels.attention import mosaic_pieces as pieces
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
@@ -67,8 +68,6 @@ def test_error_of_warpgroups_beyond_the_queries(monkeypatch):
 @pytest.mark.parametrize(("length", "packed", "given"), [(320, False, 320), (328, False, 384), (320, True, 384)])
 def test_no_warpgroup_has_queries_and_rows_beyond_them(length, packed, given, monkeypatch):
     """Its copies of the log-sum-exp and of segments would go beyond a sequence's end."""
-    from pallas_kernels.attention import mosaic_call
-
     seen = []
 
     def forward(config, q, k, v, schedule, segments):
@@ -113,8 +112,6 @@ def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
 @pytest.mark.parametrize("soft_cap", [None, 7.0])
 def test_the_score_of_masked_entries_times_its_factor_is_exact(scale, soft_cap):
     """A fused multiply-add subtracts the rounded product from the exact one: any difference is exponentiated."""
-    from pallas_kernels.attention import mosaic_pieces as pieces
-
     config = pieces.Config(Options(Mask(), scale, soft_cap), 128, 128, 128, 64)
     score, factor = np.float32(pieces.fill(config)), np.float32(pieces.late_factor(config))
     assert score == pieces.fill(config)

@@ -18,8 +18,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.patterns import bigbird, fixed, strided
+from tests.compilation import run_jitted
 from tests.pallas_kernels.attention.contract import Case, attend_plainly, check
-from tests.pallas_kernels.compiling import run_jitted
 
 BACKENDS = ("xla_dense", "xla")
 

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import flash_attention, save_attention
 from pallas_kernels.attention.scores import merge
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import fully_optimized, run_jitted
 
 BACKENDS = ("xla_dense", "xla")
 
@@ -83,6 +83,7 @@ def test_shard_map_over_batch_and_heads(backend):
     np.testing.assert_allclose(sharded, run_jitted(jax.grad(lambda q: loss(q, k, v, "reference")), q), atol=1e-4)
 
 
+@fully_optimized()
 def test_temporary_memory_is_linear_in_the_length():
     def temporary(length):
         x = jax.ShapeDtypeStruct((1, length, 1, 16), jnp.float32)

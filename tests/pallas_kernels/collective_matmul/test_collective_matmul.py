@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import NotSupported, all_gather_matmul, lowering_platform, matmul_reduce_scatter, record_choices
 from pallas_kernels.collective_matmul import mosaic
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 
 NEEDS_MOSAIC = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 ROWS, COLUMNS = P("tensor", None), P(None, "tensor")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 
 Inputs = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 OPTIONS = {

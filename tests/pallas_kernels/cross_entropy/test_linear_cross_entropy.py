@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum, record_choices
 from pallas_kernels.cross_entropy import xla
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import fully_optimized, run_jitted
 from tests.pallas_kernels.cross_entropy.cases import (
     OPTIONS,
     assert_error_at_most_twice,
@@ -65,6 +65,7 @@ def test_random_leading_dims(leading, backend):
     check(leading, "float32", backend)
 
 
+@fully_optimized()
 def test_chunks_do_not_hold_the_logits():
     hidden = jax.ShapeDtypeStruct((2, 4096, 16), jnp.float32)
     weight = jax.ShapeDtypeStruct((16, 1024), jnp.float32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum, lowering_platform, record_choices
 from pallas_kernels.cross_entropy import xla
 from pallas_kernels.cross_entropy.request import Options, make_request
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 from tests.pallas_kernels.cross_entropy.cases import (
     OPTIONS,
     assert_error_at_most_twice,
@@ -48,7 +48,7 @@ def plan_of(inputs, dtype):
     """(chunks, group, dtype in which the weight's gradient is summed up) of the chunked backend."""
     hidden, weight = (jnp.asarray(x, dtype) for x in inputs[:2])
     plan, _, labels, _ = xla._cut(make_request(hidden, weight, inputs[2], None, Options()))
-    return -(-labels.shape[2] // plan.size), plan.group, jnp.dtype(plan.accumulator)
+    return sum(count for count, _ in plan.sizes), plan.group, jnp.dtype(plan.accumulator)
 
 
 def check(inputs, dtype, implementation, **options):
@@ -77,9 +77,27 @@ def test_random_leading_dims_and_chunks(leading, tokens):
 
 
 def test_a_chunk_takes_positions_of_every_sequence(monkeypatch):
-    """34 tokens at most: 16 positions of two sequences of 40, the last chunk shorter."""
+    """34 tokens at most: up to 17 positions of two sequences of 40, and none in a loop of one chunk."""
     monkeypatch.setattr(xla, "CHUNK_BYTES", 4 * 33 * 34)
-    assert plan_of(make_inputs((2, 40)), "float32")[0] == 3
+    assert plan_of(make_inputs((2, 40)), "float32")[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("most", "pieces", "length", "sizes"),
+    [
+        (100, 4, 90, ((1, 90),)),
+        (128, 64, 1024, ((8, 128),)),
+        (805, 4, 8192, ((7, 768), (4, 704))),
+        (17, 2, 40, ((4, 10),)),
+        (16, 2, 33, ((2, 16), (1, 1))),
+        (1, 7, 5, ((5, 1),)),
+    ],
+)
+def test_chunks_are_alike_and_seldom_alone(most, pieces, length, sizes):
+    found = xla._chunk_sizes(most, pieces, length)
+    assert sum(count * size for count, size in found) == length
+    assert all(size <= most for _, size in found)
+    assert found == sizes
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

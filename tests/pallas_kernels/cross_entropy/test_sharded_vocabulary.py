@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import NotSupported, linear_cross_entropy, linear_cross_entropy_sum
 from pallas_kernels.cross_entropy import xla
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 from tests.pallas_kernels.cross_entropy.cases import OPTIONS, make_inputs
 
 VOCABULARY = 64

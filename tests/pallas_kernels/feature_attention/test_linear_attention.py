@@ -18,7 +18,7 @@ from pallas_kernels import (
     save_attention,
 )
 from pallas_kernels.feature_attention import xla
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import fully_optimized, run_jitted
 
 B, T, N, K, H = 2, 21, 4, 2, 8
 PROJECTION = random_projection(20, H, seed=1)
@@ -215,6 +215,7 @@ def test_float16_states_do_not_overflow():
 # --- memory, sharding, choice, messages -------------------------------------------------------------------------------
 
 
+@fully_optimized()
 def test_temporary_memory_is_linear_in_the_length(monkeypatch):
     monkeypatch.setattr(xla, "_LONGEST_CHUNK", 64)
 
@@ -228,6 +229,7 @@ def test_temporary_memory_is_linear_in_the_length(monkeypatch):
     assert second < 2.5 * first and second < 4096 * 4096
 
 
+@fully_optimized()
 def test_sharded_over_batch_and_heads_moves_nothing():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = NamedSharding(mesh, P("data", None, "tensor"))

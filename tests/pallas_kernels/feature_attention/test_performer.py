@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import flash_attention, performer_attention, random_projection
 from pallas_kernels.feature_attention.favor import Favor
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 
 B, T, N, H = 1, 48, 2, 16
 

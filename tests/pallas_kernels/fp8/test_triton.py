@@ -4,37 +4,27 @@ Triton decides at its import whether kernels are interpreted, so that runs in a 
 `TRITON_INTERPRET=1 python -m tests.pallas_kernels.fp8.test_triton`.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import lowering_platform
+from jaxstack.compiler_options import step_options
+from pallas_kernels import fp8_multiply, lowering_platform
 from pallas_kernels.fp8 import blockwise, triton
-from pallas_kernels.fp8.formats import E4M3
+from pallas_kernels.fp8.formats import E4M3, E5M2
 from tests.hopper import compile_for_hopper
-
-needs_triton = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")),
-    reason="needs Triton: pip install 'jaxstack[cuda]'",
-)
-ROOT = Path(__file__).resolve().parents[3]
+from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
 
 def interpret() -> None:
-    """Compares every output of the kernel.
+    """Compares every output of the kernels.
 
     Scales of all magnitudes and of zeros; values that FP8 holds, as the interpreter's own cast drops the carry of a
     rounding.
     """
-    from pallas_kernels.fp8.triton_quantize import quantize_kernel
-    from tests.pallas_kernels.attention.test_triton import _Array, let_numpy_index
+    from pallas_kernels.fp8.triton_quantize import cast_kernel, quantize_kernel
 
     let_numpy_index()
     random, size = np.random.default_rng(0), (256, 384)
@@ -42,8 +32,8 @@ def interpret() -> None:
     names = {E4M3: "fp8e4nv", np.float32: "fp32"}
 
     def run(x):
-        results = [_Array(np.ones(shape, dtype), names[dtype]) for shape, dtype in shapes]
-        quantize_kernel[(6,)](_Array(np.asarray(x, np.float32), "fp32"), *results, plan=triton.Plan(*size))
+        results = [Array(np.ones(shape, dtype), names[dtype]) for shape, dtype in shapes]
+        quantize_kernel[(6,)](Array(np.asarray(x, np.float32), "fp32"), *results, plan=triton.Plan(*size))
         plain = jax.tree.leaves(blockwise.quantize_both(jnp.asarray(x, jnp.float32)))
         found = [result.array.astype(np.float32) for result in results]
         return list(zip(found, [np.asarray(array).astype(np.float32) for array in plain], strict=True))
@@ -56,14 +46,19 @@ def interpret() -> None:
     for found, wanted in run(held):
         np.testing.assert_array_equal(found, wanted)
 
+    held = random.choice([-1.75, -1.0, 1.25, 1.5], size) * np.exp2(random.integers(-3, 4, size))
+    for dtype, name in ((E4M3, "fp8e4nv"), (E5M2, "fp8e5")):
+        results = [Array(np.ones(shape, dtype), name) for shape in (size, size[::-1])]
+        scale = Array(np.float32([0.5]), "fp32")
+        cast_kernel[(6,)](Array(held.astype(np.float32), "fp32"), scale, *results, plan=triton.Plan(*size))
+        plain = triton.cast_both(jnp.asarray(held, jnp.float32), jnp.float32(0.5), dtype)
+        for result, wanted in zip(results, plain, strict=True):
+            np.testing.assert_array_equal(result.array.astype(np.float32), np.asarray(wanted).astype(np.float32))
+
 
 @needs_triton
 def test_the_kernel_rounds_bit_by_bit_as_the_plain_form():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.fp8.test_triton"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_interpreted(__spec__.name)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -71,8 +66,10 @@ def test_the_kernel_rounds_bit_by_bit_as_the_plain_form():
 def test_compiled_for_hopper_it_reads_the_array_once():
     x = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16)
     with lowering_platform("cuda"):
-        text = compile_for_hopper(triton.quantize_both, x).as_text()
-    assert text.count("triton_kernel_call") >= 1 and " fusion(" not in text
+        blocks = compile_for_hopper(triton.quantize_both, x).as_text()
+        whole = compile_for_hopper(lambda x: triton.cast_both(x, jnp.float32(2), E5M2), x).as_text()
+    for text in (blocks, whole):
+        assert text.count('custom_call_target="triton_kernel_call"') == 1 and " fusion(" not in text
 
 
 @needs_triton
@@ -80,7 +77,23 @@ def test_compiled_for_hopper_it_reads_the_array_once():
 def test_other_shapes_are_rounded_by_xla(shape):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with lowering_platform("cuda"):
-        assert "triton_kernel_call" not in compile_for_hopper(triton.quantize_both, x).as_text()
+        for function in (triton.quantize_both, lambda x: triton.cast_both(x, jnp.float32(2), E4M3)):
+            assert "triton_kernel_call" not in compile_for_hopper(function, x).as_text()
+
+
+@needs_triton
+def test_every_operand_of_a_product_with_one_scale_is_rounded_by_one_kernel():
+    """Two weights: the input, both weights and both gradients, each rounded and turned; nothing is transposed."""
+
+    def both(x, weights):
+        outs, pull = jax.vjp(lambda x, w: fp8_multiply(x, w), x, weights)
+        return pull(outs)
+
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
+    with lowering_platform("cuda"):
+        text = compile_for_hopper(both, x, (w, w), options=step_options()).as_text()
+    assert text.count('custom_call_target="triton_kernel_call"') == 5
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 6 and " transpose(" not in text
 
 
 if __name__ == "__main__":

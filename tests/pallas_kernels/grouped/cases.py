@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped.groups import aligned_rows
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 
 
 @dataclass(frozen=True)

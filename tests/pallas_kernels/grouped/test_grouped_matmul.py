@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels import NotSupported, grouped_matmul, grouped_matmul_alignment, record_choices
 from pallas_kernels.grouped.groups import aligned_rows, realign
+from tests.compilation import fully_optimized
 from tests.pallas_kernels.grouped.cases import Case, check, run
 
 CASES = {
@@ -52,6 +53,7 @@ def test_sizes_are_data():
     assert compiled._cache_size() == 1
 
 
+@fully_optimized()
 def test_work_and_memory_do_not_grow_with_the_number_of_groups():
     def cost(groups: int) -> tuple[float, float]:
         x, weights = jnp.zeros((4096, 64)), jnp.zeros((groups, 64, 64))

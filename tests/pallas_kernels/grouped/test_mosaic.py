@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import NotSupported, grouped_matmul, grouped_matmul_alignment, lowering_platform, record_choices
 from pallas_kernels.grouped import mosaic
+from pallas_kernels.grouped.mosaic_kernels import _Shape
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 from tests.pallas_kernels.grouped.cases import Case, check
 
@@ -32,8 +33,6 @@ def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, ca
 
 @pytest.mark.parametrize("panels", [(5, 3), (16, 2), (40, 7), (1, 1)])
 def test_every_tile_has_one_turn(panels):
-    from pallas_kernels.grouped.mosaic_kernels import _Shape
-
     shape = _Shape(*panels, 64)
     down, across = jax.vmap(shape.place)(jnp.arange(shape.items))
     found = sorted(zip(down.tolist(), across.tolist(), strict=True))

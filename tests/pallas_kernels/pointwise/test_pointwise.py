@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import apply_rotary, rms_norm, swiglu
-from tests.pallas_kernels.compiling import run_jitted
+from tests.compilation import run_jitted
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):

@@ -29,6 +29,10 @@ def test_defaults():
         (16, 4, {"microbatches": 8}, "are one thing in a pipeline"),
         (12, 1, {"microbatches": 6, "pipeline_schedule": "interleaved"}, r"multiple of parallel.pipeline.*4 or 12"),
         (10, 1, {"pipeline_schedule": "interleaved"}, r"nearest train.global_batch_size: 8 or 12"),
+        (
+            20, 1, {"pipeline": 3, "microbatches": 4, "pipeline_schedule": "interleaved"},
+            r"nearest: parallel.microbatches=3 with train.global_batch_size: 18 or 21",
+        ),
         (15, 1, {"data": 2, "microbatches": 3}, r"nearest train.global_batch_size: 12 or 18"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 from jaxstack.feed import abstract_batch
 from jaxstack.observe.collectives import Collective, collectives
 from pallas_kernels import lowering_platform
+from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 from tests.small_runs import make_trainer, small_config
 
@@ -19,6 +20,7 @@ STAGES, T, D, F = 4, 256, 256, 512
 
 
 @functools.cache
+@fully_optimized()
 def compiled(schedule: str, microbatches: int, remat: str = "full") -> tuple[Any, dict[str, int]]:
     """The step of eight layers with microbatches of two rows, and the mesh."""
     rows = 2 * microbatches

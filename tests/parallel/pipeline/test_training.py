@@ -10,8 +10,6 @@ from jaxstack.trainer import Trainer
 from tests.parallel.test_layouts import assert_trains_as_one_device, train
 from tests.small_runs import batch_at, make_trainer, small_config
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FOUR = ("model.num_layers=4",)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -124,8 +122,8 @@ def test_layers_that_the_stages_do_not_divide_and_unrolled_ones(overrides, layer
 
 
 @pytest.mark.slow
-def test_dropout_draws_what_accumulation_on_one_device_draws():
-    shape = ("model.dropout=0.2", "train.gradient_accumulation=4", "model.remat=full")
+def test_dropout_draws_what_one_device_draws():
+    shape = ("model.dropout=0.2", "model.remat=full")
     losses = train(*pipeline(2), shape=shape).losses
     wanted = train(shape=shape).losses
     without = train(shape=shape[1:]).losses

@@ -1,0 +1,74 @@
+"""One launch of the Triton kernel: the losses of a chunk of logits, and their gradient in their place."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cross_entropy.request import Options
+
+_LONG_ROW = 128 * 1024
+"""Bytes. The rows that are worked on at once have to stay in the GPU's cache: of longer ones, fewer with more warps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static part of a launch, as the kernel reads it."""
+
+    vocabulary: int
+    groups: int
+    """Of eight columns, that a program works on at once."""
+    ignore_index: int
+    z_loss: float
+    log2e: float = math.log2(math.e)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.vocabulary // (8 * self.groups))
+
+
+def loss_and_gradient(
+    options: Options, logits: jax.Array, labels: jax.Array, d_losses: jax.Array, capability: int
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of each token, float32 [...], and the gradient of the logits [..., V] in their memory.
+
+    Args:
+      logits: [..., V] in 16 bits.
+      labels, d_losses: [...], the gradient of each loss.
+      capability: of the GPU, 90 for 9.0.
+    """
+
+    @jax.custom_batching.sequential_vmap
+    def launch(logits: jax.Array, labels: jax.Array, d_losses: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, vocabulary = labels.size, logits.shape[-1]
+        flat = (logits.reshape(rows, vocabulary), labels.reshape(rows), d_losses.reshape(rows))
+        gradient, losses = _launch(options, *flat, capability)
+        return losses.reshape(labels.shape), gradient.reshape(logits.shape)
+
+    return launch(logits, labels, d_losses.astype(jnp.float32))
+
+
+def _launch(
+    options: Options, logits: jax.Array, labels: jax.Array, d_losses: jax.Array, capability: int
+) -> tuple[jax.Array, jax.Array]:
+    import jax_triton
+
+    from pallas_kernels.cross_entropy.triton_rows import gradient_kernel
+
+    rows, vocabulary = logits.shape
+    warps = 32 if vocabulary * logits.dtype.itemsize > _LONG_ROW else 16
+    return jax_triton.triton_call(
+        logits,
+        labels,
+        d_losses,
+        kernel=gradient_kernel,
+        out_shape=(jax.ShapeDtypeStruct(logits.shape, logits.dtype), jax.ShapeDtypeStruct((rows,), jnp.float32)),
+        input_output_aliases={0: 0},
+        grid=(rows,),
+        name="cross_entropy_rows",
+        num_warps=warps,
+        num_stages=1,
+        compute_capability=capability,
+        plan=Plan(vocabulary, 64 * warps, options.ignore_index, options.z_loss),
+    )

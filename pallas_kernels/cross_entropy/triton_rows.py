@@ -1,0 +1,51 @@
+"""One row of logits becomes its gradient, in place: read for the log-sum-exp, then read again from the cache."""
+
+# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# pyright: reportAttributeAccessIssue=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gradient_kernel(logits, labels, d_losses, gradient, losses, plan: tl.constexpr):
+    """Of row `program_id`: logits [rows, V] -> gradient in their memory; labels, d_losses, losses [rows].
+
+    Eight neighbours share a maximum: one exponential more for eight of them, not for each.
+    """
+    count: tl.constexpr = plan.groups
+    vocabulary: tl.constexpr = plan.vocabulary
+    log2e: tl.constexpr = plan.log2e
+    row = tl.program_id(0).to(tl.int64)
+    label, d_loss = tl.load(labels + row), tl.load(d_losses + row)
+    known = (label >= 0) & (label < vocabulary)
+    # Now: other warps may be at the second loop, which overwrites it, once this one has its share of the sum.
+    chosen = tl.load(logits + row * vocabulary + tl.where(known, label, 0)).to(tl.float32)
+    groups, members = tl.arange(0, count), tl.arange(0, 8)
+    inside = groups[:, None] * 8 + members[None, :]
+
+    peak = tl.full([count], -1e30, tl.float32)
+    total = tl.zeros([count], tl.float32)
+    for block in range(plan.blocks):
+        columns = block * count * 8 + inside
+        here = columns < vocabulary
+        x = tl.load(logits + row * vocabulary + columns, here, float("-inf"), eviction_policy="evict_last")
+        x = x.to(tl.float32) * log2e
+        higher = tl.maximum(peak, tl.max(x, axis=1))
+        total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(x - higher[:, None]), axis=1)
+        peak = higher
+    top = tl.max(peak, axis=0)
+    log2_sum = top + tl.log2(tl.sum(total * tl.exp2(peak - top), axis=0))
+    lse = log2_sum / log2e
+
+    loss = tl.where(known, lse + plan.z_loss * lse * lse - chosen, float("nan"))
+    tl.store(losses + row, tl.where(label == plan.ignore_index, 0.0, loss))
+
+    d_loss = tl.where(label == plan.ignore_index, 0.0, d_loss)
+    d_lse = d_loss * (1.0 + 2.0 * plan.z_loss * lse)
+    for step in range(plan.blocks):
+        columns = (plan.blocks - 1 - step) * count * 8 + inside  # what was read last is the surest to be cached
+        here = columns < vocabulary
+        x = tl.load(logits + row * vocabulary + columns, here, float("-inf"), eviction_policy="evict_first")
+        share = tl.exp2(x.to(tl.float32) * log2e - log2_sum) * d_lse
+        share -= tl.where(columns == label, d_loss, 0.0)
+        tl.store(gradient + row * vocabulary + columns, share.to(gradient.dtype.element_ty), here)

@@ -1,0 +1,20 @@
+"""What all recipes know of a call before its arrays."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static part of a call.
+
+    Attributes:
+        contracted: how many dims are summed over: the last of the input, the first of each weight.
+        dtype: of the arguments and their gradients: bfloat16 or float32.
+      output: of the results.
+        gradients: "e5m2" or "e4m3".
+    """
+
+    contracted: int
+    dtype: str
+    output: str
+    gradients: str = "e5m2"

@@ -1,0 +1,178 @@
+"""The kernels as they run on the device, at lengths and widths that stress them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import (
+    all_gather_matmul,
+    flash_attention,
+    fp8_multiply,
+    grouped_matmul_alignment,
+    linear_cross_entropy_sum,
+    longformer_attention,
+    matmul_reduce_scatter,
+    record_choices,
+    ring_attention,
+    sequence_order,
+)
+from tests.gpu.conftest import on_hopper
+from tests.pallas_kernels.attention.contract import Case, check
+from tests.pallas_kernels.cross_entropy import cases as loss_cases
+from tests.pallas_kernels.grouped import cases as grouped_cases
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = {
+    "multiple_of_a_tile": Case(length=1024, key_length=1024, head_dim=128),
+    "of_64_only": Case(length=1088, key_length=1088, head_dim=128),
+    "of_no_tile": Case(length=1000, key_length=1000, head_dim=64),
+    "odd": Case(length=1001, key_length=1001, head_dim=64),
+    "short": Case(length=192, key_length=192, head_dim=128, segments=3),
+    "packed": Case(length=1000, key_length=1000, head_dim=64, segments=9),
+    "packed_window": Case(length=2044, key_length=2044, head_dim=128, segments=9, window=300),
+    "more_keys_soft_cap": Case(length=600, key_length=1100, head_dim=128, causal=False, soft_cap=20.0),
+    "fewer_keys": Case(length=1088, key_length=1000, head_dim=64, causal=False),
+    "head_dim_80": Case(length=1000, key_length=1000, head_dim=80),
+    "head_dim_96": Case(length=1000, key_length=1000, head_dim=96),
+    "head_dim_192": Case(length=1000, key_length=1000, head_dim=192),
+    "head_dim_256": Case(length=1088, key_length=1088, head_dim=256),
+    "one_head_scaled": Case(length=520, key_length=520, heads=1, kv_heads=1, head_dim=128, scale=0.3),
+    "float16": Case(length=1000, key_length=1000, head_dim=128, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_attention_by_the_default_backend(name):
+    check(LENGTHS[name], None)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "mosaic_deterministic"])
+@pytest.mark.parametrize("name", ["of_no_tile", "of_64_only", "packed", "packed_window", "head_dim_256"])
+def test_attention_by_the_kernels_for_hopper(name, implementation):
+    if not on_hopper():
+        pytest.skip("needs a Hopper GPU")
+    for _ in range(3):  # A race does not show every time.
+        check(LENGTHS[name], implementation)
+
+
+@pytest.mark.parametrize("name", ["of_no_tile", "packed_window"])
+def test_attention_by_triton(name):
+    check(LENGTHS[name], "triton")
+
+
+def test_longformer_attention_is_that_of_the_dense_form():
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, 2048, 4, 64), jnp.bfloat16) for key in keys)
+
+    def run(implementation, q, k, v):
+        return longformer_attention(q, k, v, window=256, global_tokens=3, implementation=implementation)
+
+    found = jax.jit(functools.partial(run, None))(q, k, v)
+    wanted = jax.jit(functools.partial(run, "reference"))(*(x.astype(jnp.float32) for x in (q, k, v)))
+    assert relative(found, wanted) < 0.01
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_fp8_products_and_gradients(recipe):
+    """Against float32; three bits of a mantissa leave about 4 % of error, and 5 of gradients in e5m2 9 %."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (1024, 768), jnp.bfloat16), jax.random.normal(keys[1], (768, 1536), jnp.bfloat16)
+    cotangent = jax.random.normal(keys[2], (1024, 1536), jnp.bfloat16)
+
+    def run(product, x, w):
+        out, pull = jax.vjp(product, x, w)
+        return (out, *pull(cotangent.astype(out.dtype)))
+
+    with record_choices() as choices:
+        found = jax.jit(functools.partial(run, lambda x, w: fp8_multiply(x, (w,), recipe=recipe)[0]))(x, w)
+    exact = functools.partial(jnp.matmul, precision="highest")
+    wanted = jax.jit(functools.partial(run, exact))(x.astype(jnp.float32), w.astype(jnp.float32))
+    errors = [relative(a, b) for a, b in zip(found, wanted, strict=True)]
+    assert 0.01 < errors[0] < 0.05 and max(errors) < 0.1, errors
+    if recipe == "blockwise" and on_hopper():
+        assert {choice.backend for choice in choices if choice.operation == "fp8_dot_general"} == {"mosaic"}
+
+
+@pytest.mark.parametrize("sizes", [(100, 0, 150, 774), (513, 1, 0, 510)])
+def test_grouped_matmul(sizes):
+    alignment = grouped_matmul_alignment(sum(sizes), len(sizes))
+    grouped_cases.check(grouped_cases.Case(sizes, depth=384, columns=256, alignment=alignment), None)
+
+
+def test_the_head_and_its_loss():
+    inputs = loss_cases.make_inputs((2, 512), width=256, vocabulary=5003)
+
+    def run(implementation, hidden, weight, labels, worth):
+        total = linear_cross_entropy_sum(
+            hidden, weight, jnp.asarray(labels), token_weights=worth, implementation=implementation
+        )
+        return total, total
+
+    def plainly(hidden, weight, labels, worth):
+        total = (loss_cases.plain_losses(hidden, weight, jnp.asarray(labels)) * worth).sum()
+        return total, total
+
+    with jax.enable_x64(True):
+        truth = loss_cases.value_and_gradients(plainly, inputs, "float64")
+    plain = loss_cases.value_and_gradients(plainly, inputs, "bfloat16")
+    found = loss_cases.value_and_gradients(functools.partial(run, None), inputs, "bfloat16")
+    loss_cases.assert_error_at_most_twice(found, plain, truth, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("operation", "ins", "outs"),
+    [
+        (all_gather_matmul, (P("tensor", None), P(None, "tensor")), P(None, "tensor")),
+        (matmul_reduce_scatter, (P(None, "tensor"), P("tensor", None)), P("tensor", None)),
+    ],
+)
+def test_products_with_their_communication_inside(two_gpus, operation, ins, outs):
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (1024, 1024), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (1024, 2048), jnp.bfloat16) / 32
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=two_gpus)
+
+    def gradients(product, x, w):
+        def total(x, w):
+            out = product(x, w).astype(jnp.float32)
+            return (out**2).sum(), out
+
+        return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, w)
+
+    local = functools.partial(operation, axis_name="tensor")
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
+    (_, out), pulled = jax.jit(functools.partial(gradients, sharded))(x, w)
+    exact = functools.partial(jnp.matmul, precision="highest")
+    (_, truth), wanted = jax.jit(functools.partial(gradients, exact))(x.astype(jnp.float32), w.astype(jnp.float32))
+    assert max(relative(a, b) for a, b in zip((out, *pulled), (truth, *wanted), strict=True)) < 0.01
+
+
+def test_ring_attention_is_that_of_one_device(two_gpus):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, d = (jax.random.normal(key, (1, 2048, 4, 128), jnp.bfloat16) for key in keys)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=two_gpus)
+    order = sequence_order(2048, 2)
+    spec = P(None, "context")
+    ring = functools.partial(ring_attention, axis_name="context", causal=True)
+    sharded = jax.shard_map(ring, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+
+    def both(attend, q, k, v, d):
+        out, pull = jax.vjp(attend, q, k, v)
+        return (out, *pull(d))
+
+    found = jax.jit(functools.partial(both, sharded))(*(x[:, order] for x in (q, k, v, d)))
+    attend = functools.partial(flash_attention, causal=True)
+    wanted = jax.jit(functools.partial(both, attend))(q, k, v, d)
+    assert max(relative(a, b[:, order]) for a, b in zip(found, wanted, strict=True)) < 0.01
+
+
+def relative(found, wanted):
+    """Norm of the difference by the norm of what is wanted."""
+    found, wanted = (np.asarray(x, np.float32).astype(np.float64) for x in (found, wanted))
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)

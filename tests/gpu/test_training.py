@@ -1,0 +1,60 @@
+"""Training steps as they run on the device: each precision and, on two GPUs, each layout trains the same model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.small_runs import make_trainer, run_steps, small_config
+
+pytestmark = pytest.mark.gpu
+
+WIDE = (
+    "model.hidden_size=256", "model.num_layers=4", "model.num_heads=4", "model.num_kv_heads=2",
+    "model.intermediate_size=512", "train.sequence_length=256", "train.global_batch_size=8",
+    "optimizer.learning_rate=0.002",
+)  # fmt: skip
+FP8_RULE = "precision.fp8_rules=[{path: _proj, fp8: true}]"
+STEPS = 8
+
+
+def losses(*overrides, dtype=jnp.bfloat16):
+    return np.array(run_steps(make_trainer(small_config(*WIDE, *overrides), dtype=dtype), STEPS))
+
+
+def float32_losses(*overrides):
+    with jax.default_matmul_precision("highest"):
+        return losses("model.attention_implementation=xla", *overrides, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """Losses in float32 on one GPU."""
+    return float32_losses()
+
+
+@pytest.mark.parametrize("scanned", ["true", "false"])
+def test_bfloat16_trains_as_float32(exact, scanned):
+    found = losses(f"model.scan_layers={scanned}")
+    np.testing.assert_allclose(found, exact, rtol=0.01)
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_fp8_trains_as_float32(exact, recipe):
+    np.testing.assert_allclose(losses(f"precision.fp8={recipe}", FP8_RULE), exact, rtol=0.03)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.data=2",),
+        ("parallel.fsdp=2",),
+        ("parallel.tensor=2", "parallel.sequence=true"),
+        ("parallel.context=2",),
+        ("parallel.pipeline=2", "train.gradient_accumulation=4"),
+    ],
+    ids=lambda layout: layout[0],
+)
+def test_a_layout_on_two_gpus_trains_the_same_model(two_gpus, exact, layout):
+    np.testing.assert_allclose(float32_losses(*layout), exact, rtol=1e-4)
