@@ -1,8 +1,8 @@
 """Forward and backward of one layer as separate functions that meet in a buffer of residuals.
 
 `jax.vjp` keeps whatever the layer's rematerialisation policy says. Of that, only what depends on the microbatch goes
-into the buffer: weights, other views of them, and what all layers of a microbatch share are given to the backward pass
-again.
+into the buffer, and each value once: weights, other views of them, and what all layers of a microbatch share are given
+to the backward pass again, and views of what is saved are made anew.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxstack.parallel.pipeline.operations import VIEWS, function_of, inlined
+from jaxstack.parallel.pipeline.operations import SAME_SIZE_VIEWS, VIEWS, function_of, inlined
 
 Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | None]]
 """(weights, x, shared by all layers of a microbatch, index of the layer) -> (x, loss of its own or None)."""
@@ -26,10 +26,15 @@ class SplitLayer:
     layer: Layer
     structure: Any
     """Of the pullback, as a pytree."""
-    sources: tuple[int | None, ...]
-    """For each of its leaves the position among the known inputs and `views`' results, or None where it is saved."""
+    sources: tuple[int, ...]
+    """For each of its leaves the position among the known inputs, what `views` gives, what is saved, and what
+    `saved_views` gives."""
     views: Callable[..., list[jax.Array]]
     """Known inputs -> views of them that the pullback holds."""
+    kept: tuple[int, ...]
+    """Which of the leaves are saved."""
+    saved_views: Callable[..., list[jax.Array]]
+    """What is saved -> views of it that the pullback holds too."""
     saved: tuple[jax.ShapeDtypeStruct, ...]
     in_host: tuple[bool, ...]
     """For each of those saved, whether the rematerialisation policy keeps it in host memory."""
@@ -39,16 +44,15 @@ class SplitLayer:
         """(y, the layer's own loss or None, what to save)."""
         (y, loss), pullback = jax.vjp(self.layer, weights, x, shared, index)
         leaves = jax.tree.leaves(pullback)
-        return y, loss, [leaf for leaf, source in zip(leaves, self.sources, strict=True) if source is None]
+        return y, loss, [leaves[i] for i in self.kept]
 
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any]:
         """(gradient of x, gradient of the weights) of the sum of the loss and the layer's own."""
-        known, rest = jax.tree.leaves((weights, shared, index)), iter(saved)
-        known = [*known, *self.views(*known)]
-        leaves = [next(rest) if source is None else known[source] for source in self.sources]
-        pullback = jax.tree.unflatten(self.structure, leaves)
+        known = jax.tree.leaves((weights, shared, index))
+        values = [*known, *self.views(*known), *saved, *self.saved_views(*saved)]
+        pullback = jax.tree.unflatten(self.structure, [values[source] for source in self.sources])
         one = jnp.ones((), jnp.float32) if self.has_loss else None
         found, dx, *_ = pullback((gradient, one))
         return dx, found
@@ -66,19 +70,37 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
         return leaves
 
     closed = inlined(jax.make_jaxpr(residuals)(weights, x, shared, index))
-    inputs, outputs = list(closed.jaxpr.invars), closed.jaxpr.outvars
+    inputs, avals = list(closed.jaxpr.invars), closed.out_avals
     del inputs[len(jax.tree.leaves(weights))]  # x
-    known, eqns = set(inputs), []
-    for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name in VIEWS and all(isinstance(v, core.Var) and v in known for v in eqn.invars):
-            known.update(eqn.outvars)
-            eqns.append(eqn)
-    is_known = [not isinstance(v, core.Literal) and v in known for v in outputs]
-    seen = [v for v, given in zip(outputs, is_known, strict=True) if given and v not in inputs]
-    positions = {v: i for i, v in enumerate([*inputs, *seen])}
-    sources = tuple(positions[v] if given else None for v, given in zip(outputs, is_known, strict=True))
-    new = [i for i, source in enumerate(sources) if source is None]
-    saved = tuple(jax.ShapeDtypeStruct(outputs[i].aval.shape, outputs[i].aval.dtype) for i in new)
-    in_host = tuple(pulled["in_host"][i] for i in new)
-    views = function_of(eqns, inputs, seen, {})
-    return SplitLayer(layer, pulled["structure"], sources, views, saved, in_host, pulled["has_loss"])
+    # Literals, which cannot be looked up, go by their position.
+    outputs: list[Any] = [v if isinstance(v, core.Var) else i for i, v in enumerate(closed.jaxpr.outvars)]
+    views, known = _views(closed.jaxpr.eqns, inputs, VIEWS)
+    seen = [v for v in dict.fromkeys(outputs) if v in known and v not in inputs]
+    new = [v for v in dict.fromkeys(outputs) if v not in known and v not in inputs]
+    saved_views, made = _views(closed.jaxpr.eqns, new, SAME_SIZE_VIEWS)
+    derived = [v for v in new if v in made]
+    saved = [v for v in new if v not in made]
+    positions = {v: i for i, v in enumerate([*inputs, *seen, *saved, *derived])}
+    kept = tuple(outputs.index(v) for v in saved)
+    return SplitLayer(
+        layer,
+        pulled["structure"],
+        tuple(positions[v] for v in outputs),
+        function_of(views, inputs, seen, {}),
+        kept,
+        function_of(saved_views, saved, derived, {}),
+        tuple(jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype) for i in kept),
+        tuple(pulled["in_host"][i] for i in kept),
+        pulled["has_loss"],
+    )
+
+
+def _views(eqns: list[Any], values: list[Any], names: tuple[str, ...]) -> tuple[list[Any], set[Any]]:
+    """The operations of these names that need nothing but the values or each other's results, and these results."""
+    found, made = [], set()
+    for eqn in eqns:
+        inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]
+        if eqn.primitive.name in names and inputs and all(v in made or v in values for v in inputs):
+            made.update(eqn.outvars)
+            found.append(eqn)
+    return found, made

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-VIEWS = ("reshape", "transpose", "convert_element_type")
+SAME_SIZE_VIEWS = ("reshape", "transpose")
+VIEWS = (*SAME_SIZE_VIEWS, "convert_element_type")
 """What costs so little that it is done again wherever a value is read."""
 
 

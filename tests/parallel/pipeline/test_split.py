@@ -88,3 +88,24 @@ def test_views_of_weights_are_not_kept_for_each_microbatch(jitted):
     wanted = jax.grad(lambda w, x: jnp.sum(layer(w, x, (), 0)[0]), (0, 1))(weights, x)
     np.testing.assert_array_equal(found["q"], wanted[0]["q"])
     np.testing.assert_array_equal(dx, wanted[1])
+
+
+def test_a_value_and_its_views_are_saved_once():
+    def projected(weights, x, shared, index):
+        flat = [x.reshape(-1, D) @ weights[name] for name in ("q", "k")]  # each with a view of its own
+        mixed = jnp.sin(flat[0] * flat[1]).reshape(B, T, D)
+        return x + (mixed.reshape(-1, D) @ weights["o"]).reshape(x.shape) * jnp.cos(mixed) * shared, None
+
+    keys = jax.random.split(jax.random.key(1), 5)
+    weights = {name: jax.random.normal(key, (D, D)) / 8 for name, key in zip("qko", keys, strict=False)}
+    x, gradient = (jax.random.normal(key, (B, T, D)) for key in keys[3:])
+    others = jnp.float32(0.5), jnp.int32(0)
+    split = split_layer(projected, weights, x, *others)
+    _, _, saved = split.forward(weights, x, *others)
+    shapes = [s.shape for s in saved]
+    assert len(saved) == len(split.saved) and shapes.count((B * T, D)) + shapes.count((B, T, D)) == len(saved)
+    flat = [s.ravel() for s in saved]
+    assert not any(jnp.array_equal(a, b) for i, a in enumerate(flat) for b in flat[:i])
+    wanted = jax.grad(lambda weights, x: jnp.sum(projected(weights, x, *others)[0] * gradient), (0, 1))(weights, x)
+    dx, found = split.backward(saved, gradient, weights, *others)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), (found, dx), wanted)
