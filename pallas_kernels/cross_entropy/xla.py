@@ -133,9 +133,8 @@ def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], 
     steps = (ROWS // math.gcd(ROWS, pieces), BLOCKS, 1)
     step = next((step for step in steps if most >= step), 1)
     units, left = divmod(length, step)
-    numbers = range(-(-units // max(most // step, 1)), units + 1)
-    alone = lambda number: 1 in (units % number, number - units % number)  # noqa: E731
-    count = next((number for number in numbers if not alone(number)), numbers[-1])
+    fewest = -(-units // max(most // step, 1))
+    count = next((n for n in range(fewest, units) if 1 not in (units % n, n - units % n)), units)
     small, larger = divmod(units, count)
     found = ((larger, (small + 1) * step), (count - larger, small * step), (1, left))
     return tuple((number, size) for number, size in found if number and size)
