@@ -8,9 +8,11 @@ simply. Tests about memory, and those that compile for GPUs, turn it on by `test
 import os
 
 
-def pytest_configure(config):
-    """Before a test can import jax; with `-m gpu` it finds the GPUs by itself."""
-    if config.option.markexpr != "gpu":
+def pytest_addoption(parser, pluginmanager):
+    """The first hook: no `conftest.py` further down has imported jax yet, which with `-m gpu` finds GPUs by itself."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # has the environment of the process that started it
+    if pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr != "gpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
     if os.environ.get("JAX_PLATFORMS") == "cpu":

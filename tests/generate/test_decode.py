@@ -5,6 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxstack.errors import ConfigError
 from jaxstack.functional import FunctionalModule
@@ -35,6 +36,14 @@ def decoder() -> Decoder:
     return open_decoder()
 
 
+@pytest.fixture(scope="module")
+def logits(decoder):
+    """Of the full forward, for ids [1, T]."""
+    model = decoder.module.merge(decoder.params, decoder.rest)
+    forward = nnx.jit(lambda model, ids: model(ids))
+    return lambda ids: forward(model, np.array([ids], np.int32))[0]
+
+
 def run(decoder: Decoder, prompts, tokens: int, sampling: Sampling, seed=0) -> list[list[int]]:
     return np.stack(list(decoder.generate(prompts, tokens, sampling, seed=seed)), 1).tolist()
 
@@ -44,11 +53,9 @@ def greedy(decoder) -> list[list[int]]:
     return run(decoder, PROMPTS, 12, GREEDY)
 
 
-def test_greedy_is_the_argmax_of_the_full_forward(decoder, greedy):
-    model = decoder.module.merge(decoder.params, decoder.rest)
+def test_greedy_is_the_argmax_of_the_full_forward(logits, greedy):
     for prompt, found in zip(PROMPTS, greedy, strict=True):
-        sequence = np.array([prompt + found], np.int32)
-        wanted = np.argmax(model(sequence), -1)[0, len(prompt) - 1 : -1]
+        wanted = np.argmax(logits(prompt + found), -1)[len(prompt) - 1 : -1]
         assert found == wanted.tolist()
 
 
@@ -116,11 +123,9 @@ def test_prefill_and_step_are_compiled_once_for_prompts_of_any_length_in_a_block
     assert sizes[0] == sizes[1] == sizes[2]
 
 
-def test_a_prompt_beyond_a_block_is_padded_further(decoder):
+def test_a_prompt_beyond_a_block_is_padded_further(decoder, logits):
     long = np.random.default_rng(0).integers(0, 61, 70).tolist()
-    model = decoder.module.merge(decoder.params, decoder.rest)
-    found = run(decoder, [long], 2, GREEDY)[0]
-    assert found[0] == int(np.argmax(model(np.array([long], np.int32))[0, -1]))
+    assert run(decoder, [long], 2, GREEDY)[0][0] == int(np.argmax(logits(long)[-1]))
 
 
 def test_what_does_not_fit_is_refused(decoder):

@@ -2,18 +2,9 @@
 
 import re
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jaxstack.feed import abstract_batch
-from jaxstack.loss import language_model_loss
-from jaxstack.models import Transformer
-from jaxstack.parallel import make_mesh, make_rules
-from jaxstack.trainer import Trainer
-from pallas_kernels import lowering_platform
-from tests.compilation import fully_optimized
-from tests.hopper import hopper_topology
+from tests.hopper import compile_step
 from tests.small_runs import small_config
 
 ROWS, LENGTH = 4, 8192
@@ -25,22 +16,9 @@ SHAPE = (
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\b([a-z][a-z\-]+)\(")
 
 
-@fully_optimized()
 def schedule_of_the_step() -> str:
     """The scheduled instructions of a step's main computation."""
-    config = small_config(*SHAPE)
-    mesh = make_mesh(config.parallel, hopper_topology(4).devices)
-    trainer = Trainer(
-        lambda rngs: Transformer(config.model, rngs, dtype=jnp.bfloat16),
-        language_model_loss,
-        lambda step: None,
-        optimizer=config.optimizer,
-        mesh=make_rules(mesh),
-        train=config.train,
-    )
-    host = {name: np.zeros((ROWS, LENGTH), np.int32) for name in ("tokens", "labels", "segment_ids")}
-    with lowering_platform("cuda", compute_capability=(9, 0)):
-        text = str(trainer.compile(abstract_batch(host, trainer.rules, ROWS)).as_text())
+    text = str(compile_step(small_config(*SHAPE))[1].as_text())
     return text[text.index("\nENTRY ") :]
 
 

@@ -3,7 +3,6 @@
 On simulated devices the islands run with XLA's collective operations.
 """
 
-import math
 import re
 
 import jax
@@ -11,16 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.feed import abstract_batch
-from jaxstack.loss import language_model_loss
-from jaxstack.models import Transformer
 from jaxstack.observe.collectives import collectives
 from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules
 from jaxstack.parallel.overlap import gather_project, project_scatter
-from jaxstack.trainer import Trainer
 from pallas_kernels import lowering_platform, record_choices
-from tests.compilation import fully_optimized
-from tests.hopper import hopper_topology
+from tests.hopper import compile_step
 from tests.parallel.test_layouts import assert_trains_as_one_device, layout
 from tests.small_runs import small_config
 
@@ -132,33 +126,14 @@ SHAPE = (
 )  # fmt: skip
 
 
-@fully_optimized()
-def compiled_step(*overrides):
-    """A train step for H200s and the choices made for it."""
-    config = small_config(*SHAPE, *overrides)
-    mesh = make_mesh(config.parallel, hopper_topology(math.prod(config.parallel.degrees.values())).devices)
-    trainer = Trainer(
-        lambda rngs: Transformer(config.model, rngs, dtype=jnp.bfloat16),
-        language_model_loss,
-        lambda step: None,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        mesh=make_rules(mesh, sequence=True, overlap=config.parallel.overlap),
-        train=config.train,
-    )
-    host = {name: np.zeros((8, 8192), np.int32) for name in ("tokens", "labels", "segment_ids")}
-    with lowering_platform("cuda"):
-        text = trainer.compile(abstract_batch(host, trainer.rules, 8)).as_text()
-    return text, trainer.choices, dict(mesh.shape)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 @pytest.mark.parametrize("degrees", [("parallel.tensor=4",), ("parallel.fsdp=2", "parallel.tensor=2")], ids=str)
 def test_compiled_for_h200s_only_our_kernels_move_a_layers_activations(degrees):
-    text, choices, axes = compiled_step(*degrees)
-    assert overlapped(choices) == ISLANDS
-    inner = [choice for choice in choices if choice.operation in ("all_gather_matmul", "matmul_reduce_scatter")]
+    trainer, program = compile_step(small_config(*SHAPE, *degrees))
+    text, axes = program.as_text(), dict(trainer.rules.mesh.shape)
+    assert overlapped(trainer.choices) == ISLANDS
+    inner = [choice for choice in trainer.choices if choice.operation in ("all_gather_matmul", "matmul_reduce_scatter")]
     assert {choice.backend for choice in inner} == {"mosaic"}
     devices = set(re.findall(r'xla_replica_ids = "([\d,]*)"', text))
     assert devices == {"0,1,2,3"}, "the kernels know whose memory they write to"

@@ -1,25 +1,14 @@
 """The collectives of the whole train step, compiled for four H200s: those that the layout implies, and their bytes."""
 
 import functools
-import math
 from collections import Counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jaxstack.feed import abstract_batch
-from jaxstack.language_run import layout_rules
-from jaxstack.loss import language_model_loss
-from jaxstack.models import Transformer
 from jaxstack.observe.collectives import Collective, collectives
-from jaxstack.parallel import make_mesh
-from jaxstack.trainer import Trainer
-from pallas_kernels import lowering_platform
-from tests.compilation import fully_optimized
-from tests.hopper import hopper_topology
+from tests.hopper import compile_step
 from tests.small_runs import small_config
 
 LAYERS, D, HEADS, H, F, V = 3, 256, 8, 64, 1024, 4096
@@ -43,25 +32,10 @@ Row = tuple[str, str, int, tuple[str, ...], bool]
 
 
 @functools.cache
-@fully_optimized()
 def compiled_for_hopper(*overrides: str) -> tuple[list[Collective], int]:
     """The collectives of a step, and the number of parameters."""
-    config = small_config(*SHAPE, *overrides)
-    size = math.prod(config.parallel.degrees.values())
-    mesh = make_mesh(config.parallel, hopper_topology(size).devices)
-    trainer = Trainer(
-        lambda rngs: Transformer(config.model, rngs, dtype=jnp.bfloat16),
-        language_model_loss,
-        lambda step: None,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        mesh=layout_rules(config, mesh),
-        train=config.train,
-    )
-    host = {name: np.zeros((B, T), np.int32) for name in ("tokens", "labels", "segment_ids")}
-    with lowering_platform("cuda", compute_capability=(9, 0)):
-        compiled = trainer.compile(abstract_batch(host, trainer.rules, B))
-    return collectives(compiled.as_text(), dict(mesh.shape)), trainer.count_parameters()
+    trainer, compiled = compile_step(small_config(*SHAPE, *overrides))
+    return collectives(compiled.as_text(), dict(trainer.rules.mesh.shape)), trainer.count_parameters()
 
 
 def table(*overrides: str) -> Counter[Row]:

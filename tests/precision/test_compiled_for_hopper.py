@@ -1,21 +1,12 @@
 """The FP8 train step compiled for H200s: every matmul that should be in FP8 is, and FSDP moves FP8 bytes."""
 
-import math
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from jaxstack.feed import abstract_batch
-from jaxstack.loss import language_model_loss
-from jaxstack.models import Transformer, in_fp8
 from jaxstack.observe.collectives import Collective, collectives
-from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.trainer import Trainer
-from pallas_kernels import lowering_platform
-from tests.compilation import fully_optimized
-from tests.hopper import hopper_topology
+from tests.hopper import compile_step
 from tests.small_runs import small_config
 
 LAYERS, D, HEADS, KV_HEADS, H, F = 2, 512, 4, 2, 128, 1024
@@ -29,24 +20,9 @@ MATMULS = 3 * 7 * LAYERS
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 
-@fully_optimized()
 def compiled(*overrides: str) -> tuple[Trainer, list[Collective]]:
-    config = small_config(*SHAPE, *overrides)
-    mesh = make_mesh(config.parallel, hopper_topology(math.prod(config.parallel.degrees.values())).devices)
-    trainer = Trainer(
-        lambda rngs: in_fp8(Transformer(config.model, rngs, dtype=jnp.bfloat16), config.precision),
-        language_model_loss,
-        lambda step: None,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        mesh=make_rules(mesh),
-        train=config.train,
-    )
-    rows, length = config.train.global_batch_size, config.train.sequence_length
-    host = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segment_ids")}
-    with lowering_platform("cuda", compute_capability=(9, 0)):
-        text = trainer.compile(abstract_batch(host, trainer.rules, rows)).as_text()
-    return trainer, collectives(text or "", dict(mesh.shape))
+    trainer, program = compile_step(small_config(*SHAPE, *overrides))
+    return trainer, collectives(program.as_text() or "", dict(trainer.rules.mesh.shape))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import traceback
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +23,7 @@ from pallas_kernels.attention.triton import Tile, Tiling
 from tests.compilation import run_jitted
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.attention.contract import Case, check
-
-needs_triton = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")),
-    reason="needs Triton: pip install 'jaxstack[cuda]'",
-)
+from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
 
 def small(length, key_length=None, **options):
@@ -57,38 +52,6 @@ CASES = {
 # --- interpreted, in a process of its own -------------------------------------------------------------------------
 
 
-class _Array:
-    """A numpy array with what Triton's interpreter asks of a torch tensor on the CPU."""
-
-    def __init__(self, array, name):
-        self.array, self.dtype = array, name
-
-    def data_ptr(self):
-        return self.array.ctypes.data
-
-    def untyped_storage(self):
-        return self
-
-    def cpu(self):
-        return self
-
-    def new_empty(self, *_, **__):
-        return _Array(self.array, self.dtype)
-
-    def set_(self, *_):
-        pass
-
-    copy_ = set_
-
-    def storage_offset(self):
-        return 0
-
-    def size(self):
-        return self.array.shape
-
-    stride = size
-
-
 def interpret(kernel, plan, tile, capability, programs, arrays, outputs):
     """Takes the place of `triton.launch`."""
     del tile, capability
@@ -97,7 +60,7 @@ def interpret(kernel, plan, tile, capability, programs, arrays, outputs):
     def run(*inputs):
         # Results start as nan, so that what a kernel does not write is seen.
         results = [np.full(x.shape, np.nan, x.dtype) for x in outputs]
-        arguments = [_Array(np.ascontiguousarray(x), names[str(x.dtype)]) for x in (*inputs, *results)]
+        arguments = [Array(np.ascontiguousarray(x), names[str(x.dtype)]) for x in (*inputs, *results)]
         kernel[(programs,)](*arguments, plan=plan)
         return [x.array for x in arguments[len(inputs) :]]
 
@@ -121,19 +84,6 @@ def check_vmap():
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2)
 
 
-def let_numpy_index():
-    """Triton's interpreter makes integers of arrays of one element, which numpy 2.5 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_and_mend
-
-
 def main(names):
     let_numpy_index()
     triton.launch, triton.tiling_for = interpret, lambda *_: TILING
@@ -153,10 +103,7 @@ def main(names):
 @pytest.fixture(scope="module")
 def interpreted():
     """Name of a case -> its error or None."""
-    command = [sys.executable, "-m", __spec__.name, *CASES, "vmap"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    root = Path(__file__).parents[3]
-    process = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=500)
+    process = run_interpreted(__spec__.name, *CASES, "vmap")
     rows = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     assert rows, process.stderr
     return {row["name"]: row["error"] for row in rows}

@@ -4,12 +4,7 @@ Triton decides at its import whether kernels are interpreted, so that runs in a 
 `TRITON_INTERPRET=1 python -m tests.pallas_kernels.cross_entropy.test_triton`.
 """
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +16,12 @@ from pallas_kernels.cross_entropy.logits import log_sum_exp, logits_gradient, lo
 from pallas_kernels.cross_entropy.request import Options
 from pallas_kernels.cross_entropy.triton_launch import Plan
 from tests.hopper import compile_for_hopper
-
-needs_triton = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")),
-    reason="needs Triton: pip install 'jaxstack[cuda]'",
-)
-ROOT = Path(__file__).resolve().parents[3]
+from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
 
 def interpret(z_loss: float) -> None:
     """Rows of very different size, one logit far above the others, an ignored label and one out of range."""
     from pallas_kernels.cross_entropy.triton_rows import gradient_kernel
-    from tests.pallas_kernels.attention.test_triton import _Array, let_numpy_index
 
     let_numpy_index()
     rows, vocabulary, options = 6, 1000, Options(z_loss=z_loss)
@@ -42,9 +31,9 @@ def interpret(z_loss: float) -> None:
     labels = np.array([3, 999, 0, 512, -100, vocabulary], np.int32)
     weights = np.array([1, 0.5, 2, 1, 1, 1], np.float32)
 
-    buffer, losses = _Array(logits.copy(), "fp16"), _Array(np.ones(rows, np.float32), "fp32")
+    buffer, losses = Array(logits.copy(), "fp16"), Array(np.ones(rows, np.float32), "fp32")
     plan = Plan(vocabulary, 16, options.ignore_index, z_loss)
-    gradient_kernel[(rows,)](buffer, _Array(labels, "i32"), _Array(weights, "fp32"), buffer, losses, plan=plan)
+    gradient_kernel[(rows,)](buffer, Array(labels, "i32"), Array(weights, "fp32"), buffer, losses, plan=plan)
 
     lse, chosen = log_sum_exp(jnp.asarray(logits), labels, options)
     loss = loss_shares(lse, chosen, jnp.asarray(labels), vocabulary, options)
@@ -56,11 +45,7 @@ def interpret(z_loss: float) -> None:
 
 @needs_triton
 def test_losses_and_gradients_are_those_of_the_plain_form():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.cross_entropy.test_triton"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_interpreted(__spec__.name)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

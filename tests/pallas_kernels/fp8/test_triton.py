@@ -4,11 +4,6 @@ Triton decides at its import whether kernels are interpreted, so that runs in a 
 `TRITON_INTERPRET=1 python -m tests.pallas_kernels.fp8.test_triton`.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +15,7 @@ from pallas_kernels import fp8_multiply, lowering_platform
 from pallas_kernels.fp8 import blockwise, triton
 from pallas_kernels.fp8.formats import E4M3, E5M2
 from tests.hopper import compile_for_hopper
-
-needs_triton = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("triton", "jax_triton")),
-    reason="needs Triton: pip install 'jaxstack[cuda]'",
-)
-ROOT = Path(__file__).resolve().parents[3]
+from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
 
 def interpret() -> None:
@@ -35,7 +25,6 @@ def interpret() -> None:
     rounding.
     """
     from pallas_kernels.fp8.triton_quantize import cast_kernel, quantize_kernel
-    from tests.pallas_kernels.attention.test_triton import _Array, let_numpy_index
 
     let_numpy_index()
     random, size = np.random.default_rng(0), (256, 384)
@@ -43,8 +32,8 @@ def interpret() -> None:
     names = {E4M3: "fp8e4nv", np.float32: "fp32"}
 
     def run(x):
-        results = [_Array(np.ones(shape, dtype), names[dtype]) for shape, dtype in shapes]
-        quantize_kernel[(6,)](_Array(np.asarray(x, np.float32), "fp32"), *results, plan=triton.Plan(*size))
+        results = [Array(np.ones(shape, dtype), names[dtype]) for shape, dtype in shapes]
+        quantize_kernel[(6,)](Array(np.asarray(x, np.float32), "fp32"), *results, plan=triton.Plan(*size))
         plain = jax.tree.leaves(blockwise.quantize_both(jnp.asarray(x, jnp.float32)))
         found = [result.array.astype(np.float32) for result in results]
         return list(zip(found, [np.asarray(array).astype(np.float32) for array in plain], strict=True))
@@ -59,9 +48,9 @@ def interpret() -> None:
 
     held = random.choice([-1.75, -1.0, 1.25, 1.5], size) * np.exp2(random.integers(-3, 4, size))
     for dtype, name in ((E4M3, "fp8e4nv"), (E5M2, "fp8e5")):
-        results = [_Array(np.ones(shape, dtype), name) for shape in (size, size[::-1])]
-        scale = _Array(np.float32([0.5]), "fp32")
-        cast_kernel[(6,)](_Array(held.astype(np.float32), "fp32"), scale, *results, plan=triton.Plan(*size))
+        results = [Array(np.ones(shape, dtype), name) for shape in (size, size[::-1])]
+        scale = Array(np.float32([0.5]), "fp32")
+        cast_kernel[(6,)](Array(held.astype(np.float32), "fp32"), scale, *results, plan=triton.Plan(*size))
         plain = triton.cast_both(jnp.asarray(held, jnp.float32), jnp.float32(0.5), dtype)
         for result, wanted in zip(results, plain, strict=True):
             np.testing.assert_array_equal(result.array.astype(np.float32), np.asarray(wanted).astype(np.float32))
@@ -69,11 +58,7 @@ def interpret() -> None:
 
 @needs_triton
 def test_the_kernel_rounds_bit_by_bit_as_the_plain_form():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.fp8.test_triton"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_interpreted(__spec__.name)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
