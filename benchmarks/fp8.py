@@ -108,11 +108,11 @@ def products_alone(recipe: str, arrays: tuple[jax.Array, ...]) -> dict[str, tupl
         return {"FP8 matmul alone": (product, quantize(x, E4M3), quantize(w.T, E4M3))}
     if recipe != "blockwise" or jax.default_backend() != "gpu":
         return {}
-    product = functools.partial(mosaic.product, dtype=jnp.bfloat16)
+    scaled = functools.partial(mosaic.product, dtype=jnp.bfloat16)
     left, whole = jax.jit(blockwise.quantize_rows)(x), jax.jit(blockwise.quantize_weight)(w)
     return {
-        "FP8 matmul alone": (product, left, Quantized(whole.values.T, whole.inverse_scale)),
-        "FP8 weight gradient alone": (product, left, jax.jit(blockwise.quantize_rows)(w.T)),
+        "FP8 matmul alone": (scaled, left, Quantized(whole.values.T, whole.inverse_scale)),
+        "FP8 weight gradient alone": (scaled, left, jax.jit(blockwise.quantize_rows)(w.T)),
     }
 
 
