@@ -25,14 +25,18 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
+def fill(disk):
+    """Leaves a megabyte, by a file `filler`."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "filler").write_bytes(bytes(free - 1_000_000))
+
+
 def test_said_once_space_reclaimed_and_the_next_save_works(small_disk, capfd):
     told = []
     manager = CheckpointManager(small_disk / "checkpoints", CheckpointConfig(keep=1), report=told.append)
     state = {"x": jnp.arange(500_000, dtype=jnp.float32)}
     manager.save(1, state, wait=True)
-    with open(small_disk / "filler", "wb") as filler:
-        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-        filler.write(bytes(free - 1_000_000))
+    fill(small_disk)
     before = os.statvfs(small_disk).f_bavail
 
     manager.save(2, state)
