@@ -38,8 +38,9 @@ def add_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.Ar
 
 _DISK = frozenset(
     [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE]
+    + [errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG]
 )
-"""Errors of the disk and of permissions: no fault of the program's."""
+"""Errors of the disk, of permissions, and of something else in a file's place: no fault of the program's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +87,8 @@ def run_command(name: str, body: Callable[[], int | None]) -> int:
         if error.errno not in _DISK:
             traceback.print_exc()
             return 1
-        place = f" ({error.filename})" if error.filename else ""
+        named = error.filename2 or error.filename  # of a file and its replacement, the one that is meant to stay
+        place = f" ({named})" if named else ""
         print(f"{name}: {error.strerror}{place}: mend it, and give the same command again", file=sys.stderr)
         return 1
     except Exception as error:

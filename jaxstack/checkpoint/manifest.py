@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxstack.errors import ConfigError
 
@@ -174,7 +174,7 @@ def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return digests, index
 
 
-def _is_index(index: Any) -> bool:
+def _is_index(index: Any) -> TypeGuard[dict[str, Any]]:
     """Whether it has the parts of an index, each leaf with what `LeafSpec.from_json` reads."""
     if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in _KEYS.items()):
         return False

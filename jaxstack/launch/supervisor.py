@@ -18,7 +18,9 @@ from jaxstack.errors import ConfigError
 from jaxstack.launch import shared_memory
 from jaxstack.launch.budget import Budget
 from jaxstack.launch.child import Child, adopt_orphans, end_all
+from jaxstack.launch.guard import Guard
 from jaxstack.launch.watch import Limits, find_straggler, find_stuck
+from jaxstack.resilience.ending import SAME_SECONDS
 from jaxstack.resilience.progress_file import Record
 
 _LOOK_SECONDS = 0.1
@@ -60,14 +62,15 @@ class Supervisor:
     def __init__(self, job: Job):
         self.job = job
         self._signum: int | None = None
+        self._heard = 0.0
         self._told: dict[int, float] = {}
 
     def run(self) -> int:
         """The exit code: 0, or 143 or 130 after a signal, 2 for a wrong configuration, 1 after too many failures."""
-        adopt_orphans()
-        budget = Budget(self.job.restarts)
         folder = Path(tempfile.mkdtemp(prefix="jaxstack-launch-"))
-        attempt = 0
+        guard = Guard(folder)
+        adopt_orphans()
+        budget, attempt = Budget(self.job.restarts), 0
         try:
             with self._signals():
                 while True:
@@ -88,6 +91,7 @@ class Supervisor:
                     if self._signum is not None:
                         return 128 + self._signum
         finally:
+            guard.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _attempt(self, folder: Path, attempt: int) -> Outcome:
@@ -151,7 +155,8 @@ class Supervisor:
                 return 0, "done"
             else:
                 records = {child.rank: child.record() for child in running}
-                stuck = find_stuck(records, self.job.limits, now, since=awake)
+                suspended = {child.rank: child.is_stopped for child in running}
+                stuck = find_stuck(records, self.job.limits, now, awake, suspended)
                 if stuck is not None:
                     return 1, self._stuck(stuck, records, running)
                 if now - looked > _STRAGGLER_SECONDS:
@@ -176,9 +181,10 @@ class Supervisor:
 
     def _stuck(self, rank: int, records: dict[int, Record], running: Sequence[Child]) -> str:
         record = records[rank]
+        limit = self.job.limits.of(record, any(child.rank == rank and child.is_stopped() for child in running))
         reason = (
             f"rank {rank} gave no sign of life for {time.monotonic() - record.at:.0f} s in phase {record.phase!r} "
-            f"at step {record.step} (limit {self.job.limits.of(record):.0f} s)"
+            f"at step {record.step} (limit {limit:.0f} s)"
         )
         say(f"{reason}; stacks of all processes of this node follow")
         for child in sorted(running, key=lambda child: child.rank != rank):
@@ -198,9 +204,11 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def receive(signum: int, _: FrameType | None) -> None:
-            if self._signum is not None and signum == signal.SIGINT:
+            now = time.monotonic()
+            if self._signum is not None and signum == signal.SIGINT and now - self._heard > SAME_SECONDS:
                 self.job = dataclasses.replace(self.job, grace_seconds=0.0)  # a second Ctrl-C: no more patience
-            self._signum = self._signum or signum
+            if self._signum is None:
+                self._signum, self._heard = signum, now
 
         before = {signum: signal.signal(signum, receive) for signum in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from jaxstack.resilience.progress_file import Record
 
@@ -19,21 +20,30 @@ class Limits:
     save: float = 1800.0
     """In a save that the training waits for."""
 
-    def of(self, record: Record) -> float:
-        """The limit that holds for what a process is at."""
-        if record.phase == "train":
+    def of(self, record: Record, suspended: bool = False) -> float:
+        """The limit that holds for what a process is at; for a suspended one, which is at nothing, that of a step."""
+        if record.phase == "train" or suspended:
             return self.step
         return self.save if record.phase in ("save", "end") else self.start
 
 
-def find_stuck(records: Mapping[int, Record], limits: Limits, now: float, since: float = -math.inf) -> int | None:
+def find_stuck(
+    records: Mapping[int, Record],
+    limits: Limits,
+    now: float,
+    since: float = -math.inf,
+    suspended: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
+) -> int | None:
     """The rank that is stuck: of those beyond their limit the one that fell silent first; None where all go on.
 
-    In a collective the others wait for it and fall silent after it. Silence before `since` does not count.
+    In a collective the others wait for it and fall silent after it. Silence before `since` does not count. `suspended`
+    tells whether a rank is, and is asked beyond the limit of a step only.
     """
-    silent = {
-        rank: record.at for rank, record in records.items() if now - max(record.at, since) > limits.of(record)
-    }
+    silent = {}
+    for rank, record in records.items():
+        seconds = now - max(record.at, since)
+        if seconds > limits.of(record) or (seconds > limits.step and rank in suspended and suspended[rank]()):
+            silent[rank] = record.at
     return min(silent, key=lambda rank: silent[rank], default=None)
 
 

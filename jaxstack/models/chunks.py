@@ -25,35 +25,43 @@ CHUNK_BYTES = 2**30
 Function = Callable[[Any, Any, jax.Array], jax.Array]
 
 
-def apply_in_chunks(
-    apply: Callable[[Any, jax.Array], jax.Array], modules: Any, x: jax.Array, width: int, most: int | None = None
-) -> jax.Array:
-    """`apply(modules, x)` of x [B, T, D], in chunks of T of which nothing is kept for the gradient.
+def count_chunks(modules: Any, x: jax.Array, width: int, most: int | None = None) -> int:
+    """In how many chunks the modules may take x [B, T, D]; 1: at once.
 
-    An input that is one chunk, or modules that hold more than parameters and FP8 scaling states (which chunks would
-    share), are computed at once. The chunks' gradients of a parameter are added up in float32, the largest magnitudes
-    of FP8 by maximum.
+    So is what holds more than parameters and FP8 scaling states, as random states, which chunks would share.
+
+    Args:
+      width: of the modules' widest activations, [B, T, width].
+      most: bytes of these that a device may hold; None: `CHUNK_BYTES`.
+    """
+    rows, parts, mlp = _degrees(x.shape)
+    held = x.shape[0] * x.shape[1] * width * x.dtype.itemsize // (rows * parts * mlp)
+    length, count = x.shape[1] // parts, -(-held // (most or CHUNK_BYTES))
+    if count <= 1 or jax.tree.leaves(nnx.split(modules, nnx.Param, ScalingState, ...)[3]):
+        return 1
+    # Equal chunks, if there are any of at least half the size.
+    return next((n for n in range(count, 2 * count + 1) if length % n == 0), min(count, length))
+
+
+def apply_in_chunks(apply: Callable[[Any, jax.Array], jax.Array], modules: Any, x: jax.Array, count: int) -> jax.Array:
+    """`apply(modules, x)` of x [B, T, D], in `count` chunks of T of which nothing is kept for the gradient.
+
+    The chunks' gradients of a parameter are added up in float32, the largest magnitudes of FP8 by maximum.
 
     Args:
       apply: treats every token alike, and returns [B, T, D].
-      modules: a tree of Flax modules.
-      width: of the widest activations, [B, T, width].
-      most: bytes of these that a device holds; None: `CHUNK_BYTES`.
+      modules: a tree of Flax modules, see `count_chunks`.
     """
-    rows, parts, mlp = _degrees(x.shape)
-    graphdef, params, states, others = nnx.split(modules, nnx.Param, ScalingState, ...)
-    held = x.shape[0] * x.shape[1] * width * x.dtype.itemsize // (rows * parts * mlp)
+    graphdef, params, states = nnx.split(modules, nnx.Param, ...)
+    rules, parts = current_rules(), _degrees(x.shape)[1]
     length = x.shape[1] // parts
-    count = _even(length, min(length, -(-held // (most or CHUNK_BYTES))))
-    if count <= 1 or jax.tree.leaves(others):
-        return apply(modules, x)
-    rules, size = current_rules(), -(-length // count)
+    size = -(-length // count)
 
     def function(params: Any, states: Any, x: jax.Array) -> jax.Array:
         # The backward pass may be traced outside of the rules.
         with logical_axis_rules(rules) if rules is not None else contextlib.nullcontext():
             whole = x.reshape(x.shape[0], -1, x.shape[3])
-            return apply(nnx.merge(graphdef, params, states, others), whole).reshape(x.shape)
+            return apply(nnx.merge(graphdef, params, states), whole).reshape(x.shape)
 
     cut = x.reshape(x.shape[0], parts, length, x.shape[2])
     cut = jnp.pad(cut, ((0, 0), (0, 0), (0, -length % size), (0, 0))) if length % size else cut
@@ -65,13 +73,10 @@ def _degrees(shape: tuple[int, ...]) -> tuple[int, ...]:
     rules = current_rules()
     if rules is None:
         return 1, 1, 1
-    spec = rules.spec(("batch", "residual_length", "act_mlp"), (*shape[:2], 0))
-    return tuple(rules.degree(axes_of(part)) for part in spec)
-
-
-def _even(length: int, count: int) -> int:
-    """`count`, or up to twice as many if these are equal chunks of the length."""
-    return next((n for n in range(count, 2 * count + 1) if n and length % n == 0), count)
+    rows, parts, _ = (axes_of(part) for part in rules.spec(("batch", "residual_length", None), shape))
+    mlp = axes_of(rules.spec(("act_mlp",))[0])
+    # With Megatron's sequence parallelism the axis of the MLP splits the sequence up to there.
+    return tuple(rules.degree(axes) for axes in (rows, parts, [axis for axis in mlp if axis not in parts]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -178,7 +178,8 @@ class Transformer(nnx.Module):
             return self.head
         table = self.embedding.table
         whole = table.get_metadata().get("whole_shape", table.shape)
-        return table.copy(table[...].T, logical_axes=HEAD_AXES, whole_shape=whole[::-1])
+        # Without a barrier XLA turns and casts the table once, and looks up the tokens' rows there, as columns.
+        return table.copy(jax.lax.optimization_barrier(table[...]).T, logical_axes=HEAD_AXES, whole_shape=whole[::-1])
 
     def _angles(self, positions: jax.Array) -> tuple[Angles, Angles]:
         """The rotations of all layers, and those of layers with a window where they are others."""

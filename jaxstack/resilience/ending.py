@@ -10,6 +10,9 @@ import threading
 from jaxstack.resilience.progress_file import STACKS
 
 _ENDING = (signal.SIGTERM, signal.SIGINT)
+SAME_SECONDS = 5.0
+"""Signals within so long are one: a scheduler that signals all processes of a job reaches some of them twice, directly
+and through the launcher."""
 
 
 class EndAtOnce:

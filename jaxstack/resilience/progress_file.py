@@ -11,7 +11,6 @@ from typing import Any
 
 PROGRESS, STACKS = "JAXSTACK_PROGRESS_FILE", "JAXSTACK_STACKS_FILE"
 _BYTES = 256
-PHASES = ("start", "restore", "compile", "train", "evaluate", "save", "end")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +18,7 @@ class Record:
     """Where a process is. Times are of the monotonic clock, which the processes of a host share."""
 
     phase: str
+    """start, restore, compile, train, evaluate, save or end."""
     step: int = 0
     """Steps handed to the devices."""
     beat: int = 0

@@ -8,11 +8,10 @@ from types import FrameType
 
 from jaxstack import processes
 from jaxstack.errors import JaxstackError
+from jaxstack.resilience.ending import SAME_SECONDS
 
 _POLL_SECONDS = 0.25
 _AGREE_SECONDS = 120
-_SAME_SECONDS = 5.0
-"""A scheduler that signals all processes of a job reaches this one directly and through the launcher."""
 _NEVER = 2**62
 _numbers = itertools.count()
 
@@ -91,7 +90,7 @@ class StopRequest:
     def _receive(self, signum: int, _: FrameType | None) -> None:
         if self.signum is None:
             self.signum, self._heard = signum, time.monotonic()
-        elif signum == signal.SIGINT and time.monotonic() - self._heard > _SAME_SECONDS:
+        elif signum == signal.SIGINT and time.monotonic() - self._heard > SAME_SECONDS:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:

@@ -40,8 +40,7 @@ def saturating_cast(x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike)
     """x * scale in the format, clipped to its range (nan stays nan)."""
     # In the dtype of x, where the product is as exact: of a float32 one XLA may keep a float32 copy of x.
     limit = jnp.asarray(largest(dtype), x.dtype)
-    # Without the barrier XLA may drop the rounding together with the conversion back in front of a product.
-    return lax.optimization_barrier(jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype))
+    return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
 
 
 def absolute_maximum(x: jax.Array) -> jax.Array:

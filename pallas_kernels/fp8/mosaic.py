@@ -33,8 +33,7 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
     """a [M, K] @ b [N, K].T -> [M, N]."""
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
-    # Scales for columns take the registers of a second half.
-    tall = not columns_scaled and rows % (2 * mosaic_product.WARPGROUPS * mosaic_product.ROWS) == 0
+    tall = rows % (2 * mosaic_product.WARPGROUPS * mosaic_product.ROWS) == 0
     config = mosaic_product.Config(
         rows,
         columns,
@@ -42,8 +41,7 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
         halves=2 if tall else 1,
         columns_scaled=columns_scaled,
         output=jnp.dtype(dtype).name,
-        programs=4 if INTERPRET else multiprocessors(),
-        cluster=2 if columns % (2 * BLOCK) == 0 else 1,
+        programs=2 if INTERPRET else multiprocessors(),
         interpret=INTERPRET,
     )
     return mosaic_product.product(config, a, b)

@@ -36,7 +36,6 @@ class Config:
         halves: 64-row parts of the tile that each warpgroup computes one after the other.
         columns_scaled: whether every row of b has its own scales (else every 128 rows share them).
         programs: that run at a time.
-        cluster: programs with neighbouring tiles of one row, each of which loads a part of a for all.
     """
 
     rows: int
@@ -46,19 +45,12 @@ class Config:
     columns_scaled: bool
     output: str
     programs: int
-    cluster: int = 1
     interpret: bool = False
 
     @property
     def stages(self) -> int:
         """Steps along the summed dim that are in flight from global memory."""
         return _STAGES[self.halves]
-
-    @property
-    def clusters(self) -> int:
-        """That run at a time; each takes `cluster` tiles at once."""
-        tile_rows, tile_columns = self.tiles
-        return min(self.programs // self.cluster, tile_rows * (tile_columns // self.cluster))
 
     @property
     def parts(self) -> int:
@@ -95,10 +87,8 @@ def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
         functools.partial(_body, config),
         kernel_name="fp8_block_product",
         out_type=jax.ShapeDtypeStruct((config.rows, config.columns), config.output),
-        grid=(config.clusters,),
-        grid_names=("clusters",),
-        cluster=(config.cluster,),
-        cluster_names=("program",),
+        grid=(min(config.programs, config.tiles[0] * config.tiles[1]),),
+        grid_names=("program",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=_Buffers(
@@ -111,9 +101,7 @@ def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
                 plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=config.stages)
                 for beside in (1 + config.columns_scaled, 0)[: config.halves]
             ),
-            empty=plgpu.ClusterBarrier(
-                collective_axes=("program",), num_arrivals=WARPGROUPS, num_barriers=config.stages
-            ),
+            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if config.interpret else None,
@@ -141,17 +129,18 @@ def _body(config: Config, a: Any, b: Any, a_scale: Any, b_scale: Any, out: Any, 
 
 def _for_each_tile(config: Config, visit: Any) -> Any:
     """Calls visit(number, row, column) for this program's tiles of the result; returns how many they were."""
-    tile_rows, wide_columns = config.tiles[0], config.tiles[1] // config.cluster
-    count = lax.div(tile_rows * wide_columns - 1 - lax.axis_index("clusters"), config.clusters) + 1
+    tile_rows, tile_columns = config.tiles
+    programs = min(config.programs, tile_rows * tile_columns)
+    program = lax.axis_index("program")
+    count = lax.div(tile_rows * tile_columns - 1 - program, programs) + 1
 
     def step(number: jax.Array, _: None) -> None:
-        index = number * config.clusters + lax.axis_index("clusters")
-        band = lax.div(index, _TILE_ROWS_TOGETHER * wide_columns)
+        index = number * programs + program
+        band = lax.div(index, _TILE_ROWS_TOGETHER * tile_columns)
         first = band * _TILE_ROWS_TOGETHER
         height = jnp.minimum(tile_rows - first, _TILE_ROWS_TOGETHER)
-        within = index - band * (_TILE_ROWS_TOGETHER * wide_columns)
-        column = lax.div(within, height) * config.cluster + lax.axis_index("program")
-        visit(number, first + lax.rem(within, height), column)
+        within = index - band * (_TILE_ROWS_TOGETHER * tile_columns)
+        visit(number, first + lax.rem(within, height), lax.div(within, height))
 
     lax.fori_loop(0, count, step, None)
     return count
@@ -173,7 +162,7 @@ def _load(config: Config, inputs: tuple[Any, ...], buffers: _Buffers, number: An
         for part in range(config.parts):
             rows = pl.ds((row * config.parts + part) * ROWS, ROWS)
             half = full[part % config.halves]
-            plgpu.copy_gmem_to_smem(a.at[rows, along], buffers.a.at[slot, part], half, collective_axes="program")
+            plgpu.copy_gmem_to_smem(a.at[rows, along], buffers.a.at[slot, part], half)
             plgpu.copy_gmem_to_smem(a_scale.at[index, rows], buffers.a_scale.at[slot, part], half)
         columns = pl.ds(column * BLOCK, BLOCK)
         plgpu.copy_gmem_to_smem(b.at[columns, along], buffers.b.at[slot], full[0])

@@ -50,7 +50,8 @@ def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
 def cast_both(x: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """x [M, K] * scale [] in an FP8 format, saturating, and its transpose [K, M], by the kernel where it can."""
     if not _takes(x):
-        values = saturating_cast(x, scale, dtype)
+        # Without a barrier XLA may drop the rounding together with the conversion back in front of a product.
+        values = jax.lax.optimization_barrier(saturating_cast(x, scale, dtype))
         return values, values.T
     shapes = ((x.shape, dtype), (x.shape[::-1], dtype))
     values, turned = _launch("cast_kernel", Plan(*x.shape), shapes, x, scale)

@@ -97,6 +97,19 @@ def test_children_die_with_a_killed_launcher():
         time.sleep(0.05)
 
 
+def test_what_a_shell_started_dies_with_a_killed_launcher():
+    """The kernel ends the shell, which has no time to end what stands below it."""
+    program = "import subprocess; subprocess.run(['sh', '-c', 'setsid sleep 998 & echo $!; wait'])"
+    process = launch(program=program)
+    assert process.stdout is not None
+    below = int(process.stdout.readline())
+    process.kill()
+    deadline = time.monotonic() + 20
+    while is_running(below):
+        assert time.monotonic() < deadline, "it outlives its supervisor"
+        time.sleep(0.05)
+
+
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace():
     program = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(1000)"
     process = launch("--grace-seconds", "1", program=program)
@@ -105,6 +118,21 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace():
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 143 and "did not end within 1 s" in out and time.monotonic() - began < 15
+
+
+def test_a_ctrl_c_that_comes_twice_at_once_is_one():
+    """As from a terminal or a scheduler that signals all processes: the save is not cut off."""
+    program = (
+        "import signal, sys, time; signal.signal(2, lambda *_: None); print('ready', flush=True); signal.pause()\n"
+        "time.sleep(1); print('saved', flush=True); sys.exit(130)"
+    )
+    process = launch(program=program)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "saved" in out
 
 
 def test_shared_memory_that_somebody_holds_stays(tmp_path):

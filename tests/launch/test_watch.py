@@ -39,6 +39,14 @@ def test_silence_of_a_job_that_was_suspended_does_not_count():
     assert find_stuck(records, LIMITS, 3011, since=3000) == 0
 
 
+def test_a_suspended_process_has_the_limit_of_a_step_in_every_phase():
+    records = {0: Record("save", at=100.0), 1: Record("start", at=100.0)}
+    suspended = {0: lambda: False, 1: lambda: True}
+    assert find_stuck(records, LIMITS, 109, suspended=suspended) is None
+    assert find_stuck(records, LIMITS, 111) is None
+    assert find_stuck(records, LIMITS, 111, suspended=suspended) == 1
+
+
 def test_a_straggler_spends_time_on_its_own_host():
     def look(at: float, step: int, *own: float) -> dict[int, Record]:
         return {rank: Record("train", step, at=at, own_seconds=seconds) for rank, seconds in enumerate(own)}

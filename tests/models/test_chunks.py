@@ -57,7 +57,8 @@ def test_gradients_of_weights_are_added_up_in_float32(monkeypatch):
     def loss(state, most):
         apply = lambda module, x: module(x)  # noqa: E731
         module = nnx.merge(graphdef, state)
-        return chunks.apply_in_chunks(apply, module, x.astype(jnp.bfloat16), 8, most).astype(jnp.float32).sum()
+        count = chunks.count_chunks(module, x.astype(jnp.bfloat16), 8, most)
+        return chunks.apply_in_chunks(apply, module, x.astype(jnp.bfloat16), count).astype(jnp.float32).sum()
 
     exact = np.asarray(x.astype(jnp.bfloat16), np.float64).sum((0, 1))[:, None]
     gradient = {most: jax.tree.leaves(jax.grad(loss)(state, most))[0] for most in (2**30, 128)}

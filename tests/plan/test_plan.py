@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from jaxstack.observe.device_grid import device_grid, number_ranges, split_panels
+from jaxstack.plan.absent_gpus import can_compile, device_memory
 from jaxstack.plan.command import main
 from jaxstack.plan.layout import plan_layout
+from jaxstack.plan.rehearsal import rehearse
 from jaxstack.plan.text import draw_mesh, draw_plan
 from jaxstack.run_config import load_config
 from tests.small_runs import SMALL, make_trainer, small_config
@@ -115,3 +117,21 @@ def test_device_grid_counts_as_numpy_does():
     numbers = np.arange(math.prod(mesh.values())).reshape(2, 3, 4)
     expected = numbers.transpose(2, 0, 1).reshape(4, 6)
     assert [[cell[0] for cell in row] for row in grid] == expected.tolist()
+
+
+def test_a_rehearsal_is_the_compilers_account():
+    if not can_compile():
+        pytest.skip("needs the CUDA plugin of JAX: pip install 'jaxstack[cuda]'")
+    layout = ("parallel.context=2", "model.remat=offload", "model.num_layers=3", "train.sequence_length=64")
+    config = small_config(*layout, "train.global_batch_size=2")
+    found = rehearse(config)
+    held = plan_layout(config)["sharding"]["device_bytes"]
+    assert 0 <= found["arguments_bytes"] - sum(held.values()) < 2**14  # the batch, and what is aligned
+    results = found["predicted_bytes"] - found["arguments_bytes"] - found["temporary_bytes"]
+    assert 0 <= results < 2**10 and found["fits"]
+    inputs = config.model.num_layers * 2 * 32 * config.model.hidden_size
+    assert found["host_bytes"] == 2 * inputs  # in bfloat16
+    assert found["usable_bytes"] == int(0.92 * device_memory("h200"))
+    text = draw_plan({**plan_layout(config), "rehearsal": found})
+    assert "it fits" in text and "in host memory" in text and "--rehearse" not in text
+    assert "it does NOT fit" in draw_plan({**plan_layout(config), "rehearsal": {**found, "fits": False}})

@@ -10,7 +10,7 @@ import pytest
 
 from jaxstack.cluster import COORDINATOR, COUNT, INDEX, TLS_FILES, TLS_PEER_PREFIX
 from jaxstack.launch.supervisor import free_port
-from tests.reliability.runs import REPOSITORY, Runs, end
+from tests.reliability.runs import REPOSITORY, Runs, end, finish
 
 HAS_TLS = "mtls_cert_file" in inspect.signature(jax.distributed.initialize).parameters
 
@@ -57,6 +57,16 @@ def test_only_the_loopback_interface_listens(runs: Runs, record):
         for process in both:
             end(process)
     record(15, "listening sockets of 2 processes", f"{len(addresses)} sockets, all on 127.0.0.1")
+
+
+def test_a_port_that_is_in_use_is_one_message(runs: Runs, record):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        place = ("--coordinator", address, "--processes", "2", "--process-id", "0")
+        code, said = finish(runs.start(runs.train("nowhere", *place)))
+    assert code == 1 and said.count("\n") == 1, said
+    assert f"jaxstack train: process 0 cannot listen at {address}: Address already in use" in said
+    record(15, "a coordinator's port that is in use", "exit code 1 and one message")
 
 
 @pytest.mark.skipif(not HAS_TLS, reason="mutual TLS needs jax 0.11.2")

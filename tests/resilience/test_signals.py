@@ -15,6 +15,6 @@ def test_a_signal_that_comes_twice_is_one_request(monkeypatch):
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.reached() and stop.signum == signal.SIGINT
-        monkeypatch.setattr(signals, "_SAME_SECONDS", 0.0)
+        monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
