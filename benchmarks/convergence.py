@@ -75,6 +75,9 @@ def train(recipe: str, minutes: float, overrides: list[str]) -> None:
     found: Row = {"milliseconds": 1e3 * seconds / (steps - 1)}
     found |= rates(config, found["milliseconds"], 1, jax.devices()[0].device_kind)
     found["matmuls"] = trainer.describe().get("matmuls")
+    counted = found["matmuls"]
+    if jax.default_backend() == "gpu" and (not counted or counted["fp8"] < counted["fp8_expected"]):
+        raise SystemExit(f"not every matmul of this recipe ran in FP8: {counted}")
     if steps == config.train.steps:
         evaluated = trainer.evaluate(max_tokens=EVAL_TOKENS)
         found["eval_loss"] = evaluated and evaluated["eval_loss"]

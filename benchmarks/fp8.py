@@ -86,7 +86,7 @@ def measure(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -
     for pass_name, flops in PASSES.items():
         time, backend = seconds(make_pass(product, pass_name), *arrays)
         rate = flops * rows * inner * outputs / time / 1e12
-        row = {"recipe": recipe, "pass": pass_name, "backend": backend, "error": error}
+        row = {"variant": f"{recipe}, {pass_name}", "backend": backend, "error": error}
         found.append({**described, **row, "milliseconds": 1e3 * time, "tflops_per_device": rate})
     return found
 
@@ -108,11 +108,11 @@ def products_alone(recipe: str, arrays: tuple[jax.Array, ...]) -> dict[str, tupl
         return {"FP8 matmul alone": (product, quantize(x, E4M3), quantize(w.T, E4M3))}
     if recipe != "blockwise" or jax.default_backend() != "gpu":
         return {}
-    product = functools.partial(mosaic.product, dtype=jnp.bfloat16)
+    scaled = functools.partial(mosaic.product, dtype=jnp.bfloat16)
     left, whole = jax.jit(blockwise.quantize_rows)(x), jax.jit(blockwise.quantize_weight)(w)
     return {
-        "FP8 matmul alone": (product, left, Quantized(whole.values.T, whole.inverse_scale)),
-        "FP8 weight gradient alone": (product, left, jax.jit(blockwise.quantize_rows)(w.T)),
+        "FP8 matmul alone": (scaled, left, Quantized(whole.values.T, whole.inverse_scale)),
+        "FP8 weight gradient alone": (scaled, left, jax.jit(blockwise.quantize_rows)(w.T)),
     }
 
 
@@ -125,7 +125,7 @@ def measure_alone(model: str, name: str, recipe: str, arrays: tuple[jax.Array, .
         time = median_seconds(run, jax.block_until_ready)
         found.append({
             "work": f"{model} {name}", "shape": f"{rows} x {inner} x {outputs}", "implementation": "jaxstack",
-            "recipe": recipe, "pass": pass_name, "backend": "cublas" if recipe == "current" else "mosaic",
+            "variant": f"{recipe}, {pass_name}", "backend": "cublas" if recipe == "current" else "mosaic",
             "error": error_of(run(), arrays), "milliseconds": 1e3 * time,
             "tflops_per_device": 2 * rows * inner * outputs / time / 1e12,
         })  # fmt: skip
@@ -158,7 +158,7 @@ def main() -> None:
             found = [{**row, **device} for row in found]
             append_rows("fp8", found)
             rows += found
-    print_table(rows, ["work", "shape", "recipe", "pass", "backend", "milliseconds", "tflops_per_device", "error"])
+    print_table(rows, ["work", "shape", "variant", "backend", "milliseconds", "tflops_per_device", "error"])
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import first_gpus
 from jaxstack.launch.child import descendants
+from tests.reliability.runs import ranks
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "reliability" / "results.jsonl"
 FAULTS = ("SIGKILL of a rank other than 0", "SIGKILL of rank 0", "SIGSTOP of a random rank")
@@ -76,19 +77,6 @@ class Watched:
                 break
             time.sleep(0.02)
         raise SystemExit(f"{pattern!r} did not come:\n" + "".join(line for _, line in self.lines[-60:]))
-
-    def ranks(self) -> dict[int, int]:
-        """Rank -> process id."""
-        found = {}
-        for pid in descendants(self.process.pid):
-            try:
-                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            named = dict(one.partition(b"=")[::2] for one in variables)
-            if b"JAXSTACK_PROGRESS_FILE" in named:
-                found[int(named.get(b"JAX_PROCESS_ID", b"0"))] = pid
-        return found
 
     def stop(self) -> float:
         """SIGTERM to the launcher, which has to end with 143 after one save; seconds until it did."""
@@ -169,7 +157,7 @@ def inject(bench: Bench, run: Watched, fault: str) -> dict:
     step = int(run.wait_for(r"^step (\d+)/", seen)[1][1])
     middle = step - step % every + every // 2
     run.wait_for(rf"^step {middle if middle > step else middle + every}/", seen)
-    pids = run.ranks()
+    pids = ranks(run.process)
     others = [rank for rank in pids if "other than 0" not in fault or rank] or [0]
     rank = 0 if fault == "SIGKILL of rank 0" else random.choice(others)
     seen, began = len(run.lines), time.monotonic()

@@ -10,7 +10,7 @@ Dims: B batch, T sequence, D model, P parts of the sequence between which XLA pa
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,8 @@ def apply_in_chunks(apply: Callable[[Any, jax.Array], jax.Array], modules: Any, 
 
     cut = x.reshape(x.shape[0], parts, length, x.shape[2])
     cut = jnp.pad(cut, ((0, 0), (0, 0), (0, -length % size), (0, 0))) if length % size else cut
-    return _chunked(function, size, params, states, cut)[:, :, :length].reshape(x.shape)
+    out = cast(jax.Array, _chunked(function, size, params, states, cut))
+    return out[:, :, :length].reshape(x.shape)
 
 
 def _degrees(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
         shapes = [(*rows, *kernel.shape[contracted:]) for kernel in kernels]
         results = [part.reshape(shape) for part, shape in zip(jnp.split(y, ends, axis=-1), shapes, strict=True)]
     else:
-        inputs = spread(x, len(layers))
+        inputs: Any = spread(x, len(layers))
         results = [multiply(dot_general, x, k, contracted) for x, k in zip(inputs, kernels, strict=True)]
     return [layer.finish(x, y) for layer, y in zip(layers, results, strict=True)]
 

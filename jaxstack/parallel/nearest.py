@@ -1,5 +1,6 @@
 """The layout of a number of devices that comes nearest to one that cannot be."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,10 @@ def _factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factorisations(number // first, parts - 1))
+    for first in _divisors(number):
+        yield from ((first, *rest) for rest in _factorisations(number // first, parts - 1))
+
+
+@functools.cache
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -134,10 +134,8 @@ def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], 
     step = next((step for step in steps if most >= step), 1)
     units, left = divmod(length, step)
     fewest = -(-units // max(most // step, 1))
-    for count in range(fewest, units + 1):
-        small, larger = divmod(units, count)
-        if 1 not in (larger, count - larger):
-            break
+    count = next((n for n in range(fewest, units) if 1 not in (units % n, n - units % n)), units)
+    small, larger = divmod(units, count)
     found = ((larger, (small + 1) * step), (count - larger, small * step), (1, left))
     return tuple((number, size) for number, size in found if number and size)
 

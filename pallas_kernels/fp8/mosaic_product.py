@@ -106,7 +106,8 @@ def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if config.interpret else None,
     )
-    return kernel(a.values, b.values, a.inverse_scale, b.inverse_scale)
+    # Without the barrier XLA computes a result twice that a scan keeps: once more right into what is kept.
+    return lax.optimization_barrier(kernel(a.values, b.values, a.inverse_scale, b.inverse_scale))
 
 
 def _body(config: Config, a: Any, b: Any, a_scale: Any, b_scale: Any, out: Any, *scratch: Any) -> None:

@@ -63,14 +63,18 @@ def test_a_disk_without_room_for_files_says_so_without_tracebacks(tmp_path):
     assert "Traceback" not in done.stderr and "never retrieved" not in done.stderr, done.stderr
 
 
+def fill(disk):
+    """Leaves a megabyte, by a file `filler`."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "filler").write_bytes(bytes(free - 1_000_000))
+
+
 def test_said_once_space_reclaimed_and_the_next_save_works(small_disk, capfd):
     told = []
     manager = CheckpointManager(small_disk / "checkpoints", CheckpointConfig(keep=1), report=told.append)
     state = {"x": jnp.arange(500_000, dtype=jnp.float32)}
     manager.save(1, state, wait=True)
-    with open(small_disk / "filler", "wb") as filler:
-        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-        filler.write(bytes(free - 1_000_000))
+    fill(small_disk)
     before = os.statvfs(small_disk).f_bavail
 
     manager.save(2, state)

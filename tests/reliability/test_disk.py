@@ -10,7 +10,7 @@ import pytest
 
 from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state
 from tests.checkpoint.states import assert_same, make_state
-from tests.checkpoint.test_disk_full import small_disk  # noqa: F401
+from tests.checkpoint.test_disk_full import fill, small_disk  # noqa: F401
 from tests.checkpoint.test_kill import check_all_whole, run_and_kill
 from tests.reliability.runs import REPOSITORY
 from tests.reliability.states import files_of
@@ -144,9 +144,7 @@ def test_full_disk(small_disk, record):  # noqa: F811
     told, state = [], {"x": jnp.arange(500_000, dtype=jnp.float32)}
     manager = CheckpointManager(small_disk / "checkpoints", CheckpointConfig(keep=1), report=told.append)
     manager.save(1, state, wait=True)
-    with open(small_disk / "filler", "wb") as filler:
-        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-        filler.write(bytes(free - 1_000_000))
+    fill(small_disk)
     before = os.statvfs(small_disk).f_bavail
     manager.save(2, state)
     assert manager.latest_step() == 1

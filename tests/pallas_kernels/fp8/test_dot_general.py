@@ -19,6 +19,7 @@ from pallas_kernels import (
     updated_fp8_state,
 )
 from pallas_kernels.fp8.formats import E4M3, E5M2, power_of_two_scale, quantize
+from tests.compilation import run_jitted
 
 RECIPES = ("current", "delayed", "blockwise")
 STEPS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
@@ -52,17 +53,27 @@ def multiply(recipe, gradients, x, weights, contracted=1):
     return fp8_multiply(x, weights, contracted=contracted, recipe=recipe, gradients=gradients, states=given)
 
 
+def with_gradients(function, x, weights, incoming):
+    """The results of function(x, weights), and their gradients."""
+
+    def run(x, weights, incoming):
+        outs, pull = jax.vjp(function, x, weights)
+        return outs, pull(incoming)
+
+    return run_jitted(run, x, weights, incoming)
+
+
 @pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_results_and_gradients_are_those_of_float32_within_fp8(recipe, gradients):
     x, weights, incoming = operands()
-    outs, pull = jax.vjp(functools.partial(multiply, recipe, gradients), x, weights)
-    exact, exact_pull = jax.vjp(lambda x, weights: tuple(jnp.tensordot(x, w, 1) for w in weights), x, weights)
+    outs, pulled = with_gradients(functools.partial(multiply, recipe, gradients), x, weights, incoming)
+    plain = lambda x, weights: tuple(jnp.tensordot(x, w, 1) for w in weights)  # noqa: E731
+    exact, exact_pulled = with_gradients(plain, x, weights, incoming)
     of_gradient = STEPS["e4m3" if recipe == "blockwise" else gradients]
     for found, wanted in zip(outs, exact, strict=True):
         assert found.shape == wanted.shape and 0.01 < error(found, wanted) < STEPS["e4m3"]
-    pairs = zip(jax.tree.leaves(pull(incoming)), jax.tree.leaves(exact_pull(incoming)), strict=True)
-    for found, wanted in pairs:
+    for found, wanted in zip(jax.tree.leaves(pulled), jax.tree.leaves(exact_pulled), strict=True):
         assert found.shape == wanted.shape and 0.01 < error(found, wanted) < of_gradient
 
 
@@ -73,10 +84,10 @@ def test_numbers_that_fp8_holds_are_multiplied_exactly(recipe):
         jnp.asarray(random.choice([-1.0, -0.25, 0.0, 0.5, 0.875], shape), jnp.float32)
         for shape in ((16, 256), (256, 128), (16, 128))
     )
-    out, pull = jax.vjp(lambda x, w: multiply(recipe, "e5m2", x, (w,))[0], x, w)
+    out, pulled = with_gradients(lambda x, w: multiply(recipe, "e5m2", x, (w,))[0], x, w, gradient)
     np.testing.assert_array_equal(out, x @ w)
     rounded = gradient if recipe == "blockwise" else gradient.astype(E5M2).astype(jnp.float32)
-    for found, wanted in zip(pull(gradient), (rounded @ w.T, x.T @ rounded), strict=True):
+    for found, wanted in zip(pulled, (rounded @ w.T, x.T @ rounded), strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -104,7 +115,7 @@ def test_dims_are_those_of_dot_general(dims):
     numbers = (dims, ((), ()))
     exact = jax.lax.dot_general(x, w, ((tuple(d % 3 for d in dims[0]), dims[1]), ((), ())))
     for recipe in ("current", "blockwise"):
-        found = fp8_dot_general(x, w, numbers, recipe=recipe)
+        found = run_jitted(lambda x, w, recipe=recipe: fp8_dot_general(x, w, numbers, recipe=recipe), x, w)
         assert found.shape == exact.shape and error(found, exact) < STEPS["e4m3"]
 
 

@@ -1,5 +1,7 @@
 """The block-scaled product for Hopper: interpreted against the plain form, and compiled without spills in its loop."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,7 @@ def test_the_kernel_multiplies_as_the_plain_form(monkeypatch, rows, width, colum
 def test_compiled_for_hopper_it_is_six_tensor_core_kernels(monkeypatch, capfd):
     """Two weights: forward, gradient of the input and of the weight; each multiplies e4m3 by wgmma, fed by TMA."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
 
     def both(x, weights):
         outs, pull = jax.vjp(lambda x, w: fp8_multiply(x, w, recipe="blockwise"), x, weights)
@@ -44,7 +47,10 @@ def test_compiled_for_hopper_it_is_six_tensor_core_kernels(monkeypatch, capfd):
     with lowering_platform("cuda"):
         text = compile_for_hopper(both, x, (w, w)).as_text()
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 6
-    kernels = "".join(capfd.readouterr()).split(".visible .entry")[1:]
+    report = "".join(capfd.readouterr())
+    spills = re.findall(r"properties for fp8_block_product_mosaic_gpu_kernel\n.* (\d+) bytes spill stores", report)
+    assert spills and set(spills) == {"0"}
+    kernels = report.split(".visible .entry")[1:]
     assert kernels
     for kernel in kernels:
         assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel and "cp.async.bulk.tensor" in kernel

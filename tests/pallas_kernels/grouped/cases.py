@@ -62,15 +62,19 @@ def run(case: Case, implementation: str | None) -> list[np.ndarray]:
 
 def loop_over_groups(case: Case, dtype: str) -> list[np.ndarray]:
     """out, dx, dW of one matmul for each group, in `dtype`."""
-    x, weights, cotangent = (jnp.asarray(a, dtype) for a in case.arrays())
-    out = jnp.zeros((case.rows, case.columns), dtype)
-    d_x, d_weights = jnp.zeros_like(x), jnp.zeros_like(weights)
-    for group, (start, size) in enumerate(zip(case.starts, case.sizes, strict=True)):
-        rows = slice(start, start + size)
-        out = out.at[rows].set(x[rows] @ weights[group])
-        d_x = d_x.at[rows].set(cotangent[rows] @ weights[group].T)
-        d_weights = d_weights.at[group].set(x[rows].T @ cotangent[rows])
-    return [np.asarray(a.astype(jnp.float32), np.float64) for a in (out, d_x, d_weights)]
+
+    def loop(x: jax.Array, weights: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        out = jnp.zeros((case.rows, case.columns), dtype)
+        d_x, d_weights = jnp.zeros_like(x), jnp.zeros_like(weights)
+        for group, (start, size) in enumerate(zip(case.starts, case.sizes, strict=True)):
+            rows = slice(start, start + size)
+            out = out.at[rows].set(x[rows] @ weights[group])
+            d_x = d_x.at[rows].set(cotangent[rows] @ weights[group].T)
+            d_weights = d_weights.at[group].set(x[rows].T @ cotangent[rows])
+        return out, d_x, d_weights
+
+    arrays = run_jitted(loop, *(jnp.asarray(a, dtype) for a in case.arrays()))
+    return [np.asarray(a.astype(jnp.float32), np.float64) for a in arrays]
 
 
 def check(case: Case, implementation: str | None) -> None:

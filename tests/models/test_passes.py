@@ -1,0 +1,20 @@
+"""What a layer moves through memory, as compiled for an H200."""
+
+import re
+
+from tests.hopper import compile_step
+from tests.small_runs import small_config
+
+LAYERS, B, T, D = 2, 8, 1024, 256
+SHAPE = (
+    f"model.num_layers={LAYERS}", f"model.hidden_size={D}", "model.num_heads=4", "model.head_dim=64",
+    "model.intermediate_size=512", "model.vocab_size=512", "model.scan_layers=false", "model.remat=none",
+    f"train.sequence_length={T}", f"train.global_batch_size={B}",
+)  # fmt: skip
+
+
+def test_matmuls_add_the_residual_and_the_gradients_of_an_input():
+    text = compile_step(small_config(*SHAPE))[1].as_text()
+    assert text.count('"beta":1') >= 5 * LAYERS, "o and down; and k and q onto v, gate onto up"
+    copies = re.findall(rf"= bf16\[{B * T},{D}\]\S* copy\(", text)
+    assert len(copies) <= 1, "of the embeddings, whose only use is the first layer"
