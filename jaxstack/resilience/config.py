@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from jaxstack.config import Component
+from jaxstack.resilience.interval import LLAMA3_HOURS
 
 
 class ResilienceConfig(Component):
@@ -24,5 +25,5 @@ class ResilienceConfig(Component):
     """Of several processes: one that has been silent for so long is dead, and the others end."""
     connect_seconds: int = Field(default=300, ge=1, le=86_400)
     """For which the processes of a run wait for one another at its start."""
-    device_hours_between_failures: float = Field(default=50_700, gt=0)
+    device_hours_between_failures: float = Field(default=LLAMA3_HOURS, gt=0)
     """For the advice on the checkpoint interval."""

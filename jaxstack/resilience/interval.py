@@ -2,7 +2,7 @@
 
 import math
 
-LLAMA3_HOURS = 50_700.0
+LLAMA3_HOURS = 50_700
 """GPU-hours between two unexpected interruptions of Llama 3's training (419 in 54 days on 16,384 GPUs; Llama Team 2024,
 arXiv:2407.21783)."""
 
