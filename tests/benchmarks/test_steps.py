@@ -1,5 +1,7 @@
 """A whole step is measured, and XLA's options are told apart from the configuration."""
 
+import math
+
 import jax
 import pytest
 
@@ -16,6 +18,8 @@ def test_a_row_of_our_step():
     devices = jax.device_count()
     sizes = [f"train.global_batch_size={devices}", "train.sequence_length=32", f"parallel.data={devices}"]
     row = steps.measure_jaxstack([*steps.TINY, *sizes])
-    assert row["devices"] == devices and row["first_loss"] > row["last_loss"] > 0
+    assert row["devices"] == devices
+    # The tokens are random and new at every step: there is nothing to learn but that all are equally likely.
+    assert row["first_loss"] != row["last_loss"] == pytest.approx(math.log(512), abs=0.1)
     rate = devices * 32 / (row["milliseconds"] / 1e3) / devices
     assert row["tokens_per_second_per_device"] == pytest.approx(rate)
