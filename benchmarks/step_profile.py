@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import open_trainer, run_process, split_options
-from benchmarks.train_step import VARIANTS, WORKS
+from benchmarks.train_step import VARIANTS, WORKS, parse_works
 
 STEPS = 3
 CLASSES = (
@@ -130,10 +130,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="see steps.py")
     parser.add_argument("--kernels", type=Path, help="folder for every kernel's row")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
-    args = parser.parse_args()
-    unknown = [work for work in args.works if work not in WORKS]
-    if unknown:
-        parser.error(f"unknown works: {', '.join(unknown)}; known: {', '.join(WORKS)}")
+    args = parse_works(parser)
     rows = []
     for work in args.works:
         for variant in args.variants:

@@ -100,6 +100,15 @@ def peers_of(work: str, wanted: list[str]) -> list[str]:
     return found
 
 
+def parse_works(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments; a work that is unknown ends the program."""
+    args = parser.parse_args()
+    unknown = [work for work in args.works if work not in WORKS]
+    if unknown:
+        parser.error(f"unknown works: {', '.join(unknown)}; known: {', '.join(WORKS)}")
+    return args
+
+
 def main() -> None:
     """Measures each work by each implementation in turn; a row is kept as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -109,10 +118,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for ours; see steps.py")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="that are measured beside it")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
-    args = parser.parse_args()
-    unknown = [work for work in args.works if work not in WORKS]
-    if unknown:
-        parser.error(f"unknown works: {', '.join(unknown)}; known: {', '.join(WORKS)}")
+    args = parse_works(parser)
     rows = []
     for work in args.works or list(WORKS):
         turns = [("jaxstack", variant) for variant in args.variants]
