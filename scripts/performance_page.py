@@ -154,13 +154,12 @@ in the same run. Linear attention and Performer compute no such pairs; they are 
 A work is one weight, its rows are those of a step on one device. `alone` is a product of operands that are in FP8
 already; the others round them first, and `forward and backward` rounds the incoming gradient too. Rows of the same
 shape from 19:47 and later are of different kernels: the block-scaled product has got its sums out of local memory, and
-one kernel rounds and turns for `current` and `delayed`, at 3.4 to 3.7 TB/s where XLA's fusions reached 2.0 to 2.1.
+one kernel rounds and turns for `current` and `delayed`, in one pass over memory.
 
 What bounds them: products of `current` run at the rate of cuBLAS (`device` above), those of gradients at 1,390 TFLOP/s
 against 1,570 of the forward in the profiled step of 22:58, as their sums are kept in float32 throughout. The
-block-scaled product scales the sum of every 128 products outside of the tensor cores, which costs a warp about 190
-cycles where the tensor cores take 256, and 270 for weight gradients, whose operands both have a scale for each row (by
-the compiled code). Two warpgroups take turns to hide it; a quarter to a third of the FP8 rate is lost all the same.
+block-scaled product scales the sum of every 128 products outside of the tensor cores, for weight gradients by two
+factors. Two warpgroups take turns to hide it; a quarter to a third of the FP8 rate is lost all the same.
 """,
     "grouped_matmul": """\
 `one dense matmul` has the FLOPs of all groups in one product; `groups not aligned` copies the rows to where a tile
@@ -193,11 +192,10 @@ and the loss had a kernel of its own):
 - llama3-1b: matmuls 322 ms (755 TFLOP/s), attention 149; of the fusions SwiGLU takes 16.5 and AdamW 9.7, both at the
   rate of a copy. Our goal of 64,000 (512 ms) needs attention 10 % faster, or SwiGLU inside of the matmuls.
 - llama3-1b in FP8: half of the matmuls' 216 ms is left in bfloat16: the head (66) and the first and last layer (34).
-- llama3-8b on four GPUs: the compiler's schedule, with matmuls at 700 TFLOP/s, comes to 719 ms with 6 exposed, where
-  825 were measured: not explained yet.
+- llama3-8b on four GPUs was not profiled yet.
 
-Tried and dropped: a Triton kernel for the gradients of the norms (0.43 ms for 65,536 x 768 where XLA's passes take
-0.23), sums of biases apart from GELU's backward, double-buffered loops and pipelined all-gathers.
+Tried, slower and dropped: a Triton kernel for the gradients of the norms, sums of biases apart from GELU's backward,
+double-buffered loops and pipelined all-gathers.
 """,
 }
 """Section -> what a reader of its table should know."""
