@@ -102,7 +102,7 @@ class PipelinedGradients:
     def _run(
         self, schedule: Schedule, params: Any, rest: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """((gradients of this device's shards, maxima for FP8's scales) or None; loss; weight); of this device alone."""
+        """((gradients of this device's shards, maxima for FP8's scales) or None, loss, weight) of this device alone."""
         rules = self._rules.within(self._taken)
         model = self._module.merge_stage(params, rest)
         graph, layers, ends, others = nnx.split(model, is_stacked, (nnx.Param, ScalingState), ...)

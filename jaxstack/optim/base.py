@@ -42,6 +42,6 @@ class Optimizer(Component):
         """Gradients -> update direction, without learning rate, weight decay or clipping."""
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """What becomes of a parameter's direction after the core, where that depends on the parameter as a whole: layers
-        that are stored in one array are given one by one."""
+        """What becomes of a direction after the core, where that depends on a whole parameter: of layers that are stored
+        in one array each is given by itself."""
         return update
