@@ -40,8 +40,7 @@ class FunctionalModule:
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
             variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-        self._rest = nnx.to_flat_state(rest)
-        self.abstract_rest = _nested(self._rest)
+        self._set_rest(nnx.to_flat_state(rest))
         self.fp8_matmuls = count_fp8_matmuls(abstract)
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._rest if issubclass(variable.type, ScalingState)
@@ -52,6 +51,10 @@ class FunctionalModule:
     def _set_params(self, params: Any) -> None:
         self._params = params
         self.abstract_params = _nested(params)
+
+    def _set_rest(self, rest: Any) -> None:
+        self._rest = rest
+        self.abstract_rest = _nested(rest)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""

@@ -39,6 +39,7 @@ from jaxstack.resilience import (
     StopRequest,
     advise_interval,
 )
+from jaxstack.shardings import describe_unsplit
 from jaxstack.state import LATER_FIELDS
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ class Loop:
         if self.settings.observe.fail_on_fallback:
             refuse_missing_fp8(ran)
         self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {in_short(ran)}")
+        for sentence in describe_unsplit(ran["sharding"]):
+            self._say(f"note: {sentence}")
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)

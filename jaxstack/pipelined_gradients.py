@@ -24,6 +24,7 @@ from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline import PipelinePlan, Schedule, StageFunctions, execute, forward_only
 from jaxstack.parallel.rules import AxisRules, is_cast, logical_axis_rules, restrict
 from jaxstack.parallel.weights import beside_tensor, dims_of
+from jaxstack.precision import ScalingState
 from jaxstack.staged_module import StagedModule
 
 
@@ -35,15 +36,15 @@ class PipelinedGradients:
       loss: `loss(model, batch)` or `loss(model, batch, key)`, a `LossSum`.
 
     Raises:
-      ConfigError: the model has variables beside its parameters.
+      ConfigError: the model has variables beside its parameters and the scales of FP8.
     """
 
     def __init__(self, module: StagedModule, loss: LossFunction, rules: AxisRules, plan: PipelinePlan):
-        if jax.tree.leaves(module.abstract_rest):
+        scaling, others = module.split_scaling(module.abstract_rest)
+        if jax.tree.leaves(others):
             raise ConfigError(
-                "parallel.pipeline trains models whose only variables are their parameters; this one has others "
-                f"({', '.join(sorted(module.abstract_rest))}), such as running statistics or delayed FP8 scales. Set "
-                "parallel.pipeline=1, or precision.fp8 to a recipe without state."
+                "parallel.pipeline trains models whose only variables are their parameters and FP8's scales; this one "
+                f"has others ({', '.join(sorted(others))}), such as running statistics. Set parallel.pipeline=1."
             )
         self._module, self._rules, self._plan = module, rules, plan
         self._loss = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
@@ -55,21 +56,24 @@ class PipelinedGradients:
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
         self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=is_spec)
         self._trained_specs = module.split_frozen(self._specs)[0]
+        stacked, of_one = PartitionSpec("pipeline"), PartitionSpec()
+        self._rest_specs = jax.tree.map(lambda x: stacked if x.ndim == 3 else of_one, module.abstract_rest)
 
     def __call__(self, params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
-        """The sums of the global batch; `rest` is returned as it is."""
-        schedule, specs = self._plan.table(), self._trained_specs
+        schedule, specs, module = self._plan.table(), self._trained_specs, self._module
 
-        def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> Sums:
-            axes = tuple(axis for axis in self._split if axis != "pipeline")
+        def local(params: Any, rest: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+            axes = self._rules.batch_axes
             key = jax.random.fold_in(key, jax.lax.axis_index(axes)) if axes else key
-            gradients, loss, weight = self._run(schedule, params, rest, batch, key)
-            gradients = jax.tree.map(self._sum, self._module.split_frozen(gradients)[0], specs)
-            return Sums(gradients, *jax.lax.psum((loss, weight), self._split))
+            (gradients, maxima), loss, weight = self._run(schedule, params, rest, batch, key)
+            gradients = jax.tree.map(self._sum, module.split_frozen(gradients)[0], specs)
+            maxima = jax.tree.map(self._largest, maxima, self._rest_specs)
+            sums = Sums(gradients, *jax.lax.psum((loss, weight), self._split))
+            return sums, module.renew_scaling(rest, maxima)
 
         whole: Any = PartitionSpec()
-        out_specs = Sums(specs, whole, whole)
-        return self._on_own_parts(local, out_specs, params, rest, batch, key), rest
+        out_specs = (Sums(specs, whole, whole), self._rest_specs)
+        return self._on_own_parts(local, out_specs, params, rest, batch, key)
 
     def loss(self, params: Any, rest: Any, batch: Batch) -> LossSum:
         """The loss sum and weight of a batch, without gradients and random key."""
@@ -89,7 +93,7 @@ class PipelinedGradients:
         return jax.shard_map(
             function,
             mesh=self._rules.mesh,
-            in_specs=(self._specs, PartitionSpec(), parts, *(PartitionSpec() for _ in key)),
+            in_specs=(self._specs, self._rest_specs, parts, *(PartitionSpec() for _ in key)),
             out_specs=out_specs,
             axis_names=set(self._taken),
             check_vma=False,
@@ -98,10 +102,10 @@ class PipelinedGradients:
     def _run(
         self, schedule: Schedule, params: Any, rest: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[Any, jax.Array, jax.Array]:
-        """(gradients of this device's shards, not yet summed over devices, or None; loss; weight)."""
+        """((gradients of this device's shards, maxima for FP8's scales) or None, loss, weight) of this device alone."""
         rules = self._rules.within(self._taken)
         model = self._module.merge_stage(params, rest)
-        graph, layers, ends, others = nnx.split(model, is_stacked, nnx.Param, ...)
+        graph, layers, ends, others = nnx.split(model, is_stacked, (nnx.Param, ScalingState), ...)
         dtype = model.dtype
         with logical_axis_rules(rules):
             layers = _map_parameters(lambda p: _gathered(p, rules, ("data",), dtype), layers)
@@ -116,13 +120,18 @@ class PipelinedGradients:
             if rules.zero < 2:  # else scattered as they were made
                 layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), layers)
             ends = _map_parameters(lambda p: _scattered(p, rules, self._of_ends), totals.ends)
-        gradients = self._module.split_stage(nnx.merge(graph, layers, ends, others))
-        return gradients, totals.loss, totals.weight
+        found = self._module.split_stage(nnx.merge(graph, layers, ends, others))
+        return found, totals.loss, totals.weight
 
     def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         """The sum over the axes along which the parameter is whole; over the others it was summed already."""
         lacking = self._rules.lacking(spec, self._split)
         return jax.lax.psum(gradient.astype(self._rules.reduce), lacking).astype(jnp.float32) if lacking else gradient
+
+    def _largest(self, maximum: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """That of all devices; of stacked layers those along `pipeline` have others."""
+        axes = self._split if spec == PartitionSpec() else self._rules.batch_axes
+        return jax.lax.pmax(maximum, axes) if axes else maximum
 
 
 class _Functions:
@@ -146,7 +155,13 @@ class _Functions:
     def stages(self) -> StageFunctions:
         alone = self._merge(None).decoder.scanned.start == 0
         return StageFunctions(
-            self._first, self._shared, self._layer, self._last, is_lookup=alone, sum_layer=self._sum_layer
+            self._first,
+            self._shared,
+            self._layer,
+            self._last,
+            is_lookup=alone,
+            sum_layer=self._sum_layer,
+            is_maximum=_is_maximum,
         )
 
     def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -196,7 +211,22 @@ class _Functions:
 
 
 def _map_parameters(change: Any, state: Any) -> Any:
-    return jax.tree.map(lambda p: p.replace(change(p)), state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+    """The state with parameters changed; scaling states stay as they are."""
+
+    def apply(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(change(variable)) if isinstance(variable, nnx.Param) else variable
+
+    return jax.tree.map(apply, state, is_leaf=_is_variable)
+
+
+def _is_maximum(state: Any) -> Any:
+    """For each leaf whether it belongs to a scaling state."""
+    flags = lambda v: jax.tree.map(lambda _: isinstance(v, ScalingState), v)  # noqa: E731
+    return jax.tree.map(flags, state, is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Dims]:

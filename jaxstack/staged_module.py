@@ -17,7 +17,7 @@ from flax import nnx
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import ConfigError
 from jaxstack.functional import Dict, FunctionalModule
-from jaxstack.models import Transformer
+from jaxstack.models import Transformer, in_fp8
 from jaxstack.parallel.pipeline import StageLayout
 from jaxstack.state import abstract_state
 from jaxstack.tree_rules import path_name
@@ -47,14 +47,15 @@ class StagedModule(FunctionalModule):
         config, dtype = model.config, model.dtype
         self.unrolled = not config.scan_layers
         """Whether the layers of a stage are unrolled: then every plain layer has leaves of its own."""
-        scanned = config.model_copy(update={"scan_layers": True})
-        super().__init__(lambda rngs: Transformer(scanned, rngs, dtype=dtype))
+        scanned, precision = config.model_copy(update={"scan_layers": True}), model.precision
+        stacked = lambda rngs: in_fp8(Transformer(scanned, rngs, dtype=dtype), precision)  # noqa: E731
+        super().__init__(stacked if self.unrolled else make)
         stack = self.merge_stage(self.abstract_params, self.abstract_rest).decoder
         self._lead, self._period = stack.scanned.start, stack.period
         self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
         rows = self.layout.order.size
-        stacked = [(path, _with_rows(v, rows) if _is_stacked(v) else v) for path, v in self._params]
-        self._set_params(stacked)
+        self._set_params(_with_rows(self._params, rows))
+        self._set_rest(_with_rows(self._rest, rows))
 
     def freeze(self, is_frozen: Callable[[str], bool]) -> None:
         for path in (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.plain.abstract_params)):
@@ -72,24 +73,26 @@ class StagedModule(FunctionalModule):
         return self._to_stages(params, self.abstract_params)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
-        params, rest = self.plain.init(key)
-        return self.stage_parameters(params), rest
+        return self._staged(*self.plain.init(key))
 
     def merge(self, params: Dict, rest: Dict) -> Any:
         """The plain model."""
-        return self.plain.merge(self._to_plain(params, self.plain.abstract_params), rest)
+        plain = self.plain
+        return plain.merge(self._to_plain(params, plain.abstract_params), self._to_plain(rest, plain.abstract_rest))
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
-        params, rest = self.plain.split(module)
-        return self.stage_parameters(params), rest
+        return self._staged(*self.plain.split(module))
+
+    def _staged(self, params: Dict, rest: Dict) -> tuple[Dict, Dict]:
+        return self.stage_parameters(params), self._to_stages(rest, self.abstract_rest)
 
     def merge_stage(self, params: Dict, rest: Dict) -> Any:
         """The model with the rows of one stage as its stacked layers."""
         return super().merge(params, rest)
 
-    def split_stage(self, module: nnx.Module) -> Dict:
-        """The parameters of a model made by `merge_stage`."""
-        return super().split(module)[0]
+    def split_stage(self, module: nnx.Module) -> tuple[Dict, Dict]:
+        """The parameters of a model made by `merge_stage`, and all else."""
+        return super().split(module)
 
     @property
     def stores_plain(self) -> bool:
@@ -128,7 +131,8 @@ class StagedModule(FunctionalModule):
             if group is not None and self._is_stack(x, shape, self.layout.groups):
                 if self.unrolled:
                     by_group = dict(sources[name])
-                    x = jnp.stack([by_group[g] if g >= 0 else jnp.zeros_like(x) for g in order.tolist()])
+                    # Rows without a layer, and layers that are in FP8 only here, where no scaling was seen yet.
+                    x = jnp.stack([by_group[g] if g in by_group else jnp.zeros_like(x) for g in order.tolist()])
                 else:
                     x = _pick_rows(x, order)
             found.append(x)
@@ -171,6 +175,13 @@ def _is_stacked(variable: Any) -> bool:
     return bool(axes) and axes[0] == "layers"
 
 
-def _with_rows(variable: Any, rows: int) -> Any:
-    shape = (rows, *variable.shape[1:])
-    return variable.replace(jax.ShapeDtypeStruct(shape, variable.dtype), whole_shape=shape)
+def _with_rows(flat: Any, rows: int) -> list[Any]:
+    """Paths and abstract variables with so many entries in those of stacked layers."""
+
+    def resize(variable: Any) -> Any:
+        if not _is_stacked(variable):
+            return variable
+        shape = (rows, *variable.shape[1:])
+        return variable.replace(jax.ShapeDtypeStruct(shape, variable.dtype), whole_shape=shape)
+
+    return [(path, resize(variable)) for path, variable in flat]

@@ -85,7 +85,8 @@ class Trainer:
             everything = self.module.abstract_params
             self.module.freeze(frozen_rule(optimizer, everything))
             trained = self.module.split_frozen(everything)[0]
-            self.optimizer = build_optimizer(optimizer, self.learning_rate, trained, everything)
+            stacked = self.module.split_frozen(self.module.map_parameters(_counts_layers, rules))[0]
+            self.optimizer = build_optimizer(optimizer, self.learning_rate, trained, everything, stacked)
         self.steps = StepFunctions(
             self.module,
             loss_fn,
@@ -297,6 +298,10 @@ class Trainer:
           JaxstackError: the run cannot go on, or was stopped by a signal after saving (`exit_code` 143 or 130).
         """
         return Loop(self, run_dir, settings or LoopSettings()).run()
+
+
+def _counts_layers(names: Sequence[str | None] | None, *_: Any) -> bool:
+    return bool(names) and names[0] == "layers"
 
 
 def numpy_batches(rows: Mapping[str, np.ndarray], batch_size: int, seed: int = 0) -> Callable[[int], dict[str, Any]]:

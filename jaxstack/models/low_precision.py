@@ -24,6 +24,7 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     Raises:
       ConfigError: a rule tells apart layers that one scan runs, or matches no weight.
     """
+    model.precision = precision
     if precision.fp8 == "none":
         return model
     matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}

@@ -17,6 +17,7 @@ from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
+from jaxstack.precision import PrecisionConfig
 
 HEAD_AXES = ("embed", "vocab")
 
@@ -57,6 +58,8 @@ class Transformer(nnx.Module):
         head = None if config.tie_word_embeddings else make_initializer(config)(rngs.params(), (d, vocab), d)
         self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
         self.config, self.dtype = config, dtype
+        self.precision = PrecisionConfig()
+        """Which matmuls run in FP8; `in_fp8` sets it."""
 
     @property
     def drops_tokens(self) -> bool:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 
+import jax
 import optax
 from pydantic import Field
 
@@ -39,3 +40,8 @@ class Optimizer(Component):
     @abstractmethod
     def core(self) -> optax.GradientTransformation:
         """Gradients -> update direction, without learning rate, weight decay or clipping."""
+
+    def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
+        """What becomes of a direction after the core, where that depends on a whole parameter: of layers that are stored
+        in one array each is given by itself."""
+        return update

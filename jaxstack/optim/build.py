@@ -17,6 +17,7 @@ def build_optimizer(
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array],
     params: Any,
     known: Any = None,
+    stacked: Any = None,
 ) -> optax.GradientTransformation:
     """Clip by global norm, the optimizer's core, decoupled weight decay, learning rate; frozen parameters left out.
 
@@ -26,6 +27,7 @@ def build_optimizer(
       learning_rate: step -> learning rate.
       params: the parameters or their shapes; their paths decide on groups, their ranks on weight decay.
       known: all parameters, where `params` are those that are trained.
+      stacked: for each of `params` whether its first dim counts layers; default: none does.
 
     Raises:
       ConfigError: a group's path matches no parameter.
@@ -48,7 +50,7 @@ def build_optimizer(
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
         clip,
-        optimizer.core(),
+        _finished(optimizer, jax.tree.map(lambda _: False, params) if stacked is None else stacked),
         _per_parameter(lambda update, param, amount: update + amount * param if amount else update, decays),
         optax.scale_by_learning_rate(learning_rate),
         _per_parameter(lambda update, param, scale: update * scale if scale != 1 else update, scales),
@@ -107,6 +109,19 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
 def is_matrix(path: str, leaf: Any) -> bool:
     """Whether weight decay applies. Scales, biases and magnitudes are vectors even where they have two dims."""
     return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
+
+
+def _finished(optimizer: Optimizer, stacked: Any) -> optax.GradientTransformation:
+    """The core, and what it does to each layer's parameter by itself; the state is the core's."""
+    core = optimizer.core()
+    by_layer = lambda u, p, many: (jax.vmap(optimizer.finish) if many else optimizer.finish)(u, p)  # noqa: E731
+    finish = _per_parameter(by_layer, stacked)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, state = core.update(updates, state, params)
+        return finish.update(updates, optax.EmptyState(), params)[0], state
+
+    return optax.GradientTransformation(core.init, update)
 
 
 def _per_parameter(apply: Callable[[Any, Any, float], Any], constants: Any) -> optax.GradientTransformation:

@@ -12,6 +12,7 @@ from jaxstack.observe.device_grid import (
     split_panels,
 )
 from jaxstack.observe.units import byte_size
+from jaxstack.shardings import describe_unsplit
 
 _MOST = 16
 """Rows and columns of a picture; what is more is left out, and said."""
@@ -37,6 +38,7 @@ def draw_plan(plan: Mapping[str, Any], show_sharding: bool = False) -> str:
             if "rehearsal" in plan
             else ["(gradients, activations and gathered weights come on top: --rehearse asks the compiler)"]
         ),
+        *describe_unsplit(sharding),
         "",
         f"a step: {plan['tokens_a_step']:,} tokens, {plan['model_flops_a_step'] / 1e12:,.4g} model TFLOP, "
         f"{plan['model_flops_a_step_and_device'] / 1e12:,.4g} a device",

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.fp8.formats import E4M3, Quantized, keep, power_of_two_scale, saturating_cast
 from pallas_kernels.fp8.plan import Plan
+from pallas_kernels.target import automatic_axes
 
 BLOCK = 128
 
@@ -34,10 +36,10 @@ class Operations(NamedTuple):
 def quantize_rows(x: jax.Array) -> Quantized:
     """x [M, K] in E4M3 with one scale for 128 values of a row: inverse scales [K / 128, M] (K rounded up)."""
     rows, width = x.shape
-    grouped = jnp.pad(x, ((0, 0), (0, -width % BLOCK))).reshape(rows, -1, BLOCK)
+    grouped = _resized(x, rows, width + -width % BLOCK).reshape(rows, -1, BLOCK)
     scale = power_of_two_scale(jnp.max(jnp.abs(grouped), axis=2), E4M3)
-    values = saturating_cast(grouped, scale[:, :, None], E4M3).reshape(rows, -1)[:, :width]
-    return Quantized(values, 1.0 / scale.T)
+    values = saturating_cast(grouped, scale[:, :, None], E4M3).reshape(rows, -1)
+    return Quantized(_resized(values, rows, width), 1.0 / scale.T)
 
 
 def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
@@ -48,11 +50,11 @@ def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
 def quantize_weight(weight: jax.Array) -> Quantized:
     """weight [K, N] in E4M3 with one scale for 128 x 128 values: inverse scales [K / 128, N / 128] (rounded up)."""
     inner, outputs = weight.shape
-    padded = jnp.pad(weight, ((0, -inner % BLOCK), (0, -outputs % BLOCK)))
+    padded = _resized(weight, inner + -inner % BLOCK, outputs + -outputs % BLOCK)
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
     scale = power_of_two_scale(jnp.max(jnp.abs(blocks), axis=(1, 3)), E4M3)
     values = saturating_cast(blocks, scale[:, None, :, None], E4M3).reshape(padded.shape)
-    return Quantized(values[:inner, :outputs], 1.0 / scale)
+    return Quantized(_resized(values, inner, outputs), 1.0 / scale)
 
 
 def multiply_dequantized(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
@@ -65,8 +67,19 @@ def _dequantize(x: Quantized, dtype: Any) -> jax.Array:
     values, inverse = x
     rows, width = values.shape
     if inverse.shape[1] != rows:
-        inverse = jnp.repeat(inverse, BLOCK, axis=1)[:, :rows]
-    return values.astype(dtype) * jnp.repeat(inverse.T, BLOCK, axis=1)[:, :width].astype(dtype)
+        inverse = _resized(jnp.repeat(inverse, BLOCK, axis=1), len(inverse), rows)
+    return values.astype(dtype) * _resized(jnp.repeat(inverse.T, BLOCK, axis=1), rows, width).astype(dtype)
+
+
+def _resized(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """x [M, K] with zeros added, or numbers dropped, at the ends."""
+    changes = rows - x.shape[0], columns - x.shape[1]
+    resize = lambda x: jnp.pad(x, [(0, max(c, 0)) for c in changes])[:rows, :columns]  # noqa: E731
+    if not any(changes) or not automatic_axes():
+        return resize(x)
+    # Whole meanwhile: XLA would move parts by permutes, which its CPU backend cannot run within a pipeline's stage.
+    whole = P(*(None if change else P.UNCONSTRAINED for change in changes))
+    return lax.with_sharding_constraint(resize(lax.with_sharding_constraint(x, whole)), whole)
 
 
 def multiply(

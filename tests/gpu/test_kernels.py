@@ -132,10 +132,15 @@ def test_the_head_and_its_loss():
         (matmul_reduce_scatter, (P(None, "tensor"), P("tensor", None)), P("tensor", None)),
     ],
 )
-def test_products_with_their_communication_inside(two_gpus, operation, ins, outs):
+@pytest.mark.parametrize(("size", "implementation"), [(4096, None), (1024, "mosaic"), (1024, "xla")])
+def test_products_with_their_communication_inside(two_gpus, operation, ins, outs, size, implementation):
+    """With much to multiply our kernels are the automatic choice."""
+    if implementation == "mosaic" and not on_hopper():
+        pytest.skip("needs Hopper GPUs")
     keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], (1024, 1024), jnp.bfloat16)
-    w = jax.random.normal(keys[1], (1024, 2048), jnp.bfloat16) / 32
+    inputs, outputs = (size, 2 * size) if operation is all_gather_matmul else (2 * size, size)
+    x = jax.random.normal(keys[0], (size, inputs), jnp.bfloat16)
+    w = jax.random.normal(keys[1], (inputs, outputs), jnp.bfloat16) / 32
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=two_gpus)
 
     def gradients(product, x, w):
@@ -145,9 +150,12 @@ def test_products_with_their_communication_inside(two_gpus, operation, ins, outs
 
         return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(x, w)
 
-    local = functools.partial(operation, axis_name="tensor")
+    local = functools.partial(operation, axis_name="tensor", implementation=implementation)
     sharded = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)
-    (_, out), pulled = jax.jit(functools.partial(gradients, sharded))(x, w)
+    with record_choices() as choices:
+        (_, out), pulled = jax.jit(functools.partial(gradients, sharded))(x, w)
+    expected = implementation or ("mosaic" if on_hopper() else "xla")
+    assert [(choice.operation, choice.backend) for choice in choices] == [(operation.__name__, expected)]
     exact = functools.partial(jnp.matmul, precision="highest")
     (_, truth), wanted = jax.jit(functools.partial(gradients, exact))(x.astype(jnp.float32), w.astype(jnp.float32))
     assert max(relative(a, b) for a, b in zip((out, *pulled), (truth, *wanted), strict=True)) < 0.01

@@ -61,6 +61,22 @@ def test_adafactor_is_that_of_the_paper_as_optax_has_it():
     close(ours, theirs)
 
 
+def test_adafactor_bounds_the_update_of_each_layer_of_a_stack():
+    """As of layers on their own; a row without a layer, as a pipeline's uneven stages have, changes nothing."""
+    random = np.random.default_rng(0)
+    stack = {"w": jnp.asarray(random.normal(size=(3, 4, 5)) * [[[0.1]], [[3.0]], [[0.0]]], jnp.float32)}
+    moves = {"w": jnp.asarray(random.normal(size=(3, 4, 5)) * [[[5.0]], [[0.01]], [[0.0]]], jnp.float32)}
+    layers, own = ({str(i): tree["w"][i] for i in range(3)} for tree in (stack, moves))
+    settings = Adafactor(clip_norm=None, clipping_threshold=0.5)
+    together = build_optimizer(settings, rate, stack, stacked={"w": True})
+    apart = build_optimizer(settings, rate, layers)
+    found, _ = together.update(moves, together.init(stack), stack)
+    wanted, _ = apart.update(own, apart.init(layers), layers)
+    close(found["w"], jnp.stack([wanted[str(i)] for i in range(3)]))
+    assert float(jnp.abs(found["w"][0]).max()) != pytest.approx(float(jnp.abs(found["w"][1]).max()), rel=0.5)
+    assert not found["w"][2].any()
+
+
 def test_clipping_is_by_the_global_norm():
     large, _ = train(build_optimizer(SGD(momentum=0.0, clip_norm=0.5), lambda step: 1.0, PARAMS), 1)
     moved = optax.global_norm(jax.tree.map(jnp.subtract, large, PARAMS))

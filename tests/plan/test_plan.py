@@ -50,6 +50,18 @@ def test_bytes_are_those_of_a_device():
         assert held[name] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
+def test_a_degree_that_divides_no_dim_is_told():
+    """Nothing is refused: the results are the same, but the memory is not that of a split state."""
+    plain = ("train.global_batch_size=12", "model.num_layers=1")
+    for layout, axis in (("parallel.fsdp=3", "fsdp"), ("parallel.data=3 parallel.zero=1", "data")):
+        plan = plan_layout(small_config(*plain, *layout.split(), "model.intermediate_size=64"))
+        assert plan["sharding"]["unsplit"][axis]["share"] > 0.9
+        assert f"parallel.{axis} (3) divides no dim of " in draw_plan(plan)
+    plan = plan_layout(small_config(*plain, "parallel.fsdp=3", "model.hidden_size=48"))
+    assert plan["sharding"]["unsplit"] == {}
+    assert "divides no dim" not in draw_plan(plan)
+
+
 def test_cluster_need_not_be_there(tmp_path, capsys):
     file = tmp_path / "big.yaml"
     file.write_text("model: {preset: llama3-70b}\nparallel: {fsdp: -1, tensor: 8}\ntrain: {global_batch_size: 2048}\n")

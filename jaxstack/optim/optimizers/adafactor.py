@@ -2,10 +2,15 @@
 
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 from pydantic import Field
 
 from jaxstack.optim.base import Optimizer
+
+_SMALLEST_SCALE = 1e-3
+"""Of a parameter, so that one that starts at 0 moves."""
 
 
 class Adafactor(Optimizer):
@@ -22,11 +27,18 @@ class Adafactor(Optimizer):
     min_dim_size_to_factor: int = Field(default=128, ge=1)
 
     def core(self) -> optax.GradientTransformation:
-        steps = [
-            optax.scale_by_factored_rms(decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor)
-        ]
+        factored = optax.scale_by_factored_rms(
+            decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor
+        )
+        return optax.chain(factored)
+
+    def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
         if self.clipping_threshold is not None:
-            steps.append(optax.clip_by_block_rms(self.clipping_threshold))
+            update = update / jnp.maximum(1.0, _root_mean_square(update) / self.clipping_threshold)
         if self.multiply_by_parameter_scale:
-            steps.append(optax.scale_by_param_block_rms())
-        return optax.chain(*steps)
+            update = update * jnp.maximum(_root_mean_square(param), _SMALLEST_SCALE)
+        return update
+
+
+def _root_mean_square(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x)))

@@ -40,6 +40,8 @@ class StageFunctions:
     """Whether `first` costs next to nothing, so that stages that do not need it may run it too."""
     sum_layer: Callable[[Any], Any] = lambda gradients: gradients
     """What is done with the gradients of a row's weights, None where they are not made yet, before they are added."""
+    is_maximum: Callable[[Any], Any] = lambda weights: jax.tree.map(lambda _: False, weights)
+    """For each leaf of weights whether what comes as its gradient is a maximum over microbatches, no sum."""
 
 
 class Totals(NamedTuple):
@@ -117,9 +119,10 @@ class _Executor:
         self.late: SplitBackward | None = None
         if self.trains:
             row, context = jax.eval_shape(lambda: (self._row(0), functions.context(zero)))
+            self.maxima = functions.is_maximum(row), functions.is_maximum(ends)
             self.split = split_layer(functions.layer, row, self.x, context, zero)
             if schedule.splits_backward:
-                self.late = split_backward(self.split, row, self.x, context, zero)
+                self.late = split_backward(self.split, row, self.x, context, zero, self.maxima[0])
 
     def run(self) -> Totals:
         """See `execute`."""
@@ -251,7 +254,7 @@ class _Executor:
         functions, microbatch, totals = self.functions, row["ends_microbatch"], state.totals
 
         def add(total: Any, gradients: Any) -> Any:
-            return jax.tree.map(lambda total, g: total + g.astype(total.dtype), total, gradients)
+            return jax.tree.map(_combined, total, gradients, self.maxima[1])
 
         def nothing(arrived: Any, total: Any) -> Any:
             return arrived, total, totals.loss, totals.weight
@@ -350,17 +353,23 @@ class _Executor:
         """Adds the gradients of one row; those that are None are not made yet."""
         found = self.functions.sum_layer(found)
         if self.unroll:
-            changed = jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), totals[place], found)
+            changed = jax.tree.map(_combined, totals[place], found, self.maxima[0])
             return [*totals[:place], changed, *totals[place + 1 :]]
 
-        def add(total: jax.Array, g: jax.Array | None) -> jax.Array:
+        def add(total: jax.Array, g: jax.Array | None, maximum: bool) -> jax.Array:
             if g is None:
                 return total
             # A scatter is one kernel in place; a slice, a sum and an update copy the row to memory in between.
-            at = total.at[place]
-            return at.add(g.astype(total.dtype), mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
+            put = total.at[place].max if maximum else total.at[place].add
+            return put(g.astype(total.dtype), mode="promise_in_bounds", unique_indices=True, indices_are_sorted=True)
 
-        return jax.tree.map(add, totals, found)
+        return jax.tree.map(add, totals, found, self.maxima[0])
+
+
+def _combined(total: jax.Array, g: jax.Array | None, maximum: bool) -> jax.Array:
+    if g is None:
+        return total
+    return jnp.maximum(total, g) if maximum else total + g.astype(total.dtype)
 
 
 def _take(buffer: jax.Array, entry: jax.Array) -> jax.Array:

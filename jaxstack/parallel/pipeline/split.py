@@ -53,8 +53,14 @@ class _Holes:
         return jax.tree.unflatten(self.structure, [self.found.get(i) for i in range(self.structure.num_leaves)])
 
 
-def split_backward(layer: SplitLayer, weights: Any, x: Any, shared: Any, index: Any) -> SplitBackward:
-    """Splits the backward pass of `layer`, whose arguments have these shapes."""
+def split_backward(
+    layer: SplitLayer, weights: Any, x: Any, shared: Any, index: Any, at_once: Any = None
+) -> SplitBackward:
+    """Splits the backward pass of `layer`, whose arguments have these shapes.
+
+    Args:
+      at_once: for each leaf of weights whether its gradient is made in the first half, as those of vectors are.
+    """
     flat_weights, structure = jax.tree.flatten(weights)
     arguments = (list(layer.saved), x, weights, shared, index)
     leaves, tree = jax.tree.flatten(arguments)
@@ -63,8 +69,9 @@ def split_backward(layer: SplitLayer, weights: Any, x: Any, shared: Any, index: 
         dx, found = layer.backward(*jax.tree.unflatten(tree, leaves))
         return [dx, *jax.tree.leaves(found)]
 
-    early = tuple(i for i, w in enumerate(flat_weights) if len(w.shape) < 2)
-    late = tuple(i for i, w in enumerate(flat_weights) if len(w.shape) >= 2)
+    flags = jax.tree.leaves(at_once) or [False] * len(flat_weights)
+    early = tuple(i for i, w in enumerate(flat_weights) if len(w.shape) < 2 or flags[i])
+    late = tuple(i for i in range(len(flat_weights)) if i not in early)
     closed = inlined(jax.make_jaxpr(backward)(*leaves))
     outputs = closed.jaxpr.outvars
     now = [outputs[0], *(outputs[1 + i] for i in early)]
