@@ -1,3 +1,4 @@
+from .functional import from_linen as from_linen
 from .run_config import load_config as load_config
 from .trainer import Trainer as Trainer
 
