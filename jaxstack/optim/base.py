@@ -1,11 +1,18 @@
 """What every optimizer's configuration shares, and the interface that a new one implements."""
 
 from abc import abstractmethod
+from typing import Any
 
 import optax
 from pydantic import Field
 
 from jaxstack.config import Component, PathRule
+from jaxstack.tree_rules import check_patterns
+
+
+def is_matrix(path: str, leaf: Any) -> bool:
+    """Whether weight decay applies. Scales, biases and magnitudes are vectors even where they have two dims."""
+    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
 
 
 class GroupRule(PathRule):
@@ -35,6 +42,14 @@ class Optimizer(Component):
     balance_rate: float = Field(default=1e-3, ge=0)
     """How far a step moves the bias of each expert that is above or below an even load (`model.moe.balance_bias`)."""
     groups: tuple[GroupRule, ...] = ()
+
+    def check(self, params: Any) -> None:
+        """Refuses settings that do not fit the parameters, or their shapes.
+
+        Raises:
+          ConfigError: the path of a rule matches no parameter.
+        """
+        check_patterns([group.path for group in self.groups], params, "optimizer.groups")
 
     @abstractmethod
     def core(self) -> optax.GradientTransformation:
