@@ -1,5 +1,7 @@
 """Muon: its iteration against singular values, which dims are a matrix, and who else is moved by AdamW."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,3 +124,15 @@ def test_a_language_model_learns_and_state_is_one_moment_a_hidden_weight():
     held = sum(x.size for x in jax.tree.leaves(trainer.abstract_state.optimizer))
     hidden = sum(x.size for x in jax.tree.leaves(trainer.abstract_state.params["decoder"]))
     assert hidden < held < 1.1 * (2 * trainer.count_parameters() - hidden)
+
+
+def test_an_iteration_sums_the_gram_matrices_and_gathers_nothing():
+    """Also of matrices whose shorter side is in parts as they are stored."""
+    trainer = make_trainer(
+        small_config("optimizer.name=muon", "parallel.fsdp=4", "parallel.tensor=2", "train.global_batch_size=8")
+    )
+    program = trainer.compile(trainer.peek_batch()).as_text()
+    bodies = re.findall(r"^%\S*region\S* \(.*?^}", program, re.M | re.S)
+    collectives = [re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", body) for body in bodies]
+    iterations = [found for found, body in zip(collectives, bodies, strict=True) if "newton_schulz" in body and found]
+    assert len(iterations) >= 7 and all(found == ["all-reduce"] for found in iterations), iterations

@@ -1,5 +1,6 @@
 """Muon for the matrices of hidden layers, AdamW for all else."""
 
+import functools
 import math
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from pydantic import Field
 from jaxstack.config import PathRule
 from jaxstack.errors import ConfigError
 from jaxstack.optim.base import Optimizer, is_matrix
+from jaxstack.parallel.mesh import spread
 from jaxstack.tree_rules import check_patterns, map_by_path, match
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -104,17 +106,22 @@ class Muon(Optimizer):
 def orthogonalise(x: jax.Array, iterations: int = 5, dtype: Any = jnp.float32) -> jax.Array:
     """U V^T, nearly, of every matrix U S V^T in x [..., m, n] float32: singular values come to lie between 0.7 and 1.2.
 
-    The quintic Newton-Schulz iteration of Jordan 2024. Sums over a dim that is in parts on several devices are taken
-    over all of them.
+    The quintic Newton-Schulz iteration of Jordan 2024. Several devices have parts of the longer side, so that an
+    iteration sums [m, m] over them and gathers nothing.
     """
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)).astype(dtype)
+    x = spread(x)
     a, b, c = QUINTIC
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
 
     def step(_: Any, x: jax.Array) -> jax.Array:
-        gram = x @ x.mT
-        return a * x + (b * gram + c * gram @ gram) @ x
+        # The one thing that devices sum; its square would be the work of all on each of them.
+        gram = product(x, x.mT).astype(dtype)
+        once = product(gram, x)
+        return (a * x + b * once + c * product(gram, once.astype(dtype))).astype(dtype)
 
-    x = jax.lax.fori_loop(0, iterations, step, x).astype(jnp.float32)
+    with jax.named_scope("newton_schulz"):
+        x = jax.lax.fori_loop(0, iterations, step, x).astype(jnp.float32)
     return x if wide else x.mT
