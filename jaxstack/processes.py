@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -120,6 +121,11 @@ def position() -> tuple[int, int]:
     return _state().process_id, _state().num_processes
 
 
+def is_first() -> bool:
+    """Whether this is the process that writes what is written once, and reports."""
+    return position()[0] == 0
+
+
 def publish(key: str, value: Any) -> None:
     """Lets the other processes read plain JSON under `key`; a later value takes the place of an earlier."""
     _state().client.key_value_set(f"jaxstack/{key}", json.dumps(value), allow_overwrite=True)
@@ -151,18 +157,46 @@ def exchange(name: str, value: Any, timeout_seconds: float = 300) -> list[Any]:
     if count == 1:
         return [value]
     publish(f"{name}/{index}", value)
-    found = []
     deadline = time.monotonic() + timeout_seconds
-    for other in range(count):
-        try:
-            found.append(await_value(f"{name}/{other}", max(0.1, deadline - time.monotonic())))
-        except TimeoutError:
-            raise JaxstackError(
-                f"process {other} of {count} did not answer ({name}) within {timeout_seconds:.0f} s; look at its log."
-            ) from None
+    found = [_answer(other, name, deadline, timeout_seconds) for other in range(count)]
     # Nobody leaves, and takes the store with it, before all have read.
     meet(f"{name}-read", timeout_seconds)
     return found
+
+
+def _answer(other: int, name: str, deadline: float, timeout_seconds: float) -> Any:
+    try:
+        return await_value(f"{name}/{other}", max(0.1, deadline - time.monotonic()))
+    except TimeoutError:
+        raise JaxstackError(
+            f"process {other} of {position()[1]} did not answer ({name}) within {timeout_seconds:.0f} s; look at its "
+            "log."
+        ) from None
+
+
+_turns = itertools.count()
+_PATIENCE_SECONDS = 3600
+"""One may still hash a large checkpoint. A dead process is noticed by its heartbeat, a stuck one by the launcher."""
+
+
+def all_true(value: bool) -> bool:
+    """Whether `value` holds on every process. All of them ask alike, in the same order, from one thread.
+
+    Raises:
+      JaxstackError: as `exchange`.
+    """
+    return all(exchange(f"all-{next(_turns)}", value, _PATIENCE_SECONDS))
+
+
+def first_says(value: Any) -> Any:
+    """The first process's `value`, plain JSON, on all. Asked as `all_true` is."""
+    if position()[1] == 1:
+        return value
+    name = f"first-{next(_turns)}"
+    if is_first():
+        publish(f"{name}/0", value)
+        return value
+    return _answer(0, name, time.monotonic() + _PATIENCE_SECONDS, _PATIENCE_SECONDS)
 
 
 def meet(name: str, timeout_seconds: float = 300) -> None:

@@ -67,44 +67,39 @@ class Trainer:
         example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
     ):
-        self.train = train or TrainConfig()
-        rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
-        self.rules, self.data = rules, as_source(data)
+        self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
+        self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
+        self.pipeline = self.rules.pipeline or self._default_pipeline()
         example = None if example_inputs is None else {"args": tuple(example_inputs)}
-        self.pipeline = rules.pipeline or self._default_pipeline()
         self.module = make_functional(module, example)
         if self.pipeline is not None:
             self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
-        self.learning_rate = None
-        if isinstance(optimizer, optax.GradientTransformation):
-            self.optimizer = optimizer
-        else:
-            optimizer, schedule = optimizer or AdamW(), schedule or Cosine()
-            multiplier, peak = schedule.multiplier(self.train.steps), optimizer.learning_rate
-            self.learning_rate = lambda step: peak * multiplier(step)
-            everything = self.module.abstract_params
-            self.module.freeze(frozen_rule(optimizer, everything))
-            trained = self.module.split_frozen(everything)[0]
-            stacked = self.module.split_frozen(self.module.map_parameters(_counts_layers, rules))[0]
-            self.optimizer = build_optimizer(optimizer, self.learning_rate, trained, everything, stacked)
+        self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None
+        if not isinstance(optimizer, optax.GradientTransformation):
+            optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine())
+        self.optimizer = optimizer
+        accumulation = self.train.gradient_accumulation
         self.steps = StepFunctions(
-            self.module,
-            loss_fn,
-            self.optimizer,
-            self.learning_rate,
-            rules,
-            self.train.gradient_accumulation,
-            self.pipeline,
+            self.module, loss_fn, optimizer, self.learning_rate, self.rules, accumulation, self.pipeline
         )
-        self.shardings = state_shardings(self.module, self.optimizer, rules)
-        self.seed = seed
-        self._state: TrainState | None = None
-        self._compiled: Any = None
+        self.shardings = state_shardings(self.module, optimizer, self.rules)
         if eval_data is None and hasattr(data, "held_out_batches"):
             eval_data = data
-        eval_size = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
+        eval_size = self.train.eval_batch_size or self.train.global_batch_size // accumulation
         self.evaluator = Evaluator(self.steps, eval_data, eval_size)
         self.choices: list[Choice] = []
+        self._state: TrainState | None = None
+        self._compiled: Any = None
+
+    def _scheduled(self, optimizer: Optimizer, schedule: Schedule) -> optax.GradientTransformation:
+        """Sets the learning rate, freezes what the optimizer's groups freeze, and builds it for the rest."""
+        multiplier, peak = schedule.multiplier(self.train.steps), optimizer.learning_rate
+        self.learning_rate = lambda step: peak * multiplier(step)
+        everything = self.module.abstract_params
+        self.module.freeze(frozen_rule(optimizer, everything))
+        trained = self.module.split_frozen(everything)[0]
+        stacked = self.module.split_frozen(self.module.map_parameters(_counts_layers, self.rules))[0]
+        return build_optimizer(optimizer, self.learning_rate, trained, everything, stacked)
 
     def _default_pipeline(self) -> PipelinePlan | None:
         shape = self.rules.mesh.shape

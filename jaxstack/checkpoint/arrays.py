@@ -1,9 +1,7 @@
 """Reads and writes flat dictionaries of arrays with Orbax, under settings that suit training."""
 
-import logging
 import math
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,46 +13,11 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from jaxstack.checkpoint.quiet import hush_orbax
+
 _ITEM = "state"
 _MEBIBYTE = 2**20
 _GIBIBYTE = 2**30
-
-
-_UNSEEN = "exception was never retrieved"
-_CLOSED = "Event loop is closed"
-
-
-def _names_any(text: str, *parts: str) -> bool:
-    return any(part in text for part in parts)
-
-
-class _WithoutOrbax(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        place, text = f"{os.sep}orbax{os.sep}", record.getMessage()
-        return place not in record.pathname and (record.name != "asyncio" or not _names_any(text, place, _UNSEEN))
-
-
-class _WithoutClosedLoops:
-    """An `unraisablehook` that leaves out what TensorStore says of a write that nobody waits for any more."""
-
-    def __init__(self, before: Callable[[Any], object]):
-        self._before = before
-
-    def __call__(self, unraisable: Any) -> None:
-        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == _CLOSED):
-            self._before(unraisable)
-
-
-def _quiet_orbax() -> None:
-    # One failed write is logged by up to four of Orbax's threads, by asyncio for each leaf, and by TensorStore for each
-    # leaf that fails after Orbax has closed its event loop, with tracebacks. The error reaches the caller as an
-    # exception, which is reported once.
-    for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        if not any(isinstance(known, _WithoutOrbax) for known in logger.filters):
-            logger.addFilter(_WithoutOrbax())
-    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
-        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
 
 
 def _context(timeout_seconds: int) -> ocp.Context:
@@ -81,7 +44,7 @@ def start_write(path: Path, arrays: dict[str, Any], timeout_seconds: int) -> Cal
 
     When this returns, the arrays may be donated, changed or deleted.
     """
-    _quiet_orbax()
+    hush_orbax(_ITEM)
     if not arrays:
         return lambda: None
     largest = max(_local_bytes(array) for array in arrays.values())
@@ -94,7 +57,7 @@ def start_write(path: Path, arrays: dict[str, Any], timeout_seconds: int) -> Cal
 
 def read(path: Path, targets: dict[str, Any], timeout_seconds: int) -> dict[str, Any]:
     """Loads the named arrays straight into the shardings of `targets`."""
-    _quiet_orbax()
+    hush_orbax(_ITEM)
     if not targets:
         return {}
     largest = max(math.prod(target.shape) * np.dtype(target.dtype).itemsize for target in targets.values())

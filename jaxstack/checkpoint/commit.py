@@ -7,7 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxstack.checkpoint import directory, manifest, processes
+from jaxstack import processes
+from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.leaves import LeafSpec
 from jaxstack.errors import JaxstackError
 
@@ -24,7 +25,7 @@ def commit(
 
     Raises `failure`, or OSError where the checkpoint did not come about.
     """
-    position, count = processes.share()
+    position, count = processes.position()
     moved = None
     try:
         if failure is not None:
@@ -34,7 +35,7 @@ def commit(
             manifest.write_synced(staging / f"{_PART}{position}", json.dumps(digests))
     except Exception as error:
         failure, digests = error, {}
-    processes.wait_for_all(f"{staging.name}-hashed", timeout_seconds)
+    processes.meet(f"{staging.name}-hashed", timeout_seconds)
     if processes.is_first() and failure is None:
         try:
             if count > 1:
@@ -43,7 +44,7 @@ def commit(
             moved = directory.put_in_place(staging, final)
         except Exception as error:
             failure = error
-    processes.wait_for_all(f"{staging.name}-committed", timeout_seconds)
+    processes.meet(f"{staging.name}-committed", timeout_seconds)
     if failure is not None:
         raise failure
     return moved

@@ -27,6 +27,8 @@ def compare(wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool
             lines.append(f"{name}: dtype {have.dtype} in the checkpoint, {want.dtype} wanted")
         elif have.shape != want.shape:
             lines.append(f"{name}: shape {list(have.shape)} in the checkpoint, {list(want.shape)} wanted")
+        elif not have.is_known:
+            lines.append(f"{name}: {have.dtype} of {have.key_impl!r}, which is no such random generator of this jax")
     if not subset:
         surplus = [name for name in held if name not in wanted]
         lines += [f"{name}: {held[name]} in the checkpoint, not wanted" for name in surplus]

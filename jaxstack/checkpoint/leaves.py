@@ -36,6 +36,16 @@ class LeafSpec:
         return self.dtype.startswith("python ")
 
     @property
+    def is_known(self) -> bool:
+        """Whether random keys are those of a generator that jax has under this name; true of all else."""
+        if self.key_impl is None:
+            return not self.dtype.startswith("key<")
+        try:
+            return str(jax.eval_shape(lambda: jax.random.key(0, impl=self.key_impl)).dtype) == self.dtype
+        except ValueError:
+            return False
+
+    @property
     def has_array(self) -> bool:
         """Whether an array is written for it: not for plain values, nor for arrays without elements."""
         return not self.is_plain and 0 not in self.shape

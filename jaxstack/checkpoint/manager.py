@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxstack.checkpoint import arrays, directory, manifest, processes
+from jaxstack import processes
+from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
@@ -356,8 +357,7 @@ class CheckpointManager:
                     self._report(f"{entry.path} is not a checkpoint and is ignored: {entry.reason}")
                 elif entry.kind == "half-written":
                     self._report(f"{entry.path} is a save that was cut off; the next save removes it")
-        for position in range(processes.first_says(len(steps))):
-            yield processes.first_says(steps[position] if steps else 0)
+        yield from processes.first_says(steps)
 
     def _path(self, step: int) -> Path:
         final = self.directory / str(step)
@@ -371,7 +371,7 @@ class CheckpointManager:
         if processes.all_true(seen is not None and self._intact.get(step) == seen):
             return None
         try:
-            manifest.check(path, step, processes.share())
+            manifest.check(path, step, processes.position())
         except manifest.Damaged as error:
             damage = str(error)
         if not processes.all_true(damage is None):

@@ -20,6 +20,9 @@ from .optimizers import (
 from .optimizers import (
     Lion as Lion,
 )
+from .optimizers import (
+    Muon as Muon,
+)
 from .schedules import (
     SCHEDULES as SCHEDULES,
 )

@@ -1,12 +1,19 @@
 """What every optimizer's configuration shares, and the interface that a new one implements."""
 
 from abc import abstractmethod
+from typing import Any
 
 import jax
 import optax
 from pydantic import Field
 
 from jaxstack.config import Component, PathRule
+from jaxstack.tree_rules import check_patterns
+
+
+def is_matrix(path: str, leaf: Any) -> bool:
+    """Whether weight decay applies. Scales, biases and magnitudes are vectors even where they have two dims."""
+    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
 
 
 class GroupRule(PathRule):
@@ -37,11 +44,19 @@ class Optimizer(Component):
     """How far a step moves the bias of each expert that is above or below an even load (`model.moe.balance_bias`)."""
     groups: tuple[GroupRule, ...] = ()
 
+    def check(self, params: Any) -> None:
+        """Refuses settings that do not fit the parameters, or their shapes.
+
+        Raises:
+          ConfigError: the path of a rule matches no parameter.
+        """
+        check_patterns([group.path for group in self.groups], params, "optimizer.groups")
+
     @abstractmethod
     def core(self) -> optax.GradientTransformation:
         """Gradients -> update direction, without learning rate, weight decay or clipping."""
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """What becomes of a direction after the core, where that depends on a whole parameter: of layers that are stored
-        in one array each is given by itself."""
+        """What becomes of a direction after the core, where that depends on a whole parameter: of layers that are
+        stored in one array each is given by itself."""
         return update

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import optax
 
-from jaxstack.optim.base import GroupRule, Optimizer
-from jaxstack.tree_rules import ADAPTER, check_patterns, map_by_path, match
+from jaxstack.optim.base import GroupRule, Optimizer, is_matrix
+from jaxstack.tree_rules import ADAPTER, map_by_path, match
 
 BALANCE = r"(^|/)balance_bias$"
 
@@ -30,11 +30,11 @@ def build_optimizer(
       stacked: for each of `params` whether its first dim counts layers; default: none does.
 
     Raises:
-      ConfigError: a group's path matches no parameter.
+      ConfigError: the path of a rule matches no parameter.
     """
     rules = [(group.path, group) for group in optimizer.groups]
     known = params if known is None else known
-    check_patterns([path for path, _ in rules], known, "optimizer.groups")
+    optimizer.check(known)
     rules.append((".*", GroupRule(path=".*")))
     is_frozen = frozen_rule(optimizer, known)
     groups = map_by_path(lambda path, leaf: match(path, rules), params)
@@ -104,11 +104,6 @@ def largest_overload(gradients: Any) -> jax.Array | None:
 
 def _against_sign(rate: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u: -rate * jax.numpy.sign(u), updates))
-
-
-def is_matrix(path: str, leaf: Any) -> bool:
-    """Whether weight decay applies. Scales, biases and magnitudes are vectors even where they have two dims."""
-    return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
 
 
 def _finished(optimizer: Optimizer, stacked: Any) -> optax.GradientTransformation:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxstack.parallel.config import AXES, ParallelConfig
 
@@ -23,3 +23,22 @@ def make_mesh(parallel: ParallelConfig | None = None, devices: Sequence[Any] | N
     parallel = (parallel or ParallelConfig(data=-1)).resolve(len(devices))
     shape = tuple(parallel.degrees.values())
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def spread(x: jax.Array) -> jax.Array:
+    """x [..., n] with n in parts over the devices, and the dim before it whole, for work on each matrix as a whole.
+
+    Over as many axes of the mesh in context (`jax.set_mesh`) as divide n; those of stages and experts, to which other
+    dims belong, are left out. Without a mesh x as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes: list[str] = []
+    parts = 1
+    for name in ("data", "fsdp", "context", "tensor"):
+        degree = mesh.shape.get(name, 1)
+        if degree > 1 and x.shape[-1] % (parts * degree) == 0:
+            axes, parts = [*axes, name], parts * degree
+    if not axes:
+        return x
+    free = (PartitionSpec.UNCONSTRAINED,) * (x.ndim - 2)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*free, None, tuple(axes)))

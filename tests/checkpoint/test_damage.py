@@ -192,6 +192,21 @@ def test_an_index_that_is_none_is_passed_over(two, open_manager, warnings):
         repair(two)
 
 
+@pytest.mark.parametrize("impl", ["mersenne", "rbg", None])
+def test_keys_of_a_generator_that_is_none_are_refused(two, open_manager, impl):
+    """As another version of jax might have one."""
+
+    def renamed(index):
+        for leaf in index["leaves"].values():
+            if leaf.pop("key_impl", None) and impl:
+                leaf["key_impl"] = impl
+        return index
+
+    rewrite_index(two, renamed)
+    with pytest.raises(ConfigError, match=f"key<fry> of {impl!r}, which is no such random generator"):
+        open_manager().restore(2, abstract_state(make_state(2)))
+
+
 @pytest.mark.parametrize("name", ["checkpoint.json", "SHA256SUMS"])
 def test_a_giant_in_place_of_an_index_is_not_read(two, open_manager, warnings, name):
     os.truncate(two / "2" / name, 2**40)  # a hole: no byte of it is on the disk

@@ -134,7 +134,7 @@ def test_a_group_that_matches_nothing_is_refused():
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_every_pair_lowers_a_quadratic(kind, schedule):
     steps = 60
-    peak = {"AdamW": 0.1, "Lion": 0.03, "Adafactor": 0.1, "SGD": 0.05}[kind.__name__]
+    peak = {"AdamW": 0.1, "Muon": 0.1, "Lion": 0.03, "Adafactor": 0.1, "SGD": 0.05}[kind.__name__]
     optimizer = kind(learning_rate=peak, weight_decay=0.0)
     multiplier = schedule(warmup_steps=5).multiplier(steps)
     built = build_optimizer(optimizer, lambda step: peak * multiplier(step), PARAMS)
@@ -151,7 +151,7 @@ def test_every_pair_lowers_a_quadratic(kind, schedule):
     assert float(losses[-1]) < 0.5 * float(losses[0])
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd", "adafactor"])
 def test_moments_lie_as_their_parameters(name):
     """Each device holds its part of the moments; factored ones are vectors, and whole."""
     extra = ["optimizer.min_dim_size_to_factor=8"] if name == "adafactor" else []

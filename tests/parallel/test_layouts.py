@@ -112,6 +112,21 @@ def test_unrolled_layers_too(overrides):
 @pytest.mark.parametrize(
     "overrides",
     [
+        (*layout(1, 8, 1), "train.gradient_accumulation=2"),
+        layout(2, 2, 2, True),
+        (*layout(4, 1, 2), "parallel.zero=1"),
+        pytest.param((*layout(2, 2, 1), "parallel.pipeline=2"), marks=pytest.mark.slow),
+        pytest.param((*layout(2, 1, 1), "parallel.context=4"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_muon_on_matrices_in_parts(overrides):
+    assert_trains_as_one_device(*overrides, shape=("optimizer.name=muon",))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
         (*layout(1, 2, 1), "parallel.context=2", "train.gradient_accumulation=2"),
         pytest.param((*layout(2, 1, 2, True), "parallel.zero=2"), marks=pytest.mark.slow),
         pytest.param((*layout(1, 1, 3), "train.gradient_accumulation=4"), marks=pytest.mark.slow),

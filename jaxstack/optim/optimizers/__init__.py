@@ -7,7 +7,8 @@ from pydantic import Field
 from jaxstack.optim.optimizers.adafactor import Adafactor
 from jaxstack.optim.optimizers.adamw import AdamW
 from jaxstack.optim.optimizers.lion import Lion
+from jaxstack.optim.optimizers.muon import Muon
 from jaxstack.optim.optimizers.sgd import SGD
 
-OPTIMIZERS = (AdamW, Lion, Adafactor, SGD)
-AnyOptimizer = Annotated[AdamW | Lion | Adafactor | SGD, Field(discriminator="name")]
+OPTIMIZERS = (AdamW, Muon, Lion, Adafactor, SGD)
+AnyOptimizer = Annotated[AdamW | Muon | Lion | Adafactor | SGD, Field(discriminator="name")]

@@ -1,0 +1,74 @@
+"""Keeps Orbax and TensorStore from telling at length, in many places, what the checkpoint's error says once.
+
+One failed write is logged by up to four of Orbax's threads, by asyncio for each leaf, and by TensorStore for each leaf
+that fails after Orbax has closed its event loop, with tracebacks. The error reaches the caller as an exception. What
+asyncio says of anybody else's tasks is left alone.
+"""
+
+import logging
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+_ORBAX = os.sep.join(("", "orbax", "checkpoint", ""))
+_STARTERS = ("asyncio", "concurrent")
+_CLOSED = "Event loop is closed"
+_NOT_AWAITED = r"coroutine 'async_(de)?serialize\w*\.<locals>\.\w+' was never awaited"
+
+
+def hush_orbax(item: str) -> None:
+    """Leaves out the messages of Orbax, and of TensorStore on files below a folder named `item`. May be called again.
+    """
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _WithoutOrbax) for known in logger.filters):
+            logger.addFilter(_WithoutOrbax(item))
+    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
+    warnings.filterwarnings("ignore", _NOT_AWAITED, RuntimeWarning)
+
+
+class _WithoutOrbax(logging.Filter):
+    def __init__(self, item: str):
+        super().__init__()
+        self._tensorstore = re.compile(rf"[A-Z_]+: .*/{re.escape(item)}/", re.DOTALL)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if _ORBAX in record.pathname:
+            return False
+        if record.name != "asyncio":
+            return True
+        # Of a task without an exception asyncio writes where its function is defined.
+        return not (self._is_theirs(record.exc_info[1]) if record.exc_info else _ORBAX in record.getMessage())
+
+    def _is_theirs(self, error: BaseException | None) -> bool:
+        for frame, _ in traceback.walk_tb(error.__traceback__ if error else None):
+            package = frame.f_globals.get("__name__", "").partition(".")[0]
+            if package not in _STARTERS:
+                # A user's task that failed in a call of Orbax began in the user's code.
+                return package == "orbax"
+        # No Python code raised it: TensorStore puts it into the future, as the text of a C++ status.
+        return isinstance(error, ValueError) and bool(self._tensorstore.match(str(error)))
+
+
+class _WithoutClosedLoops:
+    """An `unraisablehook` that leaves out what TensorStore says of a write that nobody waits for any more."""
+
+    def __init__(self, before: Callable[[Any], object]):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        if not self._is_theirs(unraisable):
+            self._before(unraisable)
+
+    @staticmethod
+    def _is_theirs(unraisable: Any) -> bool:
+        if unraisable.exc_type is not RuntimeError or str(unraisable.exc_value) != _CLOSED or unraisable.object:
+            return False
+        frames = traceback.extract_tb(unraisable.exc_traceback, limit=1)
+        # Called by no Python function: from a thread of C++.
+        return bool(frames) and frames[0].name == "call_soon_threadsafe"
