@@ -96,7 +96,8 @@ def linear_cross_entropy_sum(
         implementation: a name of `SUM_BACKENDS`; None takes the first that fits. A named one never falls back.
 
     Returns:
-        The sum [] in float32 (float64 for float64 `hidden`).
+        The sum [] in float32 (float64 for float64 `hidden`). Its rounding error is in proportion to the sum of
+        |token_weight * loss|, which is more than the result where weights of both signs cancel.
 
     Raises:
         ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an unknown implementation.

@@ -42,12 +42,6 @@ def slots_of(assignments: int, devices: int, factor: float, most: int) -> int:
     return min(-(-wanted // _ROUND) * _ROUND, most)
 
 
-def exchange_bytes(slots: int, devices: int, width: int, itemsize: int) -> int:
-    """Bytes of one all-to-all of rows: a round has two forward and two backward, and one more where the backward pass
-    computes its forward again."""
-    return devices * slots * width * itemsize
-
-
 class Plan(NamedTuple):
     """Who sends what to whom."""
 

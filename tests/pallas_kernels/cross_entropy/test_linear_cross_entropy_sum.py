@@ -76,6 +76,22 @@ def test_random_leading_dims_and_chunks(leading, tokens):
         check(make_inputs(leading), "float32", "xla")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_terms_that_cancel_leave_roundings_of_the_terms(backend):
+    """Relative to the sum itself even exactly summed terms, each rounded to float32, would err more."""
+    compute = jax.jit(weighted_sum(backend))
+    for seed in range(10):
+        inputs = make_inputs((2, 10), seed=seed)
+        terms = np.asarray(plain_losses(*inputs[:3])) * inputs[3]
+        weights = np.float32(inputs[3] * np.where(terms > 0, -terms[terms < 0].sum() / terms[terms > 0].sum(), 1.0))
+        with jax.enable_x64(True):
+            losses = np.asarray(linear_cross_entropy(*map(jnp.asarray, inputs[:3]), implementation="reference"))
+        terms = losses * np.float64(weights)
+        assert abs(terms.sum()) < 1e-5 * np.abs(terms).sum(), "they cancel"
+        total = float(compute(*(jnp.asarray(x, jnp.float32) for x in inputs[:2]), inputs[2], jnp.asarray(weights))[0])
+        assert abs(total - terms.sum()) < 2 * np.finfo(np.float32).eps * np.abs(terms).sum()
+
+
 def test_a_chunk_takes_positions_of_every_sequence(monkeypatch):
     """34 tokens at most: up to 17 positions of two sequences of 40, and none in a loop of one chunk."""
     monkeypatch.setattr(xla, "CHUNK_BYTES", 4 * 33 * 34)
