@@ -113,6 +113,55 @@ def fp8_multiply(
         output: dtype of the results; default: that of x.
         states: one a weight with delayed scaling.
     """
+    inner = x.shape[x.ndim - contracted :]
+    if any(w.shape[:contracted] != inner for w in weights):
+        raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in weights]}")
+    return _call(x, weights, contracted, output, recipe, gradients, states, implementation)
+
+
+def fp8_swiglu_mlp(
+    x: jax.Array,
+    gate: jax.Array | QuantizedWeight,
+    up: jax.Array | QuantizedWeight,
+    down: jax.Array | QuantizedWeight,
+    *,
+    recipe: str = "current",
+    gradients: str = "e5m2",
+    states: Sequence[jax.Array | None] | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """swiglu(x @ gate, x @ up) @ down with products in FP8, as `fp8_multiply` and `swiglu` give.
+
+    With one scale a tensor SwiGLU and its gradients are rounded where they are computed: they are in memory in FP8
+    only.
+
+    Args:
+        x: [rows, D], where `rows` stands for one or several dims.
+        gate, up: [D, F].
+        down: [F, outputs].
+        states: of gate, up and down, with delayed scaling.
+    """
+    (inner, width), shapes = gate.shape, (gate.shape, up.shape, down.shape)
+    if x.shape[-1] != inner or up.shape != gate.shape or len(down.shape) != 2 or down.shape[0] != width:
+        raise ValueError(
+            f"x [rows, D], gate and up [D, F] and down [F, outputs] belong together; got {x.shape} and "
+            f"{', '.join(map(str, shapes))}"
+        )
+    return _call(x, (gate, up, down), 1, None, recipe, gradients, states, implementation, mlp=True)[0]
+
+
+def _call(
+    x: jax.Array,
+    weights: Sequence[jax.Array | QuantizedWeight],
+    contracted: int,
+    output: jax.typing.DTypeLike | None,
+    recipe: str,
+    gradients: str,
+    states: Sequence[jax.Array | None] | None,
+    implementation: str | None,
+    *,
+    mlp: bool = False,
+) -> tuple[jax.Array, ...]:
     states = tuple(states or [None] * len(weights))
     _check_recipe(recipe, gradients, states)
     carriers = tuple(w.carrier if isinstance(w, QuantizedWeight) else w for w in weights)
@@ -120,12 +169,9 @@ def fp8_multiply(
     if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype != x.dtype for w in carriers):
         shown = ", ".join(str(w.dtype) for w in carriers)
         raise ValueError(f"FP8 products take bfloat16 or float32, both alike; got {x.dtype} times {shown}; cast them")
-    inner = x.shape[x.ndim - contracted :]
-    if any(w.shape[:contracted] != inner for w in carriers):
-        raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in carriers]}")
     gradients = "e4m3" if recipe == "blockwise" else gradients
     plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients)
-    request = Request(plan, x, carriers, quantized, states)
+    request = Request(plan, x, carriers, quantized, states, mlp)
     return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)
 
 

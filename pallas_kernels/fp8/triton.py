@@ -6,14 +6,16 @@ the rounding. With one scale XLA reads it once too, but writes the transpose at 
 
 import dataclasses
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fp8 import blockwise
 from pallas_kernels.fp8.blockwise import BLOCK
-from pallas_kernels.fp8.formats import E4M3, Quantized, saturating_cast
+from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, saturating_cast
+from pallas_kernels.fp8.sources import Source
 from pallas_kernels.target import automatic_axes, current_target
 
 _LEAST_CAPABILITY = (8, 9)
@@ -26,10 +28,23 @@ class Plan:
 
     rows: int
     columns: int
+    width: int = BLOCK
+    """Columns of a tile."""
 
     @property
     def column_tiles(self) -> int:
-        return self.columns // BLOCK
+        return self.columns // self.width
+
+
+class Cast(NamedTuple):
+    """An array x [M, K] times a scale, in FP8, saturating."""
+
+    values: jax.Array
+    """[M, K]"""
+    turned: jax.Array
+    """[K, M]"""
+    amax: jax.Array
+    """max |x| [], float32."""
 
 
 def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
@@ -47,15 +62,21 @@ def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
     return Quantized(values, inverse), Quantized(turned_values, turned_inverse)
 
 
-def cast_both(x: jax.Array, scale: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """x [M, K] * scale [] in an FP8 format, saturating, and its transpose [K, M], by the kernel where it can."""
-    if not _takes(x):
-        # Without a barrier XLA may drop the rounding together with the conversion back in front of a product.
-        values = jax.lax.optimization_barrier(saturating_cast(x, scale, dtype))
-        return values, values.T
-    shapes = ((x.shape, dtype), (x.shape[::-1], dtype))
-    values, turned = _launch("cast_kernel", Plan(*x.shape), shapes, x, scale)
-    return values, turned
+def cast_both(source: Source, arrays: Sequence[jax.Array], scales: Sequence[jax.Array], dtype: Any) -> tuple[Cast, ...]:
+    """What the source makes of arrays [M, K], each times its scale [] in an FP8 format, by the kernel where it can."""
+    if not _takes(arrays[0]):
+        return tuple(_plain_cast(x, scale, dtype) for x, scale in zip(source.compute(*arrays), scales, strict=True))
+    shape = arrays[0].shape
+    plan = Plan(*shape, source.width)
+    shapes = ((shape, dtype), (shape[::-1], dtype), ((_tiles(plan),), jnp.float32)) * len(scales)
+    results = _launch(source.kernel, plan, shapes, *arrays, *scales)
+    return tuple(Cast(*results[first : first + 2], results[first + 2].max()) for first in range(0, len(results), 3))
+
+
+def _plain_cast(x: jax.Array, scale: jax.Array, dtype: Any) -> Cast:
+    # Without a barrier XLA may drop the rounding together with the conversion back in front of a product.
+    values = jax.lax.optimization_barrier(saturating_cast(x, scale, dtype))
+    return Cast(values, values.T, absolute_maximum(x))
 
 
 def _takes(x: jax.Array) -> bool:
@@ -64,6 +85,10 @@ def _takes(x: jax.Array) -> bool:
     installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
     fits = x.ndim == 2 and not any(n % BLOCK for n in x.shape) and not automatic_axes()
     return installed and fits and capability is not None and capability >= _LEAST_CAPABILITY
+
+
+def _tiles(plan: Plan) -> int:
+    return plan.rows // BLOCK * plan.column_tiles
 
 
 def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -77,7 +102,7 @@ def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array) -> tuple[j
         *arrays,
         kernel=getattr(triton_quantize, kernel),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),
-        grid=(plan.rows // BLOCK * plan.column_tiles,),
+        grid=(_tiles(plan),),
         name=f"fp8_{kernel}",
         num_warps=_WARPS,
         num_stages=1,
