@@ -25,13 +25,12 @@ from pallas_kernels.fp8.formats import (
     absolute_maximum,
     dequantize,
     keep,
-    power_of_two_scale,
-    saturating_cast,
+    quantize,
 )
 from pallas_kernels.fp8.plan import Plan
 from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source
 from pallas_kernels.fp8.state import expected_amax, state_gradient
-from pallas_kernels.fp8.triton import cast_both
+from pallas_kernels.fp8.triton import Both, cast_both
 from pallas_kernels.target import automatic_axes
 
 Weights = tuple[jax.Array, ...]
@@ -39,15 +38,6 @@ Given = tuple[Quantized | None, ...]
 """The weights in E4M3, or None to quantise here; of one that is given only the gradient's way is used."""
 States = tuple[jax.Array | None, ...]
 """Of delayed scaling, one a weight, or all None for current scaling."""
-
-
-class Both(NamedTuple):
-    """An operand both ways round."""
-
-    values: Quantized
-    turned: Quantized
-    amax: jax.Array
-    """The largest magnitude of what was rounded, []."""
 
 
 class Used(NamedTuple):
@@ -88,7 +78,7 @@ def swiglu_mlp(plan: Plan, x: jax.Array, weights: Weights, quantized: Given, sta
     """swiglu(x @ gate, x @ up) @ down, of x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
 
     Between the products arrays as large as [rows, F] are written in FP8 only: the result of SwiGLU, and the gradients
-    of gate and up. With current scaling they are computed twice, first for their maxima.
+    of gate and up. With current scaling they are rounded with a scale for each tile first, which gives their maxima.
     """
     return _mlp_forward(plan, x, weights, quantized, states)[0]
 
@@ -160,26 +150,29 @@ def _quantize_gradients(plan: Plan, arrays: Sequence[jax.Array], rows: int, stat
 
 
 def _quantize_both(
-    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, amaxes: Sequence[jax.Array | None]
+    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[jax.Array | None]
 ) -> list[Both]:
     """What the source makes of the arrays, in the format, as it is and with its `first` dims behind the others."""
-    shape, results = arrays[0].shape, source.compute(*arrays)
-    amaxes = [absolute_maximum(x) if amax is None else amax for x, amax in zip(results, amaxes, strict=True)]
-    scales = [power_of_two_scale(amax, dtype) for amax in amaxes]
+    shape = arrays[0].shape
     if automatic_axes():
         # Sharded dims must stay apart.
-        casts = [saturating_cast(x, scale, dtype) for x, scale in zip(results, scales, strict=True)]
-        found = [(x, _turn(x, first), absolute_maximum(result)) for x, result in zip(casts, results, strict=True)]
-    else:
-        flat = [x.reshape(math.prod(shape[:first]), -1) for x in arrays]
-        found = [
-            (values.reshape(shape), turned.reshape(*shape[first:], *shape[:first]), amax)
-            for values, turned, amax in cast_both(source, flat, scales, dtype)
-        ]
+        found = []
+        for x, amax in zip(source.compute(*arrays), expected, strict=True):
+            values = quantize(x, dtype, amax)
+            found.append(
+                Both(values, Quantized(_turn(values.values, first), values.inverse_scale), absolute_maximum(x))
+            )
+        return found
+    turned = (*shape[first:], *shape[:first])
+    flat = [x.reshape(math.prod(shape[:first]), -1) for x in arrays]
     return [
-        Both(Quantized(values, 1.0 / scale), Quantized(turned, 1.0 / scale), amax)
-        for (values, turned, amax), scale in zip(found, scales, strict=True)
+        Both(_reshape(both.values, shape), _reshape(both.turned, turned), both.amax)
+        for both in cast_both(source, flat, dtype, expected)
     ]
+
+
+def _reshape(x: Quantized, shape: tuple[int, ...]) -> Quantized:
+    return Quantized(x.values.reshape(shape), x.inverse_scale)
 
 
 def _turn(x: jax.Array, first: int) -> jax.Array:

@@ -14,10 +14,12 @@ class Source(NamedTuple):
     compute: Callable[..., tuple[jax.Array, ...]]
     kernel: str
     """Of `triton_quantize`, which computes and rounds."""
+    tiles_kernel: str | None
+    """The same with a scale for each tile."""
     width: int
-    """Columns of its tile: how many the registers hold."""
+    """Columns of a tile: how many the registers hold."""
 
 
-GIVEN = Source(lambda x: (x,), "cast_kernel", 128)
-SWIGLU = Source(lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", 64)
-SWIGLU_GRADIENTS = Source(swiglu_gradients, "swiglu_gradients_kernel", 64)
+GIVEN = Source(lambda x: (x,), "cast_kernel", None, 128)
+SWIGLU = Source(lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", "swiglu_tiles_kernel", 64)
+SWIGLU_GRADIENTS = Source(swiglu_gradients, "swiglu_gradients_kernel", "swiglu_gradients_tiles_kernel", 64)

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.fp8 import blockwise
 from pallas_kernels.fp8.blockwise import BLOCK
-from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, saturating_cast
+from pallas_kernels.fp8.formats import (
+    E4M3,
+    Quantized,
+    absolute_maximum,
+    largest,
+    power_of_two_scale,
+    saturating_cast,
+)
 from pallas_kernels.fp8.sources import Source
 from pallas_kernels.target import automatic_axes, current_target
 
@@ -30,18 +37,20 @@ class Plan:
     columns: int
     width: int = BLOCK
     """Columns of a tile."""
+    limit: float = 0.0
+    """The largest number of the format, where the kernel makes scales."""
 
     @property
     def column_tiles(self) -> int:
         return self.columns // self.width
 
 
-class Cast(NamedTuple):
-    """An array x [M, K] times a scale, in FP8, saturating."""
+class Both(NamedTuple):
+    """An array x [M, K] in FP8 with one scale, both ways round."""
 
-    values: jax.Array
+    values: Quantized
     """[M, K]"""
-    turned: jax.Array
+    turned: Quantized
     """[K, M]"""
     amax: jax.Array
     """max |x| [], float32."""
@@ -62,21 +71,52 @@ def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
     return Quantized(values, inverse), Quantized(turned_values, turned_inverse)
 
 
-def cast_both(source: Source, arrays: Sequence[jax.Array], scales: Sequence[jax.Array], dtype: Any) -> tuple[Cast, ...]:
-    """What the source makes of arrays [M, K], each times its scale [] in an FP8 format, by the kernel where it can."""
+def cast_both(
+    source: Source, arrays: Sequence[jax.Array], dtype: Any, expected: Sequence[jax.Array | None]
+) -> list[Both]:
+    """What the source makes of arrays [M, K], in an FP8 format, saturating; by a kernel where it can.
+
+    Args:
+        expected: the largest magnitude [] that each result is scaled for; None: its own.
+    """
     if not _takes(arrays[0]):
-        return tuple(_plain_cast(x, scale, dtype) for x, scale in zip(source.compute(*arrays), scales, strict=True))
-    shape = arrays[0].shape
+        return [_cast_plainly(x, dtype, amax) for x, amax in zip(source.compute(*arrays), expected, strict=True)]
+    if source.tiles_kernel is not None and all(amax is None for amax in expected):
+        return _cast_by_tiles(source.tiles_kernel, source, arrays, dtype, len(expected))
+    if any(amax is None for amax in expected):
+        results = zip(source.compute(*arrays), expected, strict=True)
+        expected = [absolute_maximum(x) if amax is None else amax for x, amax in results]
+    shape, scales = arrays[0].shape, [power_of_two_scale(amax, dtype) for amax in expected if amax is not None]
     plan = Plan(*shape, source.width)
     shapes = ((shape, dtype), (shape[::-1], dtype), ((_tiles(plan),), jnp.float32)) * len(scales)
     results = _launch(source.kernel, plan, shapes, *arrays, *scales)
-    return tuple(Cast(*results[first : first + 2], results[first + 2].max()) for first in range(0, len(results), 3))
+    return [_both(*results[3 * i : 3 * i + 2], scale, results[3 * i + 2].max()) for i, scale in enumerate(scales)]
 
 
-def _plain_cast(x: jax.Array, scale: jax.Array, dtype: Any) -> Cast:
+def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: Any, count: int) -> list[Both]:
+    """First each tile with a scale of its own: to read those bytes again takes less than what they are computed of."""
+    shape = arrays[0].shape
+    plan = Plan(*shape, source.width, largest(dtype))
+    tiles = _launch(kernel, plan, ((shape, dtype), ((_tiles(plan),), jnp.float32)) * count, *arrays)
+    found = []
+    for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):
+        amax = maxima.max()
+        scale = power_of_two_scale(amax, dtype)
+        shapes = ((shape, dtype), (shape[::-1], dtype))
+        found.append(_both(*_launch("recast_kernel", plan, shapes, x, maxima, scale), scale, amax))
+    return found
+
+
+def _cast_plainly(x: jax.Array, dtype: Any, expected: jax.Array | None) -> Both:
+    amax = absolute_maximum(x)
+    scale = power_of_two_scale(amax if expected is None else expected, dtype)
     # Without a barrier XLA may drop the rounding together with the conversion back in front of a product.
     values = jax.lax.optimization_barrier(saturating_cast(x, scale, dtype))
-    return Cast(values, values.T, absolute_maximum(x))
+    return _both(values, values.T, scale, amax)
+
+
+def _both(values: jax.Array, turned: jax.Array, scale: jax.Array, amax: jax.Array) -> Both:
+    return Both(Quantized(values, 1.0 / scale), Quantized(turned, 1.0 / scale), amax)
 
 
 def _takes(x: jax.Array) -> bool:
