@@ -130,13 +130,17 @@ def _unsuitable(layers: tuple[Linear, ...]) -> str | None:
 
 
 def _kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[Any]:
-    values = [layer.kernel.get_value() for layer in layers]
+    values = _stored_kernels(layers)
     return [value if isinstance(value, QuantizedWeight) else value.astype(x.dtype) for value in values]
+
+
+def _stored_kernels(layers: tuple[Linear, ...]) -> list[Any]:
+    return [layer.kernel.get_value() for layer in layers]
 
 
 def _apply_fp8(x: jax.Array, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
     """The layers' results, with the input quantised once; kernels may come quantised (`gather_weights`)."""
-    contracted, kernels = layers[0].contracted, _kernels(x, layers)
+    contracted, kernels = layers[0].contracted, _stored_kernels(layers)
     states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
     rows, whole = x.shape[: x.ndim - contracted], x
     outputs = [kernel.shape[contracted:] for kernel in kernels]
@@ -159,7 +163,7 @@ def _in_one_fp8(*layers: Linear) -> bool:
 
 def _apply_fp8_mlp(x: jax.Array, layers: tuple[Linear, ...]) -> jax.Array:
     states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
-    out = layers[-1].dot_general.swiglu_mlp(x.reshape(-1, x.shape[-1]), _kernels(x, layers), states)
+    out = layers[-1].dot_general.swiglu_mlp(x.reshape(-1, x.shape[-1]), _stored_kernels(layers), states)
     return out.reshape(*x.shape[:-1], -1)
 
 

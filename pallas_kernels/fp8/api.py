@@ -58,7 +58,7 @@ def fp8_dot_general(
 
     Args:
         lhs: the activation, bfloat16 or float32.
-        rhs: the weight, of the same dtype.
+        rhs: the weight, of the same dtype, or float32: then that is rounded, and its gradient is float32 too.
         dimension_numbers: as `jax.lax.dot_general`'s, without batch dims.
         precision: not used: it is given by the formats.
         preferred_element_type: of the result; default: the dtype of `lhs`.
@@ -166,9 +166,12 @@ def _call(
     _check_recipe(recipe, gradients, states)
     carriers = tuple(w.carrier if isinstance(w, QuantizedWeight) else w for w in weights)
     quantized = tuple(w.quantized if isinstance(w, QuantizedWeight) else None for w in weights)
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype != x.dtype for w in carriers):
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype not in (x.dtype, jnp.float32) for w in carriers):
         shown = ", ".join(str(w.dtype) for w in carriers)
-        raise ValueError(f"FP8 products take bfloat16 or float32, both alike; got {x.dtype} times {shown}; cast them")
+        raise ValueError(
+            f"FP8 products take bfloat16 or float32, of a weight that of x or float32; got {x.dtype} times {shown}; "
+            "cast them"
+        )
     gradients = "e4m3" if recipe == "blockwise" else gradients
     plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients)
     request = Request(plan, x, carriers, quantized, states, mlp)

@@ -58,7 +58,10 @@ def _cublas_refuses(request: Request) -> str | None:
 
 def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
     function = per_tensor.swiglu_mlp if request.mlp else per_tensor.multiply
-    return function(request.plan, request.x, request.weights, request.quantized, request.states)
+    known = zip(request.weights, request.quantized, strict=True)
+    values = tuple(jax.lax.stop_gradient(weight) if found is None else found for weight, found in known)
+    carriers = tuple(weight.astype(request.plan.dtype) for weight in request.weights)
+    return function(request.plan, request.x, carriers, values, request.states)
 
 
 def _mosaic_refuses(request: Request) -> str | None:

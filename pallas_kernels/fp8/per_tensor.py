@@ -34,8 +34,8 @@ from pallas_kernels.fp8.triton import Both, cast_both
 from pallas_kernels.target import automatic_axes
 
 Weights = tuple[jax.Array, ...]
-Given = tuple[Quantized | None, ...]
-"""The weights in E4M3, or None to quantise here; of one that is given only the gradient's way is used."""
+Values = tuple[Quantized | jax.Array, ...]
+"""Of the weights, in E4M3 or to be rounded here, from whatever dtype."""
 States = tuple[jax.Array | None, ...]
 """Of delayed scaling, one a weight, or all None for current scaling."""
 
@@ -50,15 +50,18 @@ class Used(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(plan: Plan, x: jax.Array, weights: Weights, quantized: Given, states: States) -> tuple[jax.Array, ...]:
-    """x [rows, D] times each weight [D, outputs]; x is quantised once."""
-    return _forward(plan, x, weights, quantized, states)[0]
+def multiply(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[jax.Array, ...]:
+    """x [rows, D] times each weight [D, outputs]; x is quantised once.
+
+    Gradients go to `weights`, which are not read, and have their dtype, that of x; what is multiplied are `values`.
+    """
+    return _forward(plan, x, weights, values, states)[0]
 
 
-def _forward(plan: Plan, x: jax.Array, weights: Weights, quantized: Given, states: States) -> tuple[Any, ...]:
+def _forward(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
     rows = x.ndim - plan.contracted
     (both,) = _quantize_both(GIVEN, (x,), rows, E4M3, (_expected(states[0], 0),))
-    outs, used = _products(plan, both, weights, quantized, states)
+    outs, used = _products(plan, both, values, states)
     return outs, (keep(both.turned), used)
 
 
@@ -74,21 +77,21 @@ multiply.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def swiglu_mlp(plan: Plan, x: jax.Array, weights: Weights, quantized: Given, states: States) -> tuple[jax.Array, ...]:
+def swiglu_mlp(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[jax.Array, ...]:
     """swiglu(x @ gate, x @ up) @ down, of x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
 
     Between the products arrays as large as [rows, F] are written in FP8 only: the result of SwiGLU, and the gradients
     of gate and up. With current scaling they are rounded with a scale for each tile first, which gives their maxima.
     """
-    return _mlp_forward(plan, x, weights, quantized, states)[0]
+    return _mlp_forward(plan, x, weights, values, states)[0]
 
 
-def _mlp_forward(plan: Plan, x: jax.Array, weights: Weights, quantized: Given, states: States) -> tuple[Any, ...]:
+def _mlp_forward(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
     rows = x.ndim - 1
     (both,) = _quantize_both(GIVEN, (x,), rows, E4M3, (_expected(states[0], 0),))
-    wide, used = _products(dataclasses.replace(plan, output=plan.dtype), both, weights[:2], quantized[:2], states[:2])
+    wide, used = _products(dataclasses.replace(plan, output=plan.dtype), both, values[:2], states[:2])
     (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_expected(states[2], 0),))
-    outs, last = _products(plan, hidden, weights[2:], quantized[2:], states[2:])
+    outs, last = _products(plan, hidden, values[2:], states[2:])
     return outs, (keep(both.turned), keep(hidden.turned), wide, (*used, *last))
 
 
@@ -106,19 +109,17 @@ def _mlp_backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array
 swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _products(
-    plan: Plan, x: Both, weights: Weights, quantized: Given, states: States
-) -> tuple[tuple[jax.Array, ...], tuple[Used, ...]]:
+def _products(plan: Plan, x: Both, values: Values, states: States) -> tuple[tuple[jax.Array, ...], tuple[Used, ...]]:
     outs, used = [], []
-    for weight, given, state in zip(weights, quantized, states, strict=True):
-        amax = jnp.float32(0)  # A weight that comes quantised has got its scale elsewhere.
-        if given is None:
-            (both,) = _quantize_both(GIVEN, (weight,), plan.contracted, E4M3, (_expected(state, 1),))
-            given, turned, amax = both
+    for weight, state in zip(values, states, strict=True):
+        if isinstance(weight, Quantized):
+            # It has got its scale elsewhere.
+            turned, amax = Quantized(_turn(weight.values, plan.contracted), weight.inverse_scale), jnp.float32(0)
         else:
-            turned = Quantized(_turn(given.values, plan.contracted), given.inverse_scale)
+            (both,) = _quantize_both(GIVEN, (weight,), plan.contracted, E4M3, (_expected(state, 1),))
+            weight, turned, amax = both
         outs.append(_dot(plan, x.values, turned, plan.contracted, plan.output))
-        used.append(Used(given, state, None if state is None else (x.amax, amax)))
+        used.append(Used(weight, state, None if state is None else (x.amax, amax)))
     return tuple(outs), tuple(used)
 
 

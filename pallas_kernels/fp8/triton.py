@@ -26,7 +26,8 @@ from pallas_kernels.fp8.sources import Source
 from pallas_kernels.target import automatic_axes, current_target
 
 _LEAST_CAPABILITY = (8, 9)
-_WARPS = 8
+_WARPS = 16
+_BLOCKWISE_WARPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
         ((plan.columns, plan.rows), E4M3),
         ((plan.rows // BLOCK, plan.columns), jnp.float32),
     )
-    values, inverse, turned_values, turned_inverse = _launch("quantize_kernel", plan, shapes, x)
+    values, inverse, turned_values, turned_inverse = _launch("quantize_kernel", plan, shapes, x, warps=_BLOCKWISE_WARPS)
     return Quantized(values, inverse), Quantized(turned_values, turned_inverse)
 
 
@@ -87,7 +88,7 @@ def cast_both(
         results = zip(source.compute(*arrays), expected, strict=True)
         expected = [absolute_maximum(x) if amax is None else amax for x, amax in results]
     shape, scales = arrays[0].shape, [power_of_two_scale(amax, dtype) for amax in expected if amax is not None]
-    plan = Plan(*shape, source.width)
+    plan = Plan(*shape, width=source.width)
     shapes = ((shape, dtype), (shape[::-1], dtype), ((_tiles(plan),), jnp.float32)) * len(scales)
     results = _launch(source.kernel, plan, shapes, *arrays, *scales)
     return [_both(*results[3 * i : 3 * i + 2], scale, results[3 * i + 2].max()) for i, scale in enumerate(scales)]
@@ -96,7 +97,7 @@ def cast_both(
 def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: Any, count: int) -> list[Both]:
     """First each tile with a scale of its own: to read those bytes again takes less than what they are computed of."""
     shape = arrays[0].shape
-    plan = Plan(*shape, source.width, largest(dtype))
+    plan = Plan(*shape, width=source.width, limit=largest(dtype))
     tiles = _launch(kernel, plan, ((shape, dtype), ((_tiles(plan),), jnp.float32)) * count, *arrays)
     found = []
     for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):
@@ -131,7 +132,7 @@ def _tiles(plan: Plan) -> int:
     return plan.rows // BLOCK * plan.column_tiles
 
 
-def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array, warps: int = _WARPS) -> tuple[jax.Array, ...]:
     """Results of these shapes and dtypes, from one program a tile."""
     import jax_triton
 
@@ -144,7 +145,7 @@ def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array) -> tuple[j
         out_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),
         grid=(_tiles(plan),),
         name=f"fp8_{kernel}",
-        num_warps=_WARPS,
+        num_warps=warps,
         num_stages=1,
         compute_capability=10 * major + minor,
         plan=plan,

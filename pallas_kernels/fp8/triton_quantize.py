@@ -3,8 +3,8 @@
 With one scale also what has just been computed of other arrays: SwiGLU, and its gradients.
 """
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
-# pyright: reportAttributeAccessIssue=false
+# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows, nor what jit returns.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

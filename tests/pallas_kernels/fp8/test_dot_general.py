@@ -143,6 +143,21 @@ def test_a_quantized_weight_is_used_and_its_carrier_gets_the_gradient():
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_a_float32_weight_is_rounded_once_and_gets_a_float32_gradient(recipe):
+    x, (_, w), (_, incoming) = operands(dtype=jnp.float32)
+    low = x.astype(jnp.bfloat16)
+    # Between two neighbours of E4M3, nearer to the upper one; in bfloat16 it is the middle, which goes down to even.
+    w = w.at[:].set(1.0625 + 2.0**-12).at[0, 0].set(1.75)
+    out, pull = jax.vjp(lambda w: multiply(recipe, "e5m2", low, (w,))[0], w)
+    wanted = jnp.full_like(w, 1.125).at[0, 0].set(1.75)
+    np.testing.assert_array_equal(out, multiply(recipe, "e5m2", low, (wanted,))[0])
+    (gradient,) = pull(incoming.astype(jnp.bfloat16))
+    assert gradient.dtype == jnp.float32
+    exact = jnp.einsum("abi,abo->io", x, incoming)
+    assert error(gradient, exact) < STEPS["e5m2"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_an_mlp_of_one_piece_is_its_three_products(recipe):
     x, (gate, up), _ = operands(rows=(4, 32), inner=(64,), outputs=((128,), (128,)))
     (down,), incoming = (

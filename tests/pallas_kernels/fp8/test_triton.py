@@ -57,7 +57,7 @@ def interpret_sources(random, size):
         (SWIGLU, 2, [0.25], np.float32),
         (SWIGLU_GRADIENTS, 3, [2.0, 0.125], np.float32),
     ):
-        plan, tolerance = triton.Plan(*size, source.width), 0 if source is GIVEN else 1e-5
+        plan, tolerance = triton.Plan(*size, width=source.width), 0 if source is GIVEN else 1e-5
         shapes = [(size, dtype), (size[::-1], dtype), (tiles(plan), np.float32)] * len(scales)
         results = launch(source.kernel, plan, shapes, *held[:count], *(np.full(1, scale) for scale in scales))
         for index, (wanted, scale) in enumerate(zip(source.compute(*arrays[:count]), scales, strict=True)):
@@ -73,7 +73,7 @@ def interpret_tiles(random, size):
     held = random.normal(size=(3, *size)) * np.exp2(random.integers(-9, 4, size))
     arrays, rows = [jnp.asarray(array, jnp.float32) for array in held], 128
     for source, count, limit in ((SWIGLU, 2, 448.0), (SWIGLU_GRADIENTS, 3, 57344.0)):
-        plan, results = triton.Plan(*size, source.width, limit), source.compute(*arrays[:count])
+        plan, results = triton.Plan(*size, width=source.width, limit=limit), source.compute(*arrays[:count])
         shapes = [(size, np.float32), (tiles(plan), np.float32)] * len(results)
         found = launch(source.tiles_kernel, plan, shapes, *held[:count])
         for wanted, values, maxima in zip(results, found[::2], found[1::2], strict=True):
@@ -81,7 +81,7 @@ def interpret_tiles(random, size):
             np.testing.assert_allclose(maxima, blocks.ravel(), 1e-5)
             scales = np.repeat(np.repeat(power_of_two_scale(blocks, E4M3 if limit == 448 else E5M2), rows, 0), 64, 1)
             np.testing.assert_allclose(values, wanted * scales, 1e-5, 1e-5)
-    plan, x = triton.Plan(*size, 64, 448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
+    plan, x = triton.Plan(*size, width=64, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
     maxima = np.exp2(random.integers(-9, 9, tiles(plan))) * 448
     wanted = x * np.repeat(np.repeat(maxima.reshape(2, -1), rows, 0), 64, 1) / 448 / 16
     values, turned = launch("recast_kernel", plan, [(size, E5M2), (size[::-1], E5M2)], x, maxima, np.full(1, 1 / 16))
