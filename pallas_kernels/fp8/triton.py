@@ -84,14 +84,15 @@ def cast_both(
         return [_cast_plainly(x, dtype, amax) for x, amax in zip(source.compute(*arrays), expected, strict=True)]
     if source.tiles_kernel is not None and all(amax is None for amax in expected):
         return _cast_by_tiles(source.tiles_kernel, source, arrays, dtype, len(expected))
-    if any(amax is None for amax in expected):
-        results = zip(source.compute(*arrays), expected, strict=True)
-        expected = [absolute_maximum(x) if amax is None else amax for x, amax in results]
-    shape, scales = arrays[0].shape, [power_of_two_scale(amax, dtype) for amax in expected if amax is not None]
+    known = [
+        absolute_maximum(x) if amax is None else amax for x, amax in zip(source.compute(*arrays), expected, strict=True)
+    ]
+    shape, scales = arrays[0].shape, [power_of_two_scale(amax, dtype) for amax in known]
     plan = Plan(*shape, width=source.width)
     shapes = ((shape, dtype), (shape[::-1], dtype), ((_tiles(plan),), jnp.float32)) * len(scales)
     results = _launch(source.kernel, plan, shapes, *arrays, *scales)
-    return [_both(*results[3 * i : 3 * i + 2], scale, results[3 * i + 2].max()) for i, scale in enumerate(scales)]
+    values, turned, maxima = results[::3], results[1::3], results[2::3]
+    return [_both(*one) for one in zip(values, turned, scales, [x.max() for x in maxima], strict=True)]
 
 
 def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: Any, count: int) -> list[Both]:
@@ -104,7 +105,8 @@ def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dty
         amax = maxima.max()
         scale = power_of_two_scale(amax, dtype)
         shapes = ((shape, dtype), (shape[::-1], dtype))
-        found.append(_both(*_launch("recast_kernel", plan, shapes, x, maxima, scale), scale, amax))
+        values, turned = _launch("recast_kernel", plan, shapes, x, maxima, scale)
+        found.append(_both(values, turned, scale, amax))
     return found
 
 

@@ -40,4 +40,4 @@ def swiglu_gradients(gate: jax.Array, up: jax.Array, d_out: jax.Array) -> tuple[
     return d_gate.astype(gate.dtype), (d_out * silu).astype(up.dtype)
 
 
-swiglu.defvjp(_forward_rule, lambda inputs, d_out: swiglu_gradients(*inputs, d_out))
+swiglu.defvjp(_forward_rule, lambda inputs, d_out: swiglu_gradients(inputs[0], inputs[1], d_out))
