@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from pallas_kernels.fp8.api import QuantizedWeight as QuantizedWeight
     from pallas_kernels.fp8.api import fp8_dot_general as fp8_dot_general
     from pallas_kernels.fp8.api import fp8_multiply as fp8_multiply
+    from pallas_kernels.fp8.api import fp8_swiglu_mlp as fp8_swiglu_mlp
     from pallas_kernels.fp8.state import empty_fp8_state as empty_fp8_state
     from pallas_kernels.fp8.state import updated_fp8_state as updated_fp8_state
     from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
@@ -58,6 +59,7 @@ _MODULES = {
     "flash_attention": "attention.api",
     "fp8_dot_general": "fp8.api",
     "fp8_multiply": "fp8.api",
+    "fp8_swiglu_mlp": "fp8.api",
     "grouped_matmul": "grouped.api",
     "grouped_matmul_alignment": "grouped.api",
     "linear_attention": "feature_attention.api",

@@ -14,7 +14,7 @@ from jaxstack.models.initialization import Initializer
 from jaxstack.parallel import gather_project, gather_project_scatter, keep, project_scatter, shard
 from jaxstack.parallel.rules import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
-from pallas_kernels import QuantizedWeight
+from pallas_kernels import QuantizedWeight, swiglu
 from pallas_kernels.target import current_target
 
 
@@ -116,6 +116,8 @@ def apply_mlp(x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., j
     out = gather_project_scatter(x, pairs, between, kernels[-1], _unsuitable((*firsts, last)))
     if out is not None:
         return last.add_bias(out)
+    if between is swiglu and _in_one_fp8(*firsts, last):
+        return last.add_bias(_apply_fp8_mlp(keep(x), (*firsts, last)))
     return last(between(*(shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts))))
 
 
@@ -128,13 +130,17 @@ def _unsuitable(layers: tuple[Linear, ...]) -> str | None:
 
 
 def _kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[Any]:
-    values = [layer.kernel.get_value() for layer in layers]
+    values = _stored_kernels(layers)
     return [value if isinstance(value, QuantizedWeight) else value.astype(x.dtype) for value in values]
+
+
+def _stored_kernels(layers: tuple[Linear, ...]) -> list[Any]:
+    return [layer.kernel.get_value() for layer in layers]
 
 
 def _apply_fp8(x: jax.Array, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
     """The layers' results, with the input quantised once; kernels may come quantised (`gather_weights`)."""
-    contracted, kernels = layers[0].contracted, _kernels(x, layers)
+    contracted, kernels = layers[0].contracted, _stored_kernels(layers)
     states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
     rows, whole = x.shape[: x.ndim - contracted], x
     outputs = [kernel.shape[contracted:] for kernel in kernels]
@@ -144,6 +150,21 @@ def _apply_fp8(x: jax.Array, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> l
     results = matmul.together(x, kernels, contracted, states)
     shaped = zip(layers, results, outputs, strict=True)
     return [layer.finish(whole, y.reshape(*rows, *dims)) for layer, y, dims in shaped]
+
+
+def _in_one_fp8(*layers: Linear) -> bool:
+    """Whether three layers make an FP8 MLP of one piece: one recipe, nothing but SwiGLU between the products."""
+    matmul = layers[-1].dot_general
+    plain = all(layer.adapter is None and layer.contracted == 1 for layer in layers)
+    between = all(layer.bias is None for layer in layers[:-1])
+    alike = isinstance(matmul, Fp8Matmul) and all(layer.dot_general == matmul for layer in layers)
+    return alike and plain and between and not is_sharded()
+
+
+def _apply_fp8_mlp(x: jax.Array, layers: tuple[Linear, ...]) -> jax.Array:
+    states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
+    out = layers[-1].dot_general.swiglu_mlp(x.reshape(-1, x.shape[-1]), _stored_kernels(layers), states)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:

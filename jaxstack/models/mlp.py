@@ -58,11 +58,12 @@ class GatedMLP(PlainMLP):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        def join(gate: jax.Array, up: jax.Array) -> jax.Array:
-            # Its gradient keeps the two inputs only; what XLA would keep of the plain product is one array more.
-            return swiglu(gate, up) if self.activation is jax.nn.silu else self.activation(gate) * up
+        return apply_mlp(x, (self.gate_proj, self.up_proj), self._join, self.down_proj)
 
-        return apply_mlp(x, (self.gate_proj, self.up_proj), join, self.down_proj)
+    @property
+    def _join(self) -> Callable[..., jax.Array]:
+        # Its gradient keeps the two inputs only; what XLA would keep of the plain product is one array more.
+        return swiglu if self.activation is jax.nn.silu else lambda gate, up: self.activation(gate) * up
 
 
 MLPS = {"gated": GatedMLP, "plain": PlainMLP}

@@ -18,7 +18,7 @@ from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quanti
 
 
 def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) -> jax.Array | QuantizedWeight:
-    """A stored weight as an FP8 product wants it; what is whole on each device comes in `dtype`, not quantised.
+    """A stored weight as an FP8 product wants it; what is whole on each device comes as it is, not quantised.
 
     With one scale a tensor the largest value is exchanged first (a scalar); blocks' scales are gathered beside the
     bytes. Shards that are not of whole blocks are gathered in `dtype`.
@@ -26,12 +26,14 @@ def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) ->
     Args:
       parameter: a weight whose metadata has its logical axes and `contracted`, the number of its summed dims.
     """
-    carrier = gather_parameter(parameter, dtype)
     rules, known, own = current_rules(), parameter.get_metadata(), parameter.get_raw_value()
+    held = isinstance(own, Held)
     own = own.copy if isinstance(own, Held) else own
     names, shape = known.get("logical_axes"), tuple(known.get("whole_shape", own.shape))
     if rules is None or not dims_of(rules.parameter_spec(names, shape), rules.weight_axes):
-        return carrier
+        # It is rounded from what is stored, where that is here: a copy in `dtype` would be written for nothing.
+        return gather_parameter(parameter, dtype if held else None)
+    carrier = gather_parameter(parameter, dtype)
     own = jax.lax.stop_gradient(own).astype(dtype)
     if blockwise:
         found = _gather_blocks(own, rules, names, shape, known.get("contracted", 1))

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.precision.gather import gather_quantized
-from pallas_kernels import QuantizedWeight, empty_fp8_state, fp8_dot_general, fp8_multiply, updated_fp8_state
+from pallas_kernels import (
+    QuantizedWeight,
+    empty_fp8_state,
+    fp8_dot_general,
+    fp8_multiply,
+    fp8_swiglu_mlp,
+    updated_fp8_state,
+)
 
 
 class ScalingState(nnx.Variable):
@@ -38,6 +45,10 @@ class Fp8Matmul:
         return fp8_multiply(
             x, kernels, contracted=contracted, recipe=self.recipe, gradients=self.gradients, states=states
         )
+
+    def swiglu_mlp(self, x: jax.Array, kernels: Sequence[Any], states: Sequence[jax.Array | None]) -> jax.Array:
+        """swiglu(x @ gate, x @ up) @ down of x [rows, in] and these three kernels."""
+        return fp8_swiglu_mlp(x, *kernels, recipe=self.recipe, gradients=self.gradients, states=states)
 
     def gather(self, parameter: nnx.Variable, dtype: Any) -> jax.Array | QuantizedWeight:
         """A stored weight as the computation wants it; where it is gathered over `fsdp`, as FP8 bytes."""

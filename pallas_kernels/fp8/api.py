@@ -58,7 +58,7 @@ def fp8_dot_general(
 
     Args:
         lhs: the activation, bfloat16 or float32.
-        rhs: the weight, of the same dtype.
+        rhs: the weight, of the same dtype, or float32: then that is rounded, and its gradient is float32 too.
         dimension_numbers: as `jax.lax.dot_general`'s, without batch dims.
         precision: not used: it is given by the formats.
         preferred_element_type: of the result; default: the dtype of `lhs`.
@@ -113,19 +113,68 @@ def fp8_multiply(
         output: dtype of the results; default: that of x.
         states: one a weight with delayed scaling.
     """
+    inner = x.shape[x.ndim - contracted :]
+    if any(w.shape[:contracted] != inner for w in weights):
+        raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in weights]}")
+    return _call(x, weights, contracted, output, recipe, gradients, states, implementation)
+
+
+def fp8_swiglu_mlp(
+    x: jax.Array,
+    gate: jax.Array | QuantizedWeight,
+    up: jax.Array | QuantizedWeight,
+    down: jax.Array | QuantizedWeight,
+    *,
+    recipe: str = "current",
+    gradients: str = "e5m2",
+    states: Sequence[jax.Array | None] | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """swiglu(x @ gate, x @ up) @ down with products in FP8, as `fp8_multiply` and `swiglu` give.
+
+    With one scale a tensor SwiGLU and its gradients are rounded where they are computed: they are in memory in FP8
+    only.
+
+    Args:
+        x: [rows, D], where `rows` stands for one or several dims.
+        gate, up: [D, F].
+        down: [F, outputs].
+        states: of gate, up and down, with delayed scaling.
+    """
+    (inner, width), shapes = gate.shape, (gate.shape, up.shape, down.shape)
+    if x.shape[-1] != inner or up.shape != gate.shape or len(down.shape) != 2 or down.shape[0] != width:
+        raise ValueError(
+            f"x [rows, D], gate and up [D, F] and down [F, outputs] belong together; got {x.shape} and "
+            f"{', '.join(map(str, shapes))}"
+        )
+    return _call(x, (gate, up, down), 1, None, recipe, gradients, states, implementation, mlp=True)[0]
+
+
+def _call(
+    x: jax.Array,
+    weights: Sequence[jax.Array | QuantizedWeight],
+    contracted: int,
+    output: jax.typing.DTypeLike | None,
+    recipe: str,
+    gradients: str,
+    states: Sequence[jax.Array | None] | None,
+    implementation: str | None,
+    *,
+    mlp: bool = False,
+) -> tuple[jax.Array, ...]:
     states = tuple(states or [None] * len(weights))
     _check_recipe(recipe, gradients, states)
     carriers = tuple(w.carrier if isinstance(w, QuantizedWeight) else w for w in weights)
     quantized = tuple(w.quantized if isinstance(w, QuantizedWeight) else None for w in weights)
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype != x.dtype for w in carriers):
+    if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype not in (x.dtype, jnp.float32) for w in carriers):
         shown = ", ".join(str(w.dtype) for w in carriers)
-        raise ValueError(f"FP8 products take bfloat16 or float32, both alike; got {x.dtype} times {shown}; cast them")
-    inner = x.shape[x.ndim - contracted :]
-    if any(w.shape[:contracted] != inner for w in carriers):
-        raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in carriers]}")
+        raise ValueError(
+            f"FP8 products take bfloat16 or float32, of a weight that of x or float32; got {x.dtype} times {shown}; "
+            "cast them"
+        )
     gradients = "e4m3" if recipe == "blockwise" else gradients
     plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients)
-    request = Request(plan, x, carriers, quantized, states)
+    request = Request(plan, x, carriers, quantized, states, mlp)
     return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)
 
 

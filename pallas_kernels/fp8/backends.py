@@ -3,6 +3,7 @@
 One scale a tensor is a pattern that XLA's own compiler turns into cuBLASLt's FP8 matmul; XLA knows none for blocks.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
@@ -13,18 +14,20 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp8 import blockwise, mosaic, per_tensor
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.fp8.plan import Plan
+from pallas_kernels.pointwise.gated import swiglu
 from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
 class Request:
-    """One call, checked: x [rows, D] times weights [D, outputs]."""
+    """One call, checked: x [rows, D] times weights [D, outputs]; as `mlp` the gate, up and down weights of SwiGLU's."""
 
     plan: Plan
     x: jax.Array
     weights: tuple[jax.Array, ...]
     quantized: tuple[Quantized | None, ...]
     states: tuple[jax.Array | None, ...]
+    mlp: bool = False
     target: Target = field(default_factory=current_target)
 
     @property
@@ -32,8 +35,7 @@ class Request:
         """(rows, summed, outputs) of each product, several dims as one."""
         contracted = self.plan.contracted
         rows = math.prod(self.x.shape[: self.x.ndim - contracted])
-        inner = math.prod(self.x.shape[self.x.ndim - contracted :])
-        return [(rows, inner, math.prod(w.shape[contracted:])) for w in self.weights]
+        return [(rows, math.prod(w.shape[:contracted]), math.prod(w.shape[contracted:])) for w in self.weights]
 
     def __str__(self) -> str:
         shown = ", ".join(f"{m} x {k} x {n}" for m, k, n in self.sizes)
@@ -55,7 +57,11 @@ def _cublas_refuses(request: Request) -> str | None:
 
 
 def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
-    return per_tensor.multiply(request.plan, request.x, request.weights, request.quantized, request.states)
+    function = per_tensor.swiglu_mlp if request.mlp else per_tensor.multiply
+    known = zip(request.weights, request.quantized, strict=True)
+    values = tuple(jax.lax.stop_gradient(weight) if found is None else found for weight, found in known)
+    carriers = tuple(weight.astype(request.plan.dtype) for weight in request.weights)
+    return function(request.plan, request.x, carriers, values, request.states)
 
 
 def _mosaic_refuses(request: Request) -> str | None:
@@ -64,7 +70,12 @@ def _mosaic_refuses(request: Request) -> str | None:
 
 
 def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:
-    return blockwise.multiply(operations, request.plan, request.x, request.weights, request.quantized)
+    multiply = functools.partial(blockwise.multiply, operations)
+    if not request.mlp:
+        return multiply(request.plan, request.x, request.weights, request.quantized)
+    inner = dataclasses.replace(request.plan, output=request.plan.dtype)
+    gate, up = multiply(inner, request.x, request.weights[:2], request.quantized[:2])
+    return multiply(request.plan, swiglu(gate, up), request.weights[2:], request.quantized[2:])
 
 
 _CUBLAS = Backend("cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_refuses, _per_tensor)

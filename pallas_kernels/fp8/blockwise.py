@@ -100,7 +100,8 @@ def multiply(
         quantize_weight(lax.stop_gradient(w)) if q is None else Quantized(q.values.reshape(w.shape), q.inverse_scale)
         for w, q in zip(matrices, quantized, strict=True)
     )
-    results: Any = _multiply(operations, plan, x.reshape(-1, inner), matrices, given)
+    carriers = tuple(w.astype(plan.dtype) for w in matrices)
+    results: Any = _multiply(operations, plan, x.reshape(-1, inner), carriers, given)
     return tuple(y.reshape(*rows, *w.shape[plan.contracted :]) for y, w in zip(results, weights, strict=True))
 
 

@@ -72,8 +72,12 @@ class _Buffers(NamedTuple):
     empty: Any
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
-    """a [rows, width] @ b [columns, width].T with scales [width / 128, rows] and [width / 128, columns (/ 128)]."""
+    """a [rows, width] @ b [columns, width].T with scales [width / 128, rows] and [width / 128, columns (/ 128)].
+
+    Jitted, so that a step traces and lowers each shape once and not once a layer.
+    """
 
     def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
         swizzle = 128

@@ -5,12 +5,14 @@ the same program computes with the same rounded numbers. FP8 matmuls take both o
 so each input, weight and gradient is needed both ways round, which one kernel writes (`triton.cast_both`): the
 transpose of the input is what the backward keeps.
 
-Dims: `rows` and `outputs` stand for one or several dims, D for one or several summed ones.
+Dims: `rows` and `outputs` stand for one or several dims, D for one or several summed ones, F feed-forward.
 """
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,92 +25,155 @@ from pallas_kernels.fp8.formats import (
     absolute_maximum,
     dequantize,
     keep,
-    power_of_two_scale,
-    saturating_cast,
+    quantize,
 )
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.state import expected_amax, observed_amax, state_gradient
-from pallas_kernels.fp8.triton import cast_both
+from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source
+from pallas_kernels.fp8.state import expected_amax, state_gradient
+from pallas_kernels.fp8.triton import Both, cast_both
 from pallas_kernels.target import automatic_axes
 
-Saved = tuple[Quantized, tuple[Quantized, ...], tuple[Any, ...], tuple[tuple[jax.Array, jax.Array], ...]]
+Weights = tuple[jax.Array, ...]
+Values = tuple[Quantized | jax.Array, ...]
+"""Of the weights, in E4M3 or to be rounded here, from whatever dtype."""
+States = tuple[jax.Array | None, ...]
+"""Of delayed scaling, one a weight, or all None for current scaling."""
+
+
+class Used(NamedTuple):
+    """What the backward of a product needs of its weight."""
+
+    weight: Quantized
+    state: jax.Array | None
+    seen: tuple[jax.Array, jax.Array] | None
+    """The largest magnitudes of the input and of the weight, where a state wants them."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(
-    plan: Plan,
-    x: jax.Array,
-    weights: tuple[jax.Array, ...],
-    quantized: tuple[Quantized | None, ...],
-    states: tuple[jax.Array | None, ...],
-) -> tuple[jax.Array, ...]:
-    """x times each weight; x is quantised once.
+def multiply(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[jax.Array, ...]:
+    """x [rows, D] times each weight [D, outputs]; x is quantised once.
 
-    Args:
-        x: [rows, D].
-        weights: each [D, outputs]; of one that comes `quantized` only the gradient's way is used, not the value.
-        quantized: the weights in E4M3, or None to quantise here.
-        states: of delayed scaling, one a weight, or all None for current scaling.
+    Gradients go to `weights`, which are not read, and have their dtype, that of x; what is multiplied are `values`.
     """
-    return _forward(plan, x, weights, quantized, states)[0]
+    return _forward(plan, x, weights, values, states)[0]
 
 
-def _forward(
-    plan: Plan,
-    x: jax.Array,
-    weights: tuple[jax.Array, ...],
-    quantized: tuple[Quantized | None, ...],
-    states: tuple[jax.Array | None, ...],
-) -> tuple[tuple[jax.Array, ...], Saved]:
-    shared = states[0]
-    rows, outs, q_weights, seen = x.ndim - plan.contracted, [], [], []
-    q_x, turned_x = _quantize_both(x, rows, E4M3, None if shared is None else expected_amax(shared, 0))
-    for weight, given, state in zip(weights, quantized, states, strict=True):
-        # A weight that comes quantised has got its scale elsewhere.
-        weight_seen = jnp.float32(0)
-        if given is None:
-            expected = None if state is None else expected_amax(state, 1)
-            given, turned = _quantize_both(weight, plan.contracted, E4M3, expected)
-            weight_seen = weight_seen if state is None else observed_amax(given)
-        else:
-            turned = Quantized(_turn(given.values, plan.contracted), given.inverse_scale)
-        if state is not None:
-            seen.append((observed_amax(q_x), weight_seen))
-        outs.append(_dot(plan, q_x, turned, plan.contracted, plan.output))
-        q_weights.append(given)
-    return tuple(outs), (keep(turned_x), tuple(q_weights), states, tuple(seen))
+def _forward(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
+    rows = x.ndim - plan.contracted
+    (both,) = _quantize_both(GIVEN, (x,), rows, E4M3, (_expected(states[0], 0),))
+    outs, used = _products(plan, both, values, states)
+    return outs, (keep(both.turned), used)
 
 
-def _backward(plan: Plan, saved: Saved, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    x, q_weights, states, seen = saved
-    d_x, d_weights, d_states = [], [], []
-    for index, (gradient, weight, state) in enumerate(zip(gradients, q_weights, states, strict=True)):
-        expected = None if state is None else expected_amax(state, 2)
-        rows = x.values.ndim - plan.contracted
-        q_gradient, turned = _quantize_both(gradient, rows, GRADIENT_FORMATS[plan.gradients], expected)
-        d_x.append(_dot(plan, q_gradient, weight, gradient.ndim - rows))
-        d_weights.append(_dot(plan, x, turned, rows))
-        if state is not None:
-            d_states.append(state_gradient(state, (*seen[index], observed_amax(q_gradient))))
-    nothing = tuple(None for _ in q_weights)
-    # In this dtype XLA lets each product add to the one before, in float32 before it rounds.
-    return functools.reduce(jnp.add, d_x), tuple(d_weights), nothing, tuple(d_states) or nothing
+def _backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    x, used = saved
+    rows = x.values.ndim - plan.contracted
+    both = _quantize_gradients(plan, gradients, rows, [u.state for u in used])
+    d_x, d_weights, d_states = _gradients(plan, x, used, both, rows)
+    return d_x, d_weights, tuple(None for _ in used), d_states
 
 
 multiply.defvjp(_forward, _backward)
 
 
-def _quantize_both(x: jax.Array, first: int, dtype: Any, amax: jax.Array | None) -> tuple[Quantized, Quantized]:
-    """x in the format, as it is and with its `first` dims behind the others."""
-    scale = power_of_two_scale(absolute_maximum(x) if amax is None else amax, dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def swiglu_mlp(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[jax.Array, ...]:
+    """swiglu(x @ gate, x @ up) @ down, of x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
+
+    Between the products arrays as large as [rows, F] are written in FP8 only: the result of SwiGLU, and the gradients
+    of gate and up. With current scaling they are rounded with a scale for each tile first, which gives their maxima.
+    """
+    return _mlp_forward(plan, x, weights, values, states)[0]
+
+
+def _mlp_forward(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
+    rows = x.ndim - 1
+    (both,) = _quantize_both(GIVEN, (x,), rows, E4M3, (_expected(states[0], 0),))
+    wide, used = _products(dataclasses.replace(plan, output=plan.dtype), both, values[:2], states[:2])
+    (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_expected(states[2], 0),))
+    outs, last = _products(plan, hidden, values[2:], states[2:])
+    return outs, (keep(both.turned), keep(hidden.turned), wide, (*used, *last))
+
+
+def _mlp_backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    x, hidden, wide, used = saved
+    rows, states = x.values.ndim - 1, tuple(u.state for u in used)
+    of_out = _quantize_gradients(plan, gradients, rows, states[2:])
+    d_hidden, d_down, d_last = _gradients(plan, hidden, used[2:], of_out, rows)
+    expected = [_expected(state, 2) for state in states[:2]]
+    of_wide = _quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden), rows, GRADIENT_FORMATS[plan.gradients], expected)
+    d_x, d_first, d_states = _gradients(plan, x, used[:2], of_wide, rows)
+    return d_x, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
+
+
+swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _products(plan: Plan, x: Both, values: Values, states: States) -> tuple[tuple[jax.Array, ...], tuple[Used, ...]]:
+    outs, used = [], []
+    for weight, state in zip(values, states, strict=True):
+        if isinstance(weight, Quantized):
+            # It has got its scale elsewhere.
+            turned, amax = Quantized(_turn(weight.values, plan.contracted), weight.inverse_scale), jnp.float32(0)
+        else:
+            (both,) = _quantize_both(GIVEN, (weight,), plan.contracted, E4M3, (_expected(state, 1),))
+            weight, turned, amax = both
+        outs.append(_dot(plan, x.values, turned, plan.contracted, plan.output))
+        used.append(Used(weight, state, None if state is None else (x.amax, amax)))
+    return tuple(outs), tuple(used)
+
+
+def _gradients(
+    plan: Plan, x: Quantized, used: Sequence[Used], gradients: Sequence[Both], rows: int
+) -> tuple[jax.Array, tuple[jax.Array, ...], States]:
+    """Of the input, the weights and the states, from those of the results; x is turned."""
+    d_x = [_dot(plan, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
+    d_weights = tuple(_dot(plan, x, g.turned, rows) for g in gradients)
+    d_states = tuple(
+        None if u.seen is None or u.state is None else state_gradient(u.state, (*u.seen, g.amax))
+        for g, u in zip(gradients, used, strict=True)
+    )
+    # In this dtype and order XLA lets each product add to those before, in float32 before it rounds.
+    return functools.reduce(lambda total, last: last + total, d_x), d_weights, d_states
+
+
+def _expected(state: jax.Array | None, role: int) -> jax.Array | None:
+    return None if state is None else expected_amax(state, role)
+
+
+def _quantize_gradients(plan: Plan, arrays: Sequence[jax.Array], rows: int, states: Sequence[Any]) -> list[Both]:
+    dtype, both = GRADIENT_FORMATS[plan.gradients], []
+    # Behind the barrier they are read once more for their maxima; before it XLA takes these into the kernel that
+    # computes a gradient, and for that what fits there better out of it: the sums for a norm's weight.
+    for x, state in zip(lax.optimization_barrier(tuple(arrays)), states, strict=True):
+        both += _quantize_both(GIVEN, (x,), rows, dtype, (_expected(state, 2),))
+    return both
+
+
+def _quantize_both(
+    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[jax.Array | None]
+) -> list[Both]:
+    """What the source makes of the arrays, in the format, as it is and with its `first` dims behind the others."""
+    shape = arrays[0].shape
     if automatic_axes():
         # Sharded dims must stay apart.
-        values = saturating_cast(x, scale, dtype)
-        turned = _turn(values, first)
-    else:
-        values, turned = cast_both(x.reshape(math.prod(x.shape[:first]), -1), scale, dtype)
-        values, turned = values.reshape(x.shape), turned.reshape(*x.shape[first:], *x.shape[:first])
-    return Quantized(values, 1.0 / scale), Quantized(turned, 1.0 / scale)
+        found = []
+        for x, amax in zip(source.compute(*arrays), expected, strict=True):
+            values = quantize(x, dtype, amax)
+            found.append(
+                Both(values, Quantized(_turn(values.values, first), values.inverse_scale), absolute_maximum(x))
+            )
+        return found
+    turned = (*shape[first:], *shape[:first])
+    flat = [x.reshape(math.prod(shape[:first]), -1) for x in arrays]
+    return [
+        Both(_reshape(both.values, shape), _reshape(both.turned, turned), both.amax)
+        for both in cast_both(source, flat, dtype, expected)
+    ]
+
+
+def _reshape(x: Quantized, shape: tuple[int, ...]) -> Quantized:
+    return Quantized(x.values.reshape(shape), x.inverse_scale)
 
 
 def _turn(x: jax.Array, first: int) -> jax.Array:

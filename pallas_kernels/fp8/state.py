@@ -7,9 +7,6 @@ several microbatches or devices the maximum is to be taken, and `updated_fp8_sta
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-
-from pallas_kernels.fp8.formats import Quantized, largest
 
 ROLES = ("input", "weight", "gradient")
 _FIRST_AMAX = (16.0, 1.0, 1.0)
@@ -42,14 +39,6 @@ def expected_amax(state: jax.Array, role: int) -> jax.Array:
     """The amax [] that the next tensor of this role is scaled for."""
     seen = jnp.max(state[role])
     return jnp.where(seen > 0, seen, _FIRST_AMAX[role])
-
-
-def observed_amax(x: Quantized) -> jax.Array:
-    """The largest magnitude of what was rounded to `x`, as far as x tells: twice the limit where that was reached."""
-    # Read from the FP8 bytes: of the values before, XLA would make a pass of its own over twice the bytes, or more.
-    limit = largest(x.values.dtype)
-    found = jnp.max(jnp.abs(lax.optimization_barrier(x.values).astype(jnp.float32)))
-    return jnp.where(found >= limit, 2 * limit, found) * x.inverse_scale
 
 
 def state_gradient(state: jax.Array, amaxes: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:

@@ -1,15 +1,18 @@
-"""Rounds a 128 x 128 tile to FP8, as it is and turned, in one pass: with one scale, or with one for 128 values."""
+"""Rounds a tile to FP8, as it is and turned, in one pass: with one scale, or with one for 128 values.
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
-# pyright: reportAttributeAccessIssue=false
+With one scale also what has just been computed of other arrays: SwiGLU, and its gradients.
+"""
+
+# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows, nor what jit returns.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def group_scale(amax):
-    """`formats.power_of_two_scale` for E4M3, bit by bit."""
-    ratio = tl.minimum(tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax), 1.2676506002282294e30)
+def group_scale(amax, limit: tl.constexpr):
+    """`formats.power_of_two_scale` for a format with this largest number, bit by bit."""
+    ratio = tl.minimum(tl.div_rn(tl.full(amax.shape, limit, tl.float32), amax), 1.2676506002282294e30)
     bits = ratio.to(tl.int32, bitcast=True) & 0x7F800000
     return tl.where(amax > 0, bits.to(tl.float32, bitcast=True), 1.0)
 
@@ -26,25 +29,121 @@ def quantize_kernel(x, values, inverse, turned_values, turned_inverse, plan: tl.
     size = tl.abs(block)
 
     # No product exceeds the format's range, so that the cast need not clip.
-    scale = group_scale(tl.max(size, axis=1))
+    scale = group_scale(tl.max(size, axis=1), 448.0)
     rounded = (block * scale[:, None]).to(tl.float8e4nv)
     tl.store(values + wide_rows[:, None] * plan.columns + columns[None, :], rounded)
     tl.store(inverse + column_tile.to(tl.int64) * plan.rows + rows, 1.0 / scale)
 
-    scale = group_scale(tl.max(size, axis=0))
+    scale = group_scale(tl.max(size, axis=0), 448.0)
     rounded = tl.trans((block * scale[None, :]).to(tl.float8e4nv))
     tl.store(turned_values + wide_columns[:, None] * plan.rows + rows[None, :], rounded)
     tl.store(turned_inverse + row_tile.to(tl.int64) * plan.columns + columns, 1.0 / scale)
 
 
 @triton.jit
-def cast_kernel(x, scale, values, turned_values, plan: tl.constexpr):
-    """One tile of x [rows, columns] times scale []; values as x, turned_values [columns, rows]. Casts saturate."""
+def tile_of(plan: tl.constexpr):
+    """Rows [128, 1] and columns [1, width] of this program's tile."""
     tile = tl.program_id(0)
     rows = tile // plan.column_tiles * 128 + tl.arange(0, 128)
-    columns = tile % plan.column_tiles * 128 + tl.arange(0, 128)
-    wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
-    block = tl.load(x + wide_rows[:, None] * plan.columns + columns[None, :]).to(tl.float32)
-    rounded = (block * tl.load(scale)).to(values.dtype.element_ty)
-    tl.store(values + wide_rows[:, None] * plan.columns + columns[None, :], rounded)
-    tl.store(turned_values + wide_columns[:, None] * plan.rows + rows[None, :], tl.trans(rounded))
+    columns = tile % plan.column_tiles * plan.width + tl.arange(0, plan.width)
+    return rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+
+
+@triton.jit
+def store_both(block, scale, values, turned, rows, columns, plan: tl.constexpr):
+    """Writes a tile times scale [], and turned. Casts saturate."""
+    rounded = (block.to(tl.float32) * tl.load(scale)).to(values.dtype.element_ty)
+    tl.store(values + rows * plan.columns + columns, rounded)
+    tl.store(turned + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
+
+
+@triton.jit
+def cast_kernel(x, scale, values, turned, maxima, plan: tl.constexpr):
+    """x [rows, columns] with one scale."""
+    rows, columns = tile_of(plan)
+    block = tl.load(x + rows * plan.columns + columns)
+    store_both(block, scale, values, turned, rows, columns, plan)
+    tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
+
+
+@triton.jit
+def recast_kernel(x, x_maxima, scale, values, turned, plan: tl.constexpr):
+    """The same of an x that is in FP8, each tile with a scale of its own, given by its largest magnitude.
+
+    Scales are powers of two: only what falls below the normal numbers of the format is rounded a second time.
+    """
+    rows, columns = tile_of(plan)
+    inverse = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
+    block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * inverse
+    # Exact in two bytes, of which a tile is turned faster.
+    store_both(block.to(tl.bfloat16), scale, values, turned, rows, columns, plan)
+
+
+@triton.jit
+def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
+    """A tile of silu(gate) * up, in their dtype, which the product would have by itself."""
+    wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
+    block = wide * tl.sigmoid(wide) * tl.load(up + rows * plan.columns + columns).to(tl.float32)
+    return block.to(gate.dtype.element_ty)
+
+
+@triton.jit
+def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
+    """A tile of the gradients of gate and up, from that of the product."""
+    wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
+    d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
+    wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)
+    sigmoid = tl.sigmoid(wide)
+    silu = wide * sigmoid
+    d_gate = d_wide * wide_up * (sigmoid + silu * (1.0 - sigmoid))
+    return d_gate.to(gate.dtype.element_ty), (d_wide * silu).to(gate.dtype.element_ty)
+
+
+@triton.jit
+def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
+    """Writes a tile with a scale of its own, and its largest magnitude."""
+    block = block.to(tl.float32)
+    amax = tl.max(tl.abs(block))
+    tl.store(
+        values + rows * plan.columns + columns, (block * group_scale(amax, plan.limit)).to(values.dtype.element_ty)
+    )
+    tl.store(maxima + tl.program_id(0), amax)
+
+
+@triton.jit
+def swiglu_kernel(gate, up, scale, values, turned, maxima, plan: tl.constexpr):
+    """silu(gate) * up, both [rows, columns], with one scale."""
+    rows, columns = tile_of(plan)
+    block = swiglu_of(gate, up, rows, columns, plan)
+    store_both(block, scale, values, turned, rows, columns, plan)
+    tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
+
+
+@triton.jit
+def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
+    """The same, each tile with a scale of its own."""
+    rows, columns = tile_of(plan)
+    store_own_scale(swiglu_of(gate, up, rows, columns, plan), values, maxima, rows, columns, plan)
+
+
+@triton.jit
+def swiglu_gradients_kernel(  # noqa: PLR0913
+    gate, up, d_out, gate_scale, up_scale,
+    gate_values, gate_turned, gate_maxima, up_values, up_turned, up_maxima, plan: tl.constexpr,
+):  # fmt: skip
+    """The gradients of gate and up, all [rows, columns], each with one scale."""
+    rows, columns = tile_of(plan)
+    d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
+    store_both(d_gate, gate_scale, gate_values, gate_turned, rows, columns, plan)
+    tl.store(gate_maxima + tl.program_id(0), tl.max(tl.abs(d_gate.to(tl.float32))))
+    store_both(d_up, up_scale, up_values, up_turned, rows, columns, plan)
+    tl.store(up_maxima + tl.program_id(0), tl.max(tl.abs(d_up.to(tl.float32))))
+
+
+@triton.jit
+def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_values, up_maxima, plan: tl.constexpr):
+    """The same, each tile with a scale of its own."""
+    rows, columns = tile_of(plan)
+    d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
+    store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
+    store_own_scale(d_up, up_values, up_maxima, rows, columns, plan)

@@ -30,8 +30,8 @@ def _forward_rule(gate: jax.Array, up: jax.Array) -> tuple:
     return (wide * jax.nn.sigmoid(wide) * up.astype(dtype)).astype(gate.dtype), (gate, up)
 
 
-def _backward_rule(residuals: tuple, d_out: jax.Array) -> tuple:
-    gate, up = residuals
+def swiglu_gradients(gate: jax.Array, up: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradients of `gate` and `up` from that of `swiglu(gate, up)`; computed in float32."""
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
     wide, d_out = gate.astype(dtype), d_out.astype(dtype)
     sigmoid = jax.nn.sigmoid(wide)
@@ -40,4 +40,4 @@ def _backward_rule(residuals: tuple, d_out: jax.Array) -> tuple:
     return d_gate.astype(gate.dtype), (d_out * silu).astype(up.dtype)
 
 
-swiglu.defvjp(_forward_rule, _backward_rule)
+swiglu.defvjp(_forward_rule, lambda inputs, d_out: swiglu_gradients(inputs[0], inputs[1], d_out))

@@ -14,8 +14,10 @@ from pallas_kernels import (
     empty_fp8_state,
     fp8_dot_general,
     fp8_multiply,
+    fp8_swiglu_mlp,
     lowering_platform,
     record_choices,
+    swiglu,
     updated_fp8_state,
 )
 from pallas_kernels.fp8.formats import E4M3, E5M2, power_of_two_scale, quantize
@@ -138,6 +140,53 @@ def test_a_quantized_weight_is_used_and_its_carrier_gets_the_gradient():
     )
     np.testing.assert_array_equal(carried, out)
     np.testing.assert_array_equal(carried_pull(incoming)[0], pull(incoming)[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_float32_weight_is_rounded_once_and_gets_a_float32_gradient(recipe):
+    x, (_, w), (_, incoming) = operands(dtype=jnp.float32)
+    low = x.astype(jnp.bfloat16)
+    # Between two neighbours of E4M3, nearer to the upper one; in bfloat16 it is the middle, which goes down to even.
+    w = w.at[:].set(1.0625 + 2.0**-12).at[0, 0].set(1.75)
+    out, pull = jax.vjp(lambda w: multiply(recipe, "e5m2", low, (w,))[0], w)
+    wanted = jnp.full_like(w, 1.125).at[0, 0].set(1.75)
+    np.testing.assert_array_equal(out, multiply(recipe, "e5m2", low, (wanted,))[0])
+    (gradient,) = pull(incoming.astype(jnp.bfloat16))
+    assert gradient.dtype == jnp.float32
+    exact = jnp.einsum("abi,abo->io", x, incoming)
+    assert error(gradient, exact) < STEPS["e5m2"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_mlp_of_one_piece_is_its_three_products(recipe):
+    x, (gate, up), _ = operands(rows=(4, 32), inner=(64,), outputs=((128,), (128,)))
+    (down,), incoming = (
+        operands(inner=(128,), outputs=((48,),))[1],
+        jnp.cos(jnp.arange(4 * 32 * 48.0)).reshape(4, 32, 48),
+    )
+    given = states(recipe, 3)
+
+    def apart(x, gate, up, down, given):
+        wide = fp8_multiply(x, (gate, up), recipe=recipe, states=given[:2])
+        return fp8_multiply(swiglu(*wide), (down,), recipe=recipe, states=given[2:])[0]
+
+    def whole(x, gate, up, down, given):
+        return fp8_swiglu_mlp(x, gate, up, down, recipe=recipe, states=given)
+
+    found, wanted = (
+        run_jitted(lambda *a, f=f: (lambda out, pull: (out, pull(incoming)))(*jax.vjp(f, *a)), x, gate, up, down, given)
+        for f in (whole, apart)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+    wide = jax.nn.silu(x @ gate) * (x @ up)
+    assert 0.01 < error(found[0], wide @ down) < 2 * STEPS["e4m3"]
+
+
+def test_the_weights_of_an_mlp_have_to_fit():
+    x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
+    with pytest.raises(ValueError, match=r"down \[F, outputs\] belong together; got .*\(32, 64\), \(32, 64\)"):
+        fp8_swiglu_mlp(x, w, w, w)
 
 
 # --- scales -------------------------------------------------------------------------------------------------------
