@@ -114,6 +114,7 @@ jax take turns, torch follows in a process of its own on a GPU that has cooled d
 its clocks, so a second run differs.
 
 At head dim 64 the exponentials take as many cycles of the forward as the matmuls: a third warpgroup keeps both busy.
+At 1,024 causal tokens two are faster: tiles of 192 queries compute a third more than those of 128.
 Where ours is behind: the forward without a mask, at 2 x 8192; the forward at head dim 192; head dim 256, where the
 backward is two kernels with seven products in place of five.
 """,

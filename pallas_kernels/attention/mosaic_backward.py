@@ -200,7 +200,7 @@ def _query_compute(
     q[...] = (acc * config.options.scale).astype(d_q.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q, d_q.at[place.batch, rows, place.head])
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # --- dK and dV --------------------------------------------------------------------------------------------------
@@ -383,7 +383,8 @@ def _key_compute(
     plgpu.commit_smem()
     for name, ref in outputs.items():
         plgpu.copy_smem_to_gmem(staging[name], ref.at[part])
-    plgpu.wait_smem_to_gmem(0)
+    # The program may end, and the next one begin, once its shared memory has been read.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 class _Visited(NamedTuple):
