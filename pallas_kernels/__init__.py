@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
     from pallas_kernels.grouped.api import grouped_matmul_alignment as grouped_matmul_alignment
     from pallas_kernels.pointwise.gated import swiglu as swiglu
+    from pallas_kernels.pointwise.norm import layer_norm as layer_norm
     from pallas_kernels.pointwise.norm import rms_norm as rms_norm
     from pallas_kernels.pointwise.rotary import apply_rotary as apply_rotary
     from pallas_kernels.target import Target as Target
@@ -70,6 +71,7 @@ _MODULES = {
     "random_projection": "feature_attention.favor",
     "record_choices": "dispatch",
     "ring_attention": "attention.context",
+    "layer_norm": "pointwise.norm",
     "rms_norm": "pointwise.norm",
     "save_attention": "attention.remat",
     "sequence_order": "attention.chunks",
