@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pallas_kernels.activated.api import activated_matmul as activated_matmul
     from pallas_kernels.attention.api import flash_attention as flash_attention
     from pallas_kernels.attention.chunks import sequence_order as sequence_order
     from pallas_kernels.attention.context import context_attention as context_attention
@@ -49,6 +50,7 @@ _MODULES = {
     "NotSupported": "dispatch",
     "QuantizedWeight": "fp8.api",
     "Target": "target",
+    "activated_matmul": "activated.api",
     "all_gather_matmul": "collective_matmul.api",
     "apply_rotary": "pointwise.rotary",
     "block_sparse_attention": "attention.sparse",

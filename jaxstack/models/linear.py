@@ -14,7 +14,7 @@ from jaxstack.models.initialization import Initializer
 from jaxstack.parallel import gather_project, gather_project_scatter, keep, project_scatter, shard
 from jaxstack.parallel.rules import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
-from pallas_kernels import QuantizedWeight
+from pallas_kernels import QuantizedWeight, activated_matmul
 from pallas_kernels.target import current_target
 
 
@@ -108,15 +108,23 @@ def apply_scattered(y: jax.Array, layer: Linear) -> jax.Array:
     return layer(y) if out is None else layer.add_bias(out)
 
 
-def apply_mlp(x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear) -> jax.Array:
-    """last(between(*firsts(x))) from and to the residual stream; `between` is elementwise."""
+def apply_mlp(
+    x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear, activation: str | None
+) -> jax.Array:
+    """last(between(*firsts(x))) from and to the residual stream.
+
+    `between` is elementwise; `activation` is what `activated_matmul` calls it, if it knows it.
+    """
     biases = [None if layer.bias is None else layer.bias[...].astype(x.dtype) for layer in firsts]
     kernels = _kernels(x, (*firsts, last))
     pairs = list(zip(kernels[:-1], biases, strict=True))
     out = gather_project_scatter(x, pairs, between, kernels[-1], _unsuitable((*firsts, last)))
     if out is not None:
         return last.add_bias(out)
-    return last(between(*(shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts))))
+    inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts)]
+    if activation is None or is_sharded() or _unsuitable((last,)) is not None:
+        return last(between(*inner))
+    return last.add_bias(activated_matmul(inner, kernels[-1], activation))
 
 
 def _unsuitable(layers: tuple[Linear, ...]) -> str | None:

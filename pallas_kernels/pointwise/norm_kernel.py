@@ -47,7 +47,8 @@ def gradient_kernel(x, gain, d_out, d_past, d_x, sums, plan: tl.constexpr):
         value, gradient, past = next_value.to(tl.float32), next_gradient.to(tl.float32), next_past.to(tl.float32)
         if plan.centered:
             value = tl.where(valid, value - next_pivot, 0.0)
-        next_value, next_gradient, next_past, next_pivot = load_row(x, d_out, d_past, row + plan.programs, columns, plan)
+        next_row = row + plan.programs
+        next_value, next_gradient, next_past, next_pivot = load_row(x, d_out, d_past, next_row, columns, plan)
         scaled = gradient * scale
         square, along, total, ones = tl.reduce((value * value, scaled * value, value, scaled), 0, add_four)
         mean = 0.0
@@ -65,7 +66,7 @@ def gradient_kernel(x, gain, d_out, d_past, d_x, sums, plan: tl.constexpr):
         if plan.past:
             change += past
         tl.store(d_x + row * width + columns, change.to(d_x.dtype.element_ty), valid)
-        row += plan.programs
+        row = next_row
     tl.store(sums + program * width + columns, sum_gain, valid)
     if plan.centered:
         tl.store(sums + (plan.programs + program) * width + columns, sum_bias, valid)
