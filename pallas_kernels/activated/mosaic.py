@@ -38,6 +38,21 @@ def refuses(request: Request) -> str | None:
     return None
 
 
+def make_product(rows: int, width: int, depth: int) -> Product:
+    """d_out [rows, D] times weight [F, D] transposed."""
+    return Product(
+        rows=rows,
+        depths=(depth,),
+        columns=(width,),
+        devices=1,
+        axis_name=None,
+        transposed=True,
+        tiling=_TILING,
+        programs=2 if INTERPRET else multiprocessors(),
+        interpret=INTERPRET,
+    )
+
+
 def multiply(request: Request) -> jax.Array:
     """[..., D]."""
     return _multiply(request.activation, request.inputs, request.weight)
@@ -58,19 +73,9 @@ def _backward_rule(activation: str, saved: tuple, d_out: jax.Array) -> tuple:
     inputs, hidden, weight = saved
     width, depth = weight.shape
     d_out = d_out.reshape(-1, depth)
-    product = Product(
-        rows=d_out.shape[0],
-        depths=(depth,),
-        columns=(width,),
-        devices=1,
-        axis_name=None,
-        transposed=True,
-        tiling=_TILING,
-        programs=2 if INTERPRET else multiprocessors(),
-        interpret=INTERPRET,
-    )
     flat = tuple(x.reshape(-1, width) for x in inputs)
-    found = mosaic_kernel.gradients(product, ACTIVATIONS[activation].gradient, d_out, weight, flat)
+    product, gradient = make_product(d_out.shape[0], width, depth), ACTIVATIONS[activation].gradient
+    found = mosaic_kernel.gradients(product, gradient, d_out, weight, flat)
     d_weight = lax.dot_general(hidden.reshape(-1, width), d_out, (((0,), (0,)), ((), ())))
     return tuple(value.reshape(x.shape) for value, x in zip(found, inputs, strict=True)), d_weight
 
