@@ -1,4 +1,4 @@
-"""Elementwise activations of a feed-forward, each with its gradient written out: a kernel computes it piece by piece."""
+"""Elementwise activations of a feed-forward, each with its gradient written out, for the pieces of a kernel."""
 
 import math
 from collections.abc import Callable
