@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.collective_matmul import mosaic_claims as claims
 from pallas_kernels.collective_matmul import mosaic_product as products
 from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.collective_matmul.mosaic_product import COMPUTING, HALF, ROWS, Product
@@ -81,28 +82,16 @@ def _body(product: Product, gradient: Gradient, count: int, d_out: Any, weight: 
     @pl.when(warpgroup < COMPUTING)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        _for_each_tile(product, functools.partial(_compute, product, gradient, arrays, buffers))
+        claims.follow_tiles(product, None, functools.partial(_compute, product, gradient, arrays, buffers))
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == COMPUTING)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        number = _for_each_tile(product, functools.partial(_load, product, arrays, buffers))
+        number = claims.claim_tiles(product, None, None, functools.partial(_load, product, arrays, buffers))
         products.drain(product, buffers.operands, number)
         for slot in range(COMPUTING * _slots(product, count)):
             plgpu.barrier_wait(buffers.free.at[slot])
-
-
-def _for_each_tile(product: Product, visit: Callable[[Any, tiles.Tile], None]) -> Any:
-    """Calls visit(number, tile) for this program's tiles; returns how many they were."""
-    program = lax.axis_index("program")
-    count = tiles.count_for(program, product.programs, product.total_tiles)
-
-    def step(number: Any, _: None) -> None:
-        visit(number, product.tile(number * product.programs + program))
-
-    lax.fori_loop(0, count, step, None)
-    return count
 
 
 def _part(product: Product, tile: tiles.Tile, warpgroup: Any, piece: int) -> tuple[Any, Any]:
@@ -130,7 +119,7 @@ def _load(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, til
 
 
 def _compute(
-    product: Product, gradient: Gradient, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile
+    product: Product, gradient: Gradient, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile, _: Any
 ) -> None:
     warpgroup, count = lax.axis_index("warpgroup"), len(arrays.inputs)
     slots, pieces = _slots(product, count), product.tiling.columns // PIECE
