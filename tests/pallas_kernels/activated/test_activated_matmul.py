@@ -15,7 +15,7 @@ from tests.hopper import compile_for_hopper
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 
-def operands(name, rows=384, width=512, depth=512, dtype=jnp.bfloat16):
+def operands(name, rows=256, width=512, depth=512, dtype=jnp.bfloat16):
     """Inputs, weight, and the gradient of the result."""
     keys = jax.random.split(jax.random.key(0), 4)
     inputs = tuple(2 * jax.random.normal(key, (2, rows // 2, width), dtype) for key in keys[: ACTIVATIONS[name].inputs])
@@ -77,7 +77,12 @@ def test_compiled_for_hopper_without_large_spills_and_without_the_gradient_of_hi
 @needs_mosaic
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [({"rows": 320}, "multiples of 128"), ({"depth": 256}, "at least 512"), ({"width": 384}, "multiples of 128"), ({"dtype": jnp.float32}, "bfloat16")],
+    [
+        ({"rows": 320}, "multiples of 128"),
+        ({"depth": 256}, "at least 512"),
+        ({"width": 384}, "multiples of 128"),
+        ({"dtype": jnp.float32}, "bfloat16"),
+    ],
 )
 def test_what_the_kernel_refuses(change, reason):
     shapes = jax.eval_shape(lambda: operands("gelu_tanh", **{"rows": 8192, "width": 1024, **change}))
