@@ -244,11 +244,12 @@ def multiply_tile(
             def _():
                 _release(product, buffers.empty.at[lax.rem(count - 1, stages)])
 
-        if not meanwhile:
+        if meanwhile:
+            for beside, (first, end) in zip(meanwhile, product.share_steps(len(meanwhile)), strict=True):
+                step(first, None, beside)
+                lax.fori_loop(first + 1, end, step, None)
+        else:
             lax.fori_loop(0, product.steps, step, None)
-        for beside, (first, end) in zip(meanwhile, product.share_steps(len(meanwhile)), strict=True):
-            step(first, None, beside)
-            lax.fori_loop(first + 1, end, step, None)
         plgpu.wgmma_wait(0)
         _release(product, buffers.empty.at[lax.rem((number + 1) * product.steps - 1, stages)])
         return accumulator[...]
