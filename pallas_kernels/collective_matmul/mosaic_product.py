@@ -5,7 +5,7 @@ computing ones, across tiles.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,11 +72,6 @@ class Product:
     @property
     def steps(self) -> int:
         return sum(self.depths) // DEPTH
-
-    def share_steps(self, parts: int) -> list[tuple[int, int]]:
-        """First step and end of so many parts of a tile's steps, each with one at least."""
-        bounds = [self.steps * part // parts for part in range(parts + 1)]
-        return list(zip(bounds[:-1], bounds[1:], strict=True))
 
     @property
     def row_tiles(self) -> int:
@@ -166,18 +161,9 @@ def operands(product: Product, dtype: Any) -> Operands:
 
 
 def load_tile(
-    product: Product,
-    buffers: Operands,
-    number: Any,
-    tile: tiles.Tile,
-    lefts: tuple[Any, ...],
-    rights: tuple[Any, ...],
-    steps: tuple[int, int] | None = None,
+    product: Product, buffers: Operands, number: Any, tile: tiles.Tile, lefts: tuple[Any, ...], rights: tuple[Any, ...]
 ) -> None:
-    """Streams the operands of this program's `number`-th tile, all or from one step to before another.
-
-    `lefts` hold the tile's rows [128, depth].
-    """
+    """Streams the operands of this program's `number`-th tile; `lefts` hold its rows [128, depth]."""
     stages, width = product.tiling.stages, product.tiling.columns
 
     def step(index: Any, _: None) -> None:
@@ -201,7 +187,7 @@ def load_tile(
         else:
             product.by_step(index, lambda i, depth: copy(lefts[i], rights[i], depth, tile.column))
 
-    lax.fori_loop(*(steps or (0, product.steps)), step, None)
+    lax.fori_loop(0, product.steps, step, None)
 
 
 def drain(product: Product, buffers: Operands, count: Any) -> None:
@@ -214,47 +200,31 @@ def drain(product: Product, buffers: Operands, count: Any) -> None:
     lax.fori_loop(jnp.maximum(total - product.tiling.stages, 0), total, wait, None)
 
 
-def multiply_tile(
-    product: Product,
-    buffers: Operands,
-    number: Any,
-    finish: Callable[[jax.Array], Any],
-    meanwhile: Sequence[Callable[[], None]] = (),
-) -> Any:
-    """One warpgroup's half of a tile: finish(product [64, columns] in float32).
-
-    Each of `meanwhile` is called once while the tensor cores work, at the first of its `product.share_steps`.
-    """
+def multiply_tile(product: Product, buffers: Operands, number: Any, finish: Callable[[jax.Array], None]) -> None:
+    """One warpgroup's half of a tile: finish(product [64, columns] in float32)."""
     stages = product.tiling.stages
     rows = pl.ds(lax.axis_index("warpgroup") * HALF, HALF)
 
     def scoped(accumulator: Any) -> jax.Array:
-        def step(index: Any, _: None, beside: Callable[[], None] | None = None) -> None:
+        def step(index: Any, _: None) -> None:
             count = number * product.steps + index
             slot = lax.rem(count, stages)
             plgpu.barrier_wait(buffers.full.at[slot])
             right = buffers.right.at[slot]
             right = right.transpose((1, 0)) if product.transposed else right
             plgpu.wgmma(accumulator, buffers.left.at[slot, rows], right)
-            if beside is not None:
-                beside()
             plgpu.wgmma_wait(1)
 
             @pl.when(index > 0)
             def _():
                 _release(product, buffers.empty.at[lax.rem(count - 1, stages)])
 
-        if meanwhile:
-            for beside, (first, end) in zip(meanwhile, product.share_steps(len(meanwhile)), strict=True):
-                step(first, None, beside)
-                lax.fori_loop(first + 1, end, step, None)
-        else:
-            lax.fori_loop(0, product.steps, step, None)
+        lax.fori_loop(0, product.steps, step, None)
         plgpu.wgmma_wait(0)
         _release(product, buffers.empty.at[lax.rem((number + 1) * product.steps - 1, stages)])
         return accumulator[...]
 
-    return finish(pl.run_scoped(scoped, plgpu.ACC((HALF, product.tiling.columns), jnp.float32)))
+    finish(pl.run_scoped(scoped, plgpu.ACC((HALF, product.tiling.columns), jnp.float32)))
 
 
 def _release(product: Product, barrier: Any) -> None:
