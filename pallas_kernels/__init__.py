@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pallas_kernels.activated.api import activated_matmul as activated_matmul
     from pallas_kernels.attention.api import flash_attention as flash_attention
     from pallas_kernels.attention.chunks import sequence_order as sequence_order
     from pallas_kernels.attention.context import context_attention as context_attention
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
     from pallas_kernels.grouped.api import grouped_matmul_alignment as grouped_matmul_alignment
     from pallas_kernels.pointwise.gated import swiglu as swiglu
+    from pallas_kernels.pointwise.norm import layer_norm as layer_norm
     from pallas_kernels.pointwise.norm import rms_norm as rms_norm
     from pallas_kernels.pointwise.rotary import apply_rotary as apply_rotary
     from pallas_kernels.target import Target as Target
@@ -49,6 +51,7 @@ _MODULES = {
     "NotSupported": "dispatch",
     "QuantizedWeight": "fp8.api",
     "Target": "target",
+    "activated_matmul": "activated.api",
     "all_gather_matmul": "collective_matmul.api",
     "apply_rotary": "pointwise.rotary",
     "block_sparse_attention": "attention.sparse",
@@ -72,6 +75,7 @@ _MODULES = {
     "random_projection": "feature_attention.favor",
     "record_choices": "dispatch",
     "ring_attention": "attention.context",
+    "layer_norm": "pointwise.norm",
     "rms_norm": "pointwise.norm",
     "save_attention": "attention.remat",
     "sequence_order": "attention.chunks",

@@ -12,7 +12,7 @@ from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.linear import add
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.layer import MoE
-from jaxstack.models.norm import NORMS
+from jaxstack.models.norm import NORMS, Norm, beside
 from jaxstack.models.remat import MATMULS_SAVED
 from jaxstack.parallel import keep, shard
 
@@ -24,7 +24,7 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs, *, mixture: bool = False):
-        def norm() -> nnx.Module:
+        def norm() -> Norm:
             return NORMS[config.norm](config.hidden_size, config.norm_eps)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
@@ -44,26 +44,29 @@ class Block(nnx.Module):
         """
         keys = split_key(key if self.dropout else None)
         with jax.named_scope("attention"):
-            y, cache = self.attention(_residual(self.attention_norm(x)), context, cache)
+            y, x = beside(self.attention_norm, x)
+            y, cache = self.attention(_residual(y), context, cache)
             x = self._join(x, y, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
-            y, router_loss = self._feed_forward(x, decoding=cache is not None)
+            y, x, router_loss = self._feed_forward(x, decoding=cache is not None)
             x = self._join(x, y, self.mlp_post_norm, keys[1])
         return x, cache, router_loss
 
-    def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array | None]:
+    def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """What is added to x, x, and the router's losses."""
         modules = [self.mlp_norm, self.mlp]
         count = 1 if self.width is None else count_chunks(modules, x, self.width)
         if count > 1:
-            return apply_in_chunks(_apply_mlp, modules, x, count), None
-        y, router_loss = _residual(self.mlp_norm(x)), None
+            return apply_in_chunks(_apply_mlp, modules, x, count), x, None
+        y, x = beside(self.mlp_norm, x)
+        y, router_loss = _residual(y), None
         if isinstance(self.mlp, MoE):
             y, router_loss = self.mlp(y, decoding=decoding)
         else:
             y = self.mlp(y)
-        return y, router_loss
+        return y, x, router_loss
 
-    def _join(self, x: jax.Array, y: jax.Array, norm: nnx.Module | None, key: jax.Array | None) -> jax.Array:
+    def _join(self, x: jax.Array, y: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
         y = _residual(y)
         if norm is not None:
             y = norm(y)

@@ -14,7 +14,7 @@ from jaxstack.models.initialization import Initializer
 from jaxstack.parallel import gather_project, gather_project_scatter, keep, project_scatter, shard
 from jaxstack.parallel.rules import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
-from pallas_kernels import QuantizedWeight, swiglu
+from pallas_kernels import QuantizedWeight, activated_matmul, swiglu
 from pallas_kernels.target import current_target
 
 
@@ -108,8 +108,13 @@ def apply_scattered(y: jax.Array, layer: Linear) -> jax.Array:
     return layer(y) if out is None else layer.add_bias(out)
 
 
-def apply_mlp(x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear) -> jax.Array:
-    """last(between(*firsts(x))) from and to the residual stream; `between` is elementwise."""
+def apply_mlp(
+    x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear, activation: str | None
+) -> jax.Array:
+    """last(between(*firsts(x))) from and to the residual stream.
+
+    `between` is elementwise; `activation` is what `activated_matmul` calls it, if it knows it.
+    """
     biases = [None if layer.bias is None else layer.bias[...].astype(x.dtype) for layer in firsts]
     kernels = _kernels(x, (*firsts, last))
     pairs = list(zip(kernels[:-1], biases, strict=True))
@@ -118,7 +123,10 @@ def apply_mlp(x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., j
         return last.add_bias(out)
     if between is swiglu and _in_one_fp8(*firsts, last):
         return last.add_bias(_apply_fp8_mlp(keep(x), (*firsts, last)))
-    return last(between(*(shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts))))
+    inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts)]
+    if activation is None or is_sharded() or _unsuitable((last,)) is not None:
+        return last(between(*inner))
+    return last.add_bias(activated_matmul(inner, kernels[-1], activation))
 
 
 def _unsuitable(layers: tuple[Linear, ...]) -> str | None:

@@ -42,9 +42,11 @@ class PlainMLP(nnx.Module):
         self.up_proj = Linear((d,), (f,), ("embed", "mlp"), rngs=rngs, initialize=inner, bias=bias)
         self.down_proj = Linear((f,), (d,), ("mlp", "embed"), rngs=rngs, initialize=outer, bias=bias)
         self.activation = ACTIVATIONS[config.hidden_act]
+        self.name = config.hidden_act if config.hidden_act == "gelu_tanh" else None
+        """What `activated_matmul` calls the activation, if it knows it."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return apply_mlp(x, (self.up_proj,), _recomputed(self.activation), self.down_proj)
+        return apply_mlp(x, (self.up_proj,), _recomputed(self.activation), self.down_proj, self.name)
 
 
 class GatedMLP(PlainMLP):
@@ -56,9 +58,10 @@ class GatedMLP(PlainMLP):
         self.gate_proj = Linear(
             (d,), (f,), ("embed", "mlp"), rngs=rngs, initialize=make_initializer(config), bias=config.mlp_bias
         )
+        self.name = "swiglu" if config.hidden_act == "silu" else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return apply_mlp(x, (self.gate_proj, self.up_proj), self._join, self.down_proj)
+        return apply_mlp(x, (self.gate_proj, self.up_proj), self._join, self.down_proj, self.name)
 
     @property
     def _join(self) -> Callable[..., jax.Array]:

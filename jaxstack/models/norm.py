@@ -1,13 +1,27 @@
 """Normalisation over the last dim, in float32, returned in the dtype of the input."""
 
-import functools
-from typing import cast
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import rms_norm
+from pallas_kernels import layer_norm, rms_norm
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+class Norm(Protocol):
+    """A norm is built with `(size, eps)` and maps [..., size] to [..., size]."""
+
+    def __call__(self, x: jax.Array) -> jax.Array: ...
+
+
+def beside(norm: Norm, x: jax.Array) -> Pair:
+    """The normalised x, and x: what goes on past the norm. Where a norm has a method `beside`, which returns both, x's
+    gradient joins the norm's in one pass."""
+    own = getattr(norm, "beside", None)
+    return (norm(x), x) if own is None else own(x)
 
 
 class RMSNorm(nnx.Module):
@@ -21,6 +35,10 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return cast(jax.Array, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset))
+
+    def beside(self, x: jax.Array) -> Pair:
+        """(norm(x), x)."""
+        return cast(Pair, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, beside=True))
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -42,37 +60,11 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _layer_norm(self.eps, x, self.scale[...], self.bias[...])
+        return cast(jax.Array, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps))
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _layer_norm(eps: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    return _layer_norm_forward(eps, x, scale, bias)[0]
-
-
-def _layer_norm_forward(eps: float, x: jax.Array, scale: jax.Array, bias: jax.Array) -> tuple[jax.Array, tuple]:
-    wide = x.astype(jnp.float32)
-    mean = jnp.mean(wide, -1, keepdims=True)
-    wide = wide - mean
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
-    return (wide * inverse * scale + bias).astype(x.dtype), (x, scale)
-
-
-def _layer_norm_backward(eps: float, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    # A use of the forward's sums here would split its one kernel into four. All four sums over a row are of one pass.
-    x, scale = jax.lax.optimization_barrier(saved)
-    x, gradient = x.astype(jnp.float32), gradient.astype(jnp.float32)
-    average = lambda values: jnp.mean(values, -1, keepdims=True)  # noqa: E731
-    scaled = gradient * scale
-    mean, square, along_ones, along_x = average(x), average(x * x), average(scaled), average(scaled * x)
-    inverse = jax.lax.rsqrt(jnp.maximum(square - mean * mean, 0) + eps)
-    along = (along_x - mean * along_ones) * inverse
-    normal, rows = (x - mean) * inverse, tuple(range(x.ndim - 1))
-    d_x = (scaled - along_ones - normal * along) * inverse
-    return d_x.astype(saved[0].dtype), jnp.sum(gradient * normal, rows), jnp.sum(gradient, rows)
-
-
-_layer_norm.defvjp(_layer_norm_forward, _layer_norm_backward)
+    def beside(self, x: jax.Array) -> Pair:
+        """(norm(x), x)."""
+        return cast(Pair, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, beside=True))
 
 
 NORMS = {"rms_norm": RMSNorm, "rms_norm_unit_offset": UnitOffsetRMSNorm, "layer_norm": LayerNorm}

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.block import drop
+from jaxstack.models.norm import NORMS, RMSNorm
 
 BASE = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "intermediate_size": 48}
 LARGER = {"initialization": "fan_in", "initializer_range": 0.5}
@@ -252,3 +253,21 @@ def test_bfloat16_computation_keeps_float32_weights(tokens):
 def test_a_vocabulary_is_needed():
     with pytest.raises(ValueError, match="vocab_size"):
         Transformer(ModelConfig(), nnx.Rngs(0))
+
+
+class OwnNorm(nnx.Module):
+    """What `docs/add-a-model.md` asks of a norm: no more than a scale and a call."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(size), logical_axes=("norm",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * self.scale[...]
+
+
+def test_a_norm_of_a_users_own(tokens, monkeypatch):
+    expected = forward(build(), tokens)
+    assert NORMS["rms_norm"] is RMSNorm
+    monkeypatch.setitem(NORMS, "rms_norm", OwnNorm)
+    close(forward(build(), tokens), expected)

@@ -1,0 +1,1 @@
+"""An activation and the product with it, of a feed-forward."""

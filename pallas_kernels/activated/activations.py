@@ -1,0 +1,44 @@
+"""Elementwise activations of a feed-forward, each with its gradient written out, for the pieces of a kernel."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.pointwise.gated import swiglu
+
+Arrays = tuple[jax.Array, ...]
+
+_SLOPE = math.sqrt(2 / math.pi)
+_CUBE = 0.044715 * _SLOPE
+
+
+class Activation(NamedTuple):
+    """hidden = forward(*inputs); the gradients of the inputs are gradient(inputs, d_hidden). All of one shape."""
+
+    inputs: int
+    forward: Callable[..., jax.Array]
+    gradient: Callable[[Arrays, jax.Array], Arrays]
+
+
+def _gelu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
+    (x,) = inputs
+    square = x * x
+    tanh = jnp.tanh(x * (_SLOPE + _CUBE * square))
+    return (d_hidden * (0.5 + 0.5 * tanh + (0.5 * x) * (_SLOPE + 3 * _CUBE * square) * (1 - tanh * tanh)),)
+
+
+def _swiglu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
+    gate, up = inputs
+    sigmoid = 0.5 + 0.5 * jnp.tanh(0.5 * gate)
+    silu = gate * sigmoid
+    return d_hidden * up * (sigmoid + silu * (1 - sigmoid)), d_hidden * silu
+
+
+ACTIVATIONS = {
+    "gelu_tanh": Activation(1, lambda x: jax.nn.gelu(x, approximate=True), _gelu_gradient),
+    "swiglu": Activation(2, swiglu, _swiglu_gradient),
+}
+"""Hendrycks & Gimpel 2016, by tanh; Shazeer 2020, of gate and up."""
