@@ -9,10 +9,13 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxstack.compiler_options import step_options
 from pallas_kernels import (
     all_gather_matmul,
+    empty_fp8_state,
     flash_attention,
     fp8_multiply,
+    fp8_swiglu_mlp,
     grouped_matmul_alignment,
     linear_cross_entropy_sum,
     longformer_attention,
@@ -20,6 +23,7 @@ from pallas_kernels import (
     record_choices,
     ring_attention,
     sequence_order,
+    swiglu,
 )
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
@@ -97,6 +101,40 @@ def test_fp8_products_and_gradients(recipe):
     assert 0.01 < errors[0] < 0.05 and max(errors) < 0.1, errors
     if recipe == "blockwise" and on_hopper():
         assert {choice.backend for choice in choices if choice.operation == "fp8_dot_general"} == {"mosaic"}
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_fp8_mlp(recipe):
+    """Against float32, and against the three products apart, which round the same numbers (some of them twice)."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    x, cotangent = (jax.random.normal(key, (1024, 512), jnp.bfloat16) for key in keys[:2])
+    cotangent = cotangent / 16  # A fresh state expects gradients of up to 1.
+    shapes = ((512, 768), (512, 768), (768, 512))
+    weights = [0.05 * jax.random.normal(key, s, jnp.float32) for key, s in zip(keys[2:], shapes, strict=True)]
+    states = tuple(empty_fp8_state() if recipe == "delayed" else None for _ in weights)
+
+    def whole(x, *weights):
+        return fp8_swiglu_mlp(x, *weights, recipe=recipe, states=states)
+
+    def apart(x, *weights):
+        wide = fp8_multiply(x, weights[:2], recipe=recipe, states=states[:2])
+        return fp8_multiply(swiglu(*wide), weights[2:], recipe=recipe, states=states[2:])[0]
+
+    def exact(x, gate, up, down):
+        dot = functools.partial(jnp.matmul, precision="highest")
+        return dot(jax.nn.silu(dot(x, gate)) * dot(x, up), down)
+
+    def run(function, cotangent, x, *weights):
+        out, pull = jax.vjp(function, x, *weights)
+        return (out, *pull(cotangent.astype(out.dtype)))
+
+    def results(function, x):
+        compiled = jax.jit(functools.partial(run, function)).lower(cotangent, x, *weights)
+        return compiled.compile(compiler_options=step_options())(cotangent, x, *weights)
+
+    found, other, wanted = results(whole, x), results(apart, x), results(exact, x.astype(jnp.float32))
+    assert max(relative(a, b) for a, b in zip(found, other, strict=True)) < 0.01
+    assert max(relative(a, b) for a, b in zip(found, wanted, strict=True)) < 0.15
 
 
 @pytest.mark.parametrize("sizes", [(100, 0, 150, 774), (513, 1, 0, 510)])
