@@ -222,7 +222,9 @@ class Trainer:
 
     def describe(self) -> dict[str, Any]:
         """What actually runs: see `jaxstack.observe.ran`."""
-        expected = self.module.fp8_matmuls * self.train.gradient_accumulation if self._on_gpu else 0
+        # A pipeline's program has them within conditionals, so that how many of them run cannot be read from it.
+        counted = self._on_gpu and self.pipeline is None
+        expected = self.module.fp8_matmuls * self.train.gradient_accumulation if counted else 0
         ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
         ran["compiler_options"] = self.compiler_options
         ran["sharding"] = self.describe_sharding()

@@ -57,6 +57,8 @@ class Optimizer(Component):
         """Gradients -> update direction, without learning rate, weight decay or clipping."""
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """What becomes of a direction after the core, where that depends on a whole parameter: of layers that are
-        stored in one array each is given by itself."""
+        """What becomes of a direction after the core, where that depends on a whole parameter.
+
+        Of layers that are stored in one array each is given by itself.
+        """
         return update
