@@ -10,7 +10,8 @@ in the same order. A recipe that reaches `--minutes` of training stops where it 
 last tenth of its tokens, `loss_ratio` that by bfloat16's over the same tokens; `eval_loss` is of held-out text, where
 all tokens were seen. float32 runs without TF32. Each recipe runs in a process of its own; its row, the curve included,
 is appended to benchmarks/results/convergence.jsonl when it ends, also where it failed on the way. The picture is
-benchmarks/results/convergence.svg. Recipes of the same work can run one at a time, or beside each other on several GPUs.
+benchmarks/results/convergence.svg. Recipes of the same work can run one at a time, or beside each other on several
+GPUs.
 """
 
 import argparse

@@ -44,7 +44,8 @@ def open_data(
     if sequence_length < 1:
         raise ConfigError(f"sequence_length is {sequence_length}, it must be at least 1")
     say = report or (lambda message: None)
-    data = Data(config, open_streams(config, seed, BuildOptions(config.shard_tokens, workers, say)), sequence_length, seed)
+    options = BuildOptions(config.shard_tokens, workers, say)
+    data = Data(config, open_streams(config, seed, options), sequence_length, seed)
     data.describe_chats(say)
     if 0 < data.held_out_tokens < sequence_length:
         say(f"held out are only {data.held_out_tokens} tokens, less than a row of {sequence_length}: padded")
