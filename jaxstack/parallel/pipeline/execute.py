@@ -4,8 +4,9 @@ A `lax.scan` goes over the ticks and reads a table made on the host, so that 8 a
 slot is a `lax.switch`, under `shard_map` a real conditional: a stage without a task does nothing. On a GPU each costs a
 wait of the host, so there are as few as the schedule has slots, one for both ends of the model, and none within
 another. Every chunk has a branch of its own: where a layer lies in memory is then known but for the loop's counter, and
-XLA multiplies by the weights where they are instead of copying each layer's first. Permutes stand outside of them (XLA's CPU backend cannot run one in a branch that only some devices take), and
-are tied to what is computed meanwhile, so that they overlap.
+XLA multiplies by the weights where they are instead of copying each layer's first. Permutes stand outside of them
+(XLA's CPU backend cannot run one in a branch that only some devices take), and are tied to what is computed meanwhile,
+so that they overlap.
 """
 
 import dataclasses
