@@ -1,13 +1,19 @@
 """Normalisation over the last dim, in float32, returned in the dtype of the input."""
 
 import functools
-from typing import cast
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels import rms_norm
+
+
+class Norm(Protocol):
+    """A norm is built with `(size, eps)` and maps [..., size] to [..., size]."""
+
+    def __call__(self, x: jax.Array) -> jax.Array: ...
 
 
 class RMSNorm(nnx.Module):
