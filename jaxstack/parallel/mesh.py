@@ -34,7 +34,8 @@ def spread(x: jax.Array) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     axes: list[str] = []
     parts = 1
-    for name in ("data", "fsdp", "context", "tensor"):
+    # As weights are stored: what `tensor` splits stays where it is, and `fsdp` changes from one dim to the other.
+    for name in ("tensor", "context", "fsdp", "data"):
         degree = mesh.shape.get(name, 1)
         if degree > 1 and x.shape[-1] % (parts * degree) == 0:
             axes, parts = [*axes, name], parts * degree
