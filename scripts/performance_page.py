@@ -183,18 +183,20 @@ than in the untraced steps of `train_step`.
     "train_step": """\
 `scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
 
-What bounds the steps on one GPU, by the profiles above (of the step before the residuals were added inside of matmuls
-and the loss had a kernel of its own):
+What bounds the steps on one GPU, by the profiles above (of the step before the residuals were added inside of matmuls,
+the loss and the gradients of norms had kernels of their own, and the activation's gradient was part of a product):
 
 - gpt2-124m: the matmuls run at 752 TFLOP/s, what cuBLAS reaches; they and attention (head dim 64, 1,024 tokens: 244
   TFLOP/s forward, 286 backward) leave 13 of the 93.6 ms of our goal of 700,000 tokens/s. The rest took 35: GELU's
-  backward with the bias sum 5.3 (at 2.7 of 4.2 TB/s), the loss 6.9, LayerNorm about 8, and 6.5 in which nothing runs.
+  backward with the bias sum 5.3 (at 2.7 of 4.2 TB/s), the loss 6.9, LayerNorm about 8, and 6.5 in which nothing runs
+  (most of it waits for the host around the loop of the loss, which are gone).
 - llama3-1b: matmuls 322 ms (755 TFLOP/s), attention 149; of the fusions SwiGLU takes 16.5 and AdamW 9.7, both at the
   rate of a copy. Our goal of 64,000 (512 ms) needs attention 10 % faster, or SwiGLU inside of the matmuls.
 - llama3-1b in FP8: half of the matmuls' 216 ms is left in bfloat16: the head (66) and the first and last layer (34).
 - llama3-8b on four GPUs was not profiled yet.
 
-Tried, slower and dropped: a Triton kernel for the gradients of the norms, sums of biases apart from GELU's backward,
+Tried, slower and dropped: a Triton kernel for the gradients of norms in blocks of four rows (one row by a few warps is
+faster than XLA), the gradient of the activation beside the next tile's product, concurrent command buffers,
 double-buffered loops and pipelined all-gathers.
 """,
 }
