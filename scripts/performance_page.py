@@ -174,7 +174,7 @@ bfloat16.
 """,
     "pointwise": """\
 XLA's fusions against the bandwidth of a plain copy in the same run. The norm's and the rotation's backward stay below
-it; a kernel of our own for them is not written.
+it; since these rows were measured the norm's is a kernel of our own.
 """,
     "step_profile": """\
 Milliseconds of a traced step by what its kernels are: `fusions` are XLA's own kernels (norms, rotations, activations,
@@ -196,9 +196,9 @@ the loss and the gradients of norms had kernels of their own, and the activation
 - llama3-1b in FP8: half of the matmuls' 216 ms is left in bfloat16: the head (66) and the first and last layer (34).
 - llama3-8b on four GPUs was not profiled yet.
 
-Tried, slower and dropped: a Triton kernel for the gradients of norms whose blocks are of four rows (a row by a few warps
-is faster than XLA), the gradient of the activation beside the next tile's product, command buffers whose kernels run
-concurrently, double-buffered loops and pipelined all-gathers.
+Tried, slower and dropped: a Triton kernel for the gradients of norms in blocks of four rows (one row by a few warps is
+faster than XLA), the gradient of the activation beside the next tile's product, concurrent command buffers,
+double-buffered loops and pipelined all-gathers.
 """,
 }
 """Section -> what a reader of its table should know."""
