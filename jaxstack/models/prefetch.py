@@ -1,0 +1,166 @@
+"""Layers in a loop whose weights arrive one layer ahead of their use, and whose gradients leave one layer behind.
+
+A plain scan gathers a layer's weights (ZeRO-3) in the iteration that uses them, so the first matmul waits. Here an
+iteration computes with the weights that came with it, and gathers the next layer's meanwhile; in the backward pass it
+also scatters the gradients of the layer before it (prefetching as in PyTorch's FSDP, Zhao et al. 2023,
+arXiv:2304.11277). Two layers' weights exist at a time, and two layers' whole gradients. A turn of the compiled loop is
+two layers: the pair of buffers changes roles without a copy.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.parallel.rules import current_rules, is_sharded, logical_axis_rules
+
+Layer = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
+"""(x, whole weights, number of the layer) -> (x, losses: a tree of scalars)."""
+
+
+def run_prefetched(
+    layer: Callable[[Any], Layer], gather: Callable[[Any], Any], x: jax.Array, stacks: Any, shared: Any
+) -> tuple[jax.Array, Any]:
+    """x through all layers, at least two, and the sums of their losses.
+
+    Args:
+      layer: (what all layers share) -> the layer; may be rematerialised, see `jaxstack.models.remat`.
+      gather: one layer's stored weights -> whole ones; its gradient is the way back.
+      stacks: the stored weights, a tree of arrays with a leading dim of layers.
+      shared: a tree that all layers read; nothing in it is differentiated.
+    """
+    arrays, fixed = _partition(shared, lambda leaf: isinstance(leaf, jax.Array))
+    loop = _Loop(lambda arrays: layer(_join(arrays, fixed)), gather, jax.tree.leaves(stacks)[0].shape[0] - 1)
+    run = jax.custom_vjp(lambda x, stacks, arrays: loop.forward(x, stacks, arrays, keep=False)[0])
+    run.defvjp(lambda x, stacks, arrays: loop.forward(x, stacks, arrays, keep=True), loop.backward)
+    return run(x, stacks, arrays)
+
+
+class _Loop:
+    """The layers 0 to `last`."""
+
+    def __init__(self, layer: Callable[[Any], Layer], gather: Callable[[Any], Any], last: int):
+        self._layer, self._gather, self.last, self._rules = layer, gather, last, current_rules()
+
+    def forward(self, x: jax.Array, stacks: Any, shared: Any, *, keep: bool) -> tuple[Any, Any]:
+        """((x, losses), what the backward pass needs)."""
+        with self._in_rules():
+            apply = self._apply if keep else lambda *arguments: (self._run(*arguments), ())
+            weights = self._weights(stacks, 0)
+            (x_type, losses), pull = jax.eval_shape(apply, x, *weights, shared, jnp.int32(0))
+            losses = jax.tree.map(lambda loss: jnp.zeros(loss.shape, loss.dtype), losses)
+
+            def step(index: Any, carry: Any) -> Any:
+                x, weights, losses, pulls = carry
+                # The gather begins when the layer before has done with the buffer that it is for.
+                x, following = jax.lax.optimization_barrier((x, index + 1))
+                following = self._weights(stacks, following)
+                (x, loss), pull = apply(x, *weights, shared, index)
+                return x, following, jax.tree.map(jnp.add, losses, loss), _put(pulls, jax.tree.leaves(pull), index)
+
+            pulls = [_empty((self.last, *part.shape), part.dtype) for part in jax.tree.leaves(pull)]
+            x, weights, losses, pulls = _in_pairs(step, (x, weights, losses, pulls), range(self.last))
+            (x, loss), pull = apply(x, *weights, shared, jnp.int32(self.last))
+            return (x, jax.tree.map(jnp.add, losses, loss)), (stacks, shared, pulls, pull)
+
+    def backward(self, kept: Any, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, Any, None]:
+        """The gradients of x and of the stacks."""
+        stacks, shared, pulls, last_pull = kept
+        d_x, d_losses = cotangents
+
+        def pulled(parts: Any, weights: Any, index: Any, d_x: jax.Array) -> Any:
+            pull = jax.tree.unflatten(jax.tree.structure(last_pull), parts)
+            pull.args_res = [pull.args_res[0], *weights, shared, index]
+            return pull((d_x, d_losses))[:2]
+
+        def scattered(d_stacks: Any, d_weights: Any, index: Any) -> Any:
+            state = jax.tree.map(lambda stack: _at(stack, index), stacks)
+            floats, fixed = _partition(state, _is_differentiable)
+            pull = jax.vjp(lambda floats: self._gathered(_join(floats, fixed))[0], floats)[1]
+            return _put(d_stacks, pull(d_weights)[0], index)
+
+        def step(index: Any, carry: Any) -> Any:
+            d_x, weights, d_weights, d_stacks = carry
+            d_x, d_stacks, following = jax.lax.optimization_barrier((d_x, d_stacks, index - 1))
+            following = self._weights(stacks, following)
+            d_stacks = scattered(d_stacks, d_weights, index + 1)
+            d_x, d_weights = pulled([_at(part, index) for part in pulls], weights, index, d_x)
+            return d_x, following, d_weights, d_stacks
+
+        with self._in_rules():
+            last, floats = jnp.int32(self.last), _partition(stacks, _is_differentiable)[0]
+            d_stacks = jax.tree.map(lambda stack: _empty(stack.shape, stack.dtype), floats)
+            weights = self._weights(stacks, self.last)
+            following = self._weights(stacks, self.last - 1)
+            d_x, d_weights = pulled(jax.tree.leaves(last_pull), weights, last, d_x)
+            carry = d_x, following, d_weights, d_stacks
+            d_x, weights, d_weights, d_stacks = _in_pairs(step, carry, range(self.last - 1, 0, -1))
+            d_stacks = scattered(d_stacks, d_weights, 1)
+            d_x, d_weights = pulled([part[0] for part in pulls], weights, jnp.int32(0), d_x)
+            return d_x, scattered(d_stacks, d_weights, 0), None
+
+    def _in_rules(self) -> Any:
+        # The backward pass may be traced outside of them.
+        return contextlib.nullcontext() if self._rules is None else logical_axis_rules(self._rules)
+
+    def _weights(self, stacks: Any, index: Any) -> tuple[Any, Any]:
+        return self._gathered(jax.tree.map(lambda stack: _at(stack, index), stacks))
+
+    def _gathered(self, state: Any) -> tuple[Any, Any]:
+        """Whole weights, those that have a gradient apart from the others (FP8 bytes)."""
+        return _partition(self._gather(state), _is_differentiable)
+
+    def _run(self, x: jax.Array, floats: Any, fixed: Any, shared: Any, index: jax.Array) -> tuple[jax.Array, Any]:
+        return self._layer(jax.lax.stop_gradient(shared))(x, _join(floats, jax.lax.stop_gradient(fixed)), index)
+
+    def _apply(self, *arguments: Any) -> tuple[Any, Any]:
+        """The layer's results, and its `jax.vjp` without the weights and what is shared."""
+        results, pull = jax.vjp(self._run, *arguments)
+        pull.args_res = [pull.args_res[0], (), (), (), ()]
+        return results, pull
+
+
+def _in_pairs(step: Callable[[Any, Any], Any], carry: Any, order: range) -> Any:
+    """`carry = step(index, carry)` for each index of `order`, in a loop of two a turn."""
+    pairs = len(order) // 2
+
+    def turn(number: jax.Array, carry: Any) -> Any:
+        first = order.start + 2 * order.step * number
+        return step(first + order.step, step(first, carry))
+
+    if pairs:
+        carry = jax.lax.fori_loop(0, pairs, turn, carry)
+    for index in order[2 * pairs :]:
+        carry = step(jnp.int32(index), carry)
+    return carry
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A buffer each row of which is written before it is read."""
+    return jnp.zeros(shape, dtype) if is_sharded() else jax.lax.empty(shape, dtype)
+
+
+def _at(stack: jax.Array, index: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
+
+
+def _put(stacks: Any, rows: Any, index: Any) -> Any:
+    return jax.tree.map(lambda stack, row: jax.lax.dynamic_update_index_in_dim(stack, row, index, 0), stacks, rows)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
+
+
+def _partition(tree: Any, first: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The tree twice: with the leaves for which `first` holds, and with the others; None in the place of the rest."""
+    return (
+        jax.tree.map(lambda leaf: leaf if first(leaf) else None, tree),
+        jax.tree.map(lambda leaf: None if first(leaf) else leaf, tree),
+    )
+
+
+def _join(one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
