@@ -54,8 +54,7 @@ class _Loop:
 
             def step(index: Any, carry: Any) -> Any:
                 x, weights, losses, pulls = carry
-                # The gather begins when the layer before has done with the buffer that it is for.
-                x, following = jax.lax.optimization_barrier((x, index + 1))
+                x, weights, following = jax.lax.optimization_barrier((x, weights, index + 1))
                 following = self._weights(stacks, following)
                 (x, loss), pull = apply(x, *weights, shared, index)
                 return x, following, jax.tree.map(jnp.add, losses, loss), _put(pulls, jax.tree.leaves(pull), index)
@@ -82,8 +81,8 @@ class _Loop:
             return _put(d_stacks, pull(d_weights)[0], index)
 
         def step(index: Any, carry: Any) -> Any:
+            *carry, following = jax.lax.optimization_barrier((*carry, index - 1))
             d_x, weights, d_weights, d_stacks = carry
-            d_x, d_stacks, following = jax.lax.optimization_barrier((d_x, d_stacks, index - 1))
             following = self._weights(stacks, following)
             d_stacks = scattered(d_stacks, d_weights, index + 1)
             d_x, d_weights = pulled([_at(part, index) for part in pulls], weights, index, d_x)
@@ -96,10 +95,13 @@ class _Loop:
             following = self._weights(stacks, self.last - 1)
             d_x, d_weights = pulled(jax.tree.leaves(last_pull), weights, last, d_x)
             carry = d_x, following, d_weights, d_stacks
-            d_x, weights, d_weights, d_stacks = _in_pairs(step, carry, range(self.last - 1, 0, -1))
-            d_stacks = scattered(d_stacks, d_weights, 1)
-            d_x, d_weights = pulled([part[0] for part in pulls], weights, jnp.int32(0), d_x)
-            return d_x, scattered(d_stacks, d_weights, 0), None
+            carry = _in_pairs(step, carry, range(self.last - 1, 0, -1))
+            # The number 0 is hidden from XLA, which would transpose a whole stack of kept values for one row's use.
+            *carry, first = jax.lax.optimization_barrier((*carry, jnp.int32(0)))
+            d_x, weights, d_weights, d_stacks = carry
+            d_stacks = scattered(d_stacks, d_weights, first + 1)
+            d_x, d_weights = pulled([_at(part, first) for part in pulls], weights, first, d_x)
+            return d_x, scattered(d_stacks, d_weights, first), None
 
     def _in_rules(self) -> Any:
         # The backward pass may be traced outside of them.

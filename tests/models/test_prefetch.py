@@ -1,0 +1,74 @@
+"""A scan that gathers weights a layer ahead computes what the plain scan does."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack.models import stack
+from jaxstack.trainer import Trainer
+from tests.small_runs import make_trainer, small_config
+
+MOE = ("model.moe.num_experts=4", "model.moe.num_experts_per_tok=2")
+
+
+def layout(**degrees: int) -> tuple[str, ...]:
+    return tuple(f"parallel.{axis}={degree}" for axis, degree in degrees.items())
+
+
+def sums(trainer: Trainer):
+    """The sums of the first batch, with the loss alone as an evaluation computes it."""
+    batches = trainer.batches(0)
+    batch = next(batches)[0]
+    batches.close()
+    state, gradients = trainer.state, trainer.steps.gradients
+
+    def compute(params, rest, key):
+        found, rest = gradients(params, rest, batch, key)
+        return found, rest, gradients.loss(params, rest, batch)
+
+    with jax.set_mesh(trainer.rules.mesh):
+        return jax.device_get(jax.jit(compute)(state.params, state.rest, jax.random.key(1)))
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Turns prefetching off, until it is called again."""
+
+    def switch(off: bool) -> None:
+        monkeypatch.setattr(stack, "gathers_shards", (lambda: False) if off else STANDARD)
+
+    return switch
+
+
+STANDARD = stack.gathers_shards
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*layout(fsdp=4), "model.num_layers=2"),
+        (*layout(fsdp=4), "model.num_layers=5", "model.dropout=0.1", "model.remat=none"),
+        (*layout(fsdp=2, data=2), "model.num_layers=6", "model.remat=full", "train.gradient_accumulation=2"),
+        (*layout(fsdp=2, tensor=2), "model.num_layers=4", "model.remat=save_attention"),
+        (*layout(fsdp=2, context=2), "model.num_layers=4", "model.remat=save_dots"),
+        (*layout(fsdp=2, expert=2), "model.num_layers=4", "model.remat=none", *MOE),
+        (*layout(fsdp=2), "model.num_layers=6", "model.sliding_window=4", "model.sliding_window_pattern=3"),
+        *(
+            (*layout(fsdp=2), "model.num_layers=5", "model.single_layers=1", f"precision.fp8={recipe}", "model.remat=none")
+            for recipe in ("current", "delayed", "blockwise")
+        ),
+    ],
+    ids=" ".join,
+)
+def test_gradients_are_those_of_the_plain_scan(overrides, plain):
+    config = small_config("train.global_batch_size=8", *overrides)
+    plain(True)
+    wanted = sums(make_trainer(config))
+    plain(False)
+    found = sums(make_trainer(config))
+    assert wanted[0].loss > 0 and max(np.abs(x).max() for x in jax.tree.leaves(wanted[0].gradients)) > 1e-3
+
+    def compare(found, wanted):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
+
+    jax.tree.map(compare, found, wanted)
