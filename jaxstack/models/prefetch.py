@@ -91,8 +91,9 @@ class _Loop:
         with self._in_rules():
             last, floats = jnp.int32(self.last), _partition(stacks, _is_differentiable)[0]
             d_stacks = jax.tree.map(lambda stack: _empty(stack.shape, stack.dtype), floats)
-            weights = self._weights(stacks, self.last)
-            following = self._weights(stacks, self.last - 1)
+            carry = d_x, self._weights(stacks, self.last), last - 1
+            d_x, weights, following = jax.lax.optimization_barrier(carry)
+            following = self._weights(stacks, following)
             d_x, d_weights = pulled(jax.tree.leaves(last_pull), weights, last, d_x)
             carry = d_x, following, d_weights, d_stacks
             carry = _in_pairs(step, carry, range(self.last - 1, 0, -1))
