@@ -43,36 +43,37 @@ class _Loop:
 
     def __init__(self, layer: Callable[[Any], Layer], gather: Callable[[Any], Any], last: int):
         self._layer, self._gather, self.last, self._rules = layer, gather, last, current_rules()
+        self._pull_type: Any = None
+        self._places: list[int | None] = []
+        """Of the leaves of the layer's `jax.vjp`, which argument each is; set where the forward pass is traced."""
 
     def forward(self, x: jax.Array, stacks: Any, shared: Any, *, keep: bool) -> tuple[Any, Any]:
         """((x, losses), what the backward pass needs)."""
         with self._in_rules():
-            apply = self._apply if keep else lambda *arguments: (self._run(*arguments), ())
+            apply = self._apply if keep else lambda *arguments: (self._run(*arguments), [])
             weights = self._weights(stacks, 0)
-            (x_type, losses), pull = jax.eval_shape(apply, x, *weights, shared, jnp.int32(0))
+            (_, losses), rows = jax.eval_shape(apply, x, *weights, shared, jnp.int32(0))
             losses = jax.tree.map(lambda loss: jnp.zeros(loss.shape, loss.dtype), losses)
 
             def step(index: Any, carry: Any) -> Any:
-                x, weights, losses, pulls = carry
+                x, weights, losses, kept = carry
                 x, weights, following = jax.lax.optimization_barrier((x, weights, index + 1))
                 following = self._weights(stacks, following)
-                (x, loss), pull = apply(x, *weights, shared, index)
-                return x, following, jax.tree.map(jnp.add, losses, loss), _put(pulls, jax.tree.leaves(pull), index)
+                (x, loss), rows = apply(x, *weights, shared, index)
+                return x, following, jax.tree.map(jnp.add, losses, loss), _put(kept, rows, index)
 
-            pulls = [_empty((self.last, *part.shape), part.dtype) for part in jax.tree.leaves(pull)]
-            x, weights, losses, pulls = _in_pairs(step, (x, weights, losses, pulls), range(self.last))
-            (x, loss), pull = apply(x, *weights, shared, jnp.int32(self.last))
-            return (x, jax.tree.map(jnp.add, losses, loss)), (stacks, shared, pulls, pull)
+            kept = [_empty((self.last, *row.shape), row.dtype) for row in rows]
+            x, weights, losses, kept = _in_pairs(step, (x, weights, losses, kept), range(self.last))
+            (x, loss), rows = apply(x, *weights, shared, jnp.int32(self.last))
+            return (x, jax.tree.map(jnp.add, losses, loss)), (stacks, shared, kept, rows)
 
-    def backward(self, kept: Any, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, Any, None]:
+    def backward(self, saved: Any, cotangents: tuple[jax.Array, Any]) -> tuple[jax.Array, Any, None]:
         """The gradients of x and of the stacks."""
-        stacks, shared, pulls, last_pull = kept
+        stacks, shared, kept, last_rows = saved
         d_x, d_losses = cotangents
 
-        def pulled(parts: Any, weights: Any, index: Any, d_x: jax.Array) -> Any:
-            pull = jax.tree.unflatten(jax.tree.structure(last_pull), parts)
-            pull.args_res = [pull.args_res[0], *weights, shared, index]
-            return pull((d_x, d_losses))[:2]
+        def pulled(rows: Any, weights: Any, index: Any, d_x: jax.Array) -> Any:
+            return self._pull(rows, *weights, shared, index)((d_x, d_losses))
 
         def scattered(d_stacks: Any, d_weights: Any, index: Any) -> Any:
             state = jax.tree.map(lambda stack: _at(stack, index), stacks)
@@ -85,7 +86,7 @@ class _Loop:
             d_x, weights, d_weights, d_stacks = carry
             following = self._weights(stacks, following)
             d_stacks = scattered(d_stacks, d_weights, index + 1)
-            d_x, d_weights = pulled([_at(part, index) for part in pulls], weights, index, d_x)
+            d_x, d_weights = pulled([_at(part, index) for part in kept], weights, index, d_x)
             return d_x, following, d_weights, d_stacks
 
         with self._in_rules():
@@ -94,14 +95,14 @@ class _Loop:
             carry = d_x, self._weights(stacks, self.last), last - 1
             d_x, weights, following = jax.lax.optimization_barrier(carry)
             following = self._weights(stacks, following)
-            d_x, d_weights = pulled(jax.tree.leaves(last_pull), weights, last, d_x)
+            d_x, d_weights = pulled(last_rows, weights, last, d_x)
             carry = d_x, following, d_weights, d_stacks
             carry = _in_pairs(step, carry, range(self.last - 1, 0, -1))
             # The number 0 is hidden from XLA, which would transpose a whole stack of kept values for one row's use.
             *carry, first = jax.lax.optimization_barrier((*carry, jnp.int32(0)))
             d_x, weights, d_weights, d_stacks = carry
             d_stacks = scattered(d_stacks, d_weights, first + 1)
-            d_x, d_weights = pulled([_at(part, first) for part in pulls], weights, first, d_x)
+            d_x, d_weights = pulled([_at(part, first) for part in kept], weights, first, d_x)
             return d_x, scattered(d_stacks, d_weights, first), None
 
     def _in_rules(self) -> Any:
@@ -116,13 +117,21 @@ class _Loop:
         return _partition(self._gather(state), _is_differentiable)
 
     def _run(self, x: jax.Array, floats: Any, fixed: Any, shared: Any, index: jax.Array) -> tuple[jax.Array, Any]:
-        return self._layer(jax.lax.stop_gradient(shared))(x, _join(floats, jax.lax.stop_gradient(fixed)), index)
+        return self._layer(shared)(x, _join(floats, fixed), index)
 
-    def _apply(self, *arguments: Any) -> tuple[Any, Any]:
-        """The layer's results, and its `jax.vjp` without the weights and what is shared."""
-        results, pull = jax.vjp(self._run, *arguments)
-        pull.args_res = [pull.args_res[0], (), (), (), ()]
-        return results, pull
+    def _apply(self, x: jax.Array, floats: Any, *others: Any) -> tuple[Any, list[jax.Array]]:
+        """The layer's results, and what its `jax.vjp` keeps beside the arguments but x."""
+        results, pull = jax.vjp(lambda x, floats: self._run(x, floats, *others), x, floats)
+        leaves, self._pull_type = jax.tree.flatten(pull)
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((floats, *others)))}
+        self._places = [places.get(id(leaf)) for leaf in leaves]
+        return results, [leaf for leaf, place in zip(leaves, self._places, strict=True) if place is None]
+
+    def _pull(self, rows: list[jax.Array], *arguments: Any) -> Callable[..., tuple[jax.Array, Any]]:
+        """The second result of `jax.vjp` again, from what it kept of the layer and the arguments but x."""
+        given, own = jax.tree.leaves(arguments), iter(rows)
+        leaves = [next(own) if place is None else given[place] for place in self._places]
+        return jax.tree.unflatten(self._pull_type, leaves)
 
 
 def _in_pairs(step: Callable[[Any, Any], Any], carry: Any, order: range) -> Any:
