@@ -43,22 +43,30 @@ def plain(monkeypatch):
 STANDARD = stack.gathers_shards
 
 
+def slow(*overrides: str) -> object:
+    return pytest.param(overrides, marks=pytest.mark.slow)
+
+
+WINDOWS = ("model.layer_types=[sliding_attention, full_attention]", "model.sliding_window=4")
+FP8 = (*layout(fsdp=2), "model.num_layers=5", "model.single_layers=1", "model.remat=none")
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*layout(fsdp=4), "model.num_layers=2"),
-        (*layout(fsdp=4), "model.num_layers=5", "model.dropout=0.1", "model.remat=none"),
-        (*layout(fsdp=2, data=2), "model.num_layers=6", "model.remat=full", "train.gradient_accumulation=2"),
-        (*layout(fsdp=2, tensor=2), "model.num_layers=4", "model.remat=save_attention"),
-        (*layout(fsdp=2, context=2), "model.num_layers=4", "model.remat=save_dots"),
-        (*layout(fsdp=2, expert=2), "model.num_layers=4", "model.remat=none", *MOE),
-        (*layout(fsdp=2), "model.num_layers=6", "model.sliding_window=4", "model.sliding_window_pattern=3"),
-        *(
-            (*layout(fsdp=2), "model.num_layers=5", "model.single_layers=1", f"precision.fp8={recipe}", "model.remat=none")
-            for recipe in ("current", "delayed", "blockwise")
-        ),
+        (*layout(fsdp=2), "model.num_layers=5", "model.dropout=0.1", "model.remat=none"),
+        (*layout(fsdp=2, data=2), "model.num_layers=4", "model.remat=full", "train.gradient_accumulation=2"),
+        (*FP8, "precision.fp8=delayed"),
+        slow(*FP8, "precision.fp8=current"),
+        slow(*FP8, "precision.fp8=blockwise"),
+        slow(*layout(fsdp=4), "model.num_layers=2"),
+        slow(*layout(fsdp=2, tensor=2), "model.num_layers=4", "model.remat=save_attention"),
+        slow(*layout(fsdp=2, context=2), "model.num_layers=4", "model.remat=save_dots"),
+        slow(*layout(fsdp=2, expert=2), "model.num_layers=4", "model.remat=none", *MOE),
+        slow(*layout(fsdp=2), "model.num_layers=8", *WINDOWS),
+        slow(*layout(fsdp=2), "model.num_layers=4", "adapters.rules=[{path: q_proj, method: dora, rank: 2}]"),
     ],
-    ids=" ".join,
+    ids=lambda overrides: " ".join(overrides),
 )
 def test_gradients_are_those_of_the_plain_scan(overrides, plain):
     config = small_config("train.global_batch_size=8", *overrides)
