@@ -181,7 +181,8 @@ casts, the softmax of the loss, the optimizer). Under the profiler XLA launches 
 than in the untraced steps of `train_step`.
 """,
     "train_step": """\
-`scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
+`scanned` at 8B runs one compiled layer in a loop. Its row on four GPUs is of a loop that gathered a layer's weights as
+the layer began; now the next layer's are gathered while one runs.
 
 What bounds the steps on one GPU, by the profiles above (of the step before the residuals were added inside of matmuls
 and the loss had a kernel of its own):
@@ -195,7 +196,7 @@ and the loss had a kernel of its own):
 - llama3-8b on four GPUs was not profiled yet.
 
 Tried, slower and dropped: a Triton kernel for the gradients of the norms, sums of biases apart from GELU's backward,
-double-buffered loops and pipelined all-gathers.
+XLA's own double-buffered loops and pipelined all-gathers.
 """,
 }
 """Section -> what a reader of its table should know."""
