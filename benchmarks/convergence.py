@@ -10,7 +10,7 @@ in the same order. A recipe that reaches `--minutes` of training stops where it 
 last tenth of its tokens, `loss_ratio` that by bfloat16's over the same tokens; `eval_loss` is of held-out text, where
 all tokens were seen. float32 runs without TF32. Each recipe runs in a process of its own; its row, the curve included,
 is appended to benchmarks/results/convergence.jsonl when it ends, also where it failed on the way. The picture is
-benchmarks/results/convergence.svg.
+benchmarks/results/convergence.svg. Recipes of the same work can run one at a time, or beside each other on several GPUs.
 """
 
 import argparse
@@ -123,12 +123,12 @@ def compare(row: Row, base: Mapping[str, Any] | None) -> None:
         row["eval_loss_ratio"] = row["eval_loss"] / base["eval_loss"]
 
 
-def stored_base(name: str, work: str) -> Mapping[str, Any] | None:
-    """The newest bfloat16 row of this work that was kept."""
+def kept_rows(name: str, work: str) -> dict[str, Row]:
+    """The newest row with a curve that was kept of each recipe of this work, also by other runs."""
     path = RESULTS / f"{name}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if row["work"] == work and row["variant"] == BASE]
-    return next((row for row in reversed(rows) if len(row["curve"]) > 1), None)
+    rows = [row for row in map(json.loads, lines) if row["work"] == work and len(row["curve"]) > 1]
+    return {row["variant"]: row for row in rows}
 
 
 def picture(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -164,15 +164,14 @@ def main() -> None:
     overrides.append(f"schedule.warmup_steps={steps // 20}")
     work = f"llama 82M, {steps} steps of 64 x 1024 tokens of {args.text}" if not args.tiny else "tiny llama"
     name = "tiny/convergence" if args.tiny else "convergence"
-    base, rows = stored_base(name, work), []
+    rows = []
     for recipe in args.recipes:
         row = {"work": work, **run_recipe(args, recipe, overrides)}
-        base = row if recipe == BASE and len(row["curve"]) > 1 else base
-        compare(row, base)
+        compare(row, row if recipe == BASE else kept_rows(name, work).get(BASE))
         rows.append(row)
         if len(row["curve"]) > 1:
             append_rows(name, [row])
-            (RESULTS / f"{name}.svg").write_text(picture(rows), encoding="utf-8")
+            (RESULTS / f"{name}.svg").write_text(picture(kept_rows(name, work).values()), encoding="utf-8")
     print_table(rows, COLUMNS)
     for row in rows:
         if "loss_ratio" in row and row["variant"] != BASE:

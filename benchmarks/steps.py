@@ -115,7 +115,7 @@ def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[s
 
 def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """The resolved configuration of a run, and its data."""
-    from jaxstack.data import open_data
+    from jaxstack.data import available_cores, open_data
     from jaxstack.language_run import resolve_model
     from jaxstack.run_config import load_config, resolve_layout
     from jaxstack.startup import cache_compilations, start_devices
@@ -123,7 +123,8 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     config = load_config(None, list(overrides))
     config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
-    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed)
+    length, workers = config.train.sequence_length, available_cores()
+    data = open_data(config.data, sequence_length=length, seed=config.run.seed, workers=workers)
     return config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)}), data
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
 from jaxstack.config import dump_yaml
-from jaxstack.data import Data, compression_baselines, open_data
+from jaxstack.data import Data, available_cores, compression_baselines, open_data
 from jaxstack.data.atomic import write_file
 from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
@@ -136,7 +136,8 @@ def train_language_model(path: str | Path, overrides: Sequence[str] = ()) -> dic
     say = print_line if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
-    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed, report=say)
+    length, workers = config.train.sequence_length, available_cores()
+    data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
     frozen = trainer.frozen_parameters()

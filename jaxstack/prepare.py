@@ -3,7 +3,6 @@ kill.
 """
 
 import argparse
-import os
 import signal
 import sys
 import threading
@@ -131,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
     # Imported here so that --help and a mistyped option answer at once.
     from pathlib import Path
 
-    from jaxstack.data.build import WORK, BuildOptions, build
+    from jaxstack.data.build import WORK, BuildOptions, available_cores, build
     from jaxstack.data.cache import ensure_tokenizer
     from jaxstack.data.config import SourceConfig, TokenizerConfig
     from jaxstack.data.plan import make_plan
@@ -154,7 +153,7 @@ def run(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output).expanduser()
     tokenizer = ensure_tokenizer(config, [plan], output / WORK, say)
     with _progress(arguments.quiet, plan.size) as progress:
-        workers = arguments.workers or _cores()
+        workers = arguments.workers or available_cores()
         options = BuildOptions(arguments.shard_tokens, workers, progress.say, progress.update)
         index = build(plan, output, tokenizer, options)
     _summarize(index, say)
@@ -180,10 +179,6 @@ def _configured(component: type[Any], **values: object) -> Any:
     except ValueError as e:
         first = getattr(e, "errors", list)()
         raise ConfigError(f"{first[0]['msg'] if first else e} (in {values})") from None
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Lines:

@@ -1,3 +1,4 @@
+from .build import available_cores as available_cores
 from .build import prepare_tokens as prepare_tokens
 from .compression import compression_baselines as compression_baselines
 from .config import DataConfig as DataConfig

@@ -87,17 +87,17 @@ def train_tokenizer(plans: Sequence[Plan], vocab_size: int) -> Tokenizer:
     return train_bpe(texts, vocab_size)
 
 
-def ensure_tokens(plan: Plan, tokenizer: Tokenizer, folder: Path, shard_tokens: int, report: Report) -> Path:
+def ensure_tokens(plan: Plan, tokenizer: Tokenizer, folder: Path, options: BuildOptions) -> Path:
     """The directory of prepared shards of `plan`, made now where the cache lacks it. One process writes,
     others wait.
     """
-    place = folder / "tokens" / build_key(plan, tokenizer, shard_tokens)[:24]
+    place = folder / "tokens" / build_key(plan, tokenizer, options.shard_tokens)[:24]
     if not (place / INDEX).is_file():
         waiting = "waiting for another process that prepares the data"
-        with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
+        with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: options.report(waiting)):
             if not (place / INDEX).is_file():
-                report(f"tokenising {byte_size(plan.size)} of text into {place}")
-                build(plan, place, tokenizer, BuildOptions(shard_tokens, report=report))
+                options.report(f"tokenising {byte_size(plan.size)} of text into {place}")
+                build(plan, place, tokenizer, options)
     return place
 
 

@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 
+from jaxstack.data.build import BuildOptions
 from jaxstack.data.config import DataConfig
 from jaxstack.data.mixture import order_hash, row_order
 from jaxstack.data.packing import Stream
@@ -20,7 +21,12 @@ Batch = dict[str, np.ndarray]
 
 
 def open_data(
-    config: DataConfig, *, sequence_length: int, seed: int, report: Callable[[str], None] | None = None
+    config: DataConfig,
+    *,
+    sequence_length: int,
+    seed: int,
+    report: Callable[[str], None] | None = None,
+    workers: int = 1,
 ) -> "Data":
     """Prepares (once, into the cache), verifies and opens the data of a run.
 
@@ -28,6 +34,8 @@ def open_data(
       sequence_length: T, tokens in a row.
       seed: decides the order of rows, nothing else.
       report: called with a line of text where something takes time or deserves notice.
+      workers: processes that may tokenise; with more than one the calling script needs `if __name__ == "__main__"`, as
+        `multiprocessing` asks for.
 
     Raises:
       ConfigError: sources that do not exist or cannot be read so, or too little text for one row.
@@ -36,7 +44,7 @@ def open_data(
     if sequence_length < 1:
         raise ConfigError(f"sequence_length is {sequence_length}, it must be at least 1")
     say = report or (lambda message: None)
-    data = Data(config, open_streams(config, seed, say), sequence_length, seed)
+    data = Data(config, open_streams(config, seed, BuildOptions(config.shard_tokens, workers, say)), sequence_length, seed)
     data.describe_chats(say)
     if 0 < data.held_out_tokens < sequence_length:
         say(f"held out are only {data.held_out_tokens} tokens, less than a row of {sequence_length}: padded")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxstack.data.build import BuildOptions
 from jaxstack.data.cache import (
     cache_folder,
     ensure_tokenizer,
@@ -36,7 +37,7 @@ class Streams:
     held_out: list[Stream | ExampleSet]
 
 
-def open_streams(config: DataConfig, seed: int, report: Report) -> Streams:
+def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Streams:
     """Prepares what is not prepared yet, verifies the shards, opens them.
 
     Raises:
@@ -51,13 +52,13 @@ def open_streams(config: DataConfig, seed: int, report: Report) -> Streams:
     with_chats = any(map(is_chat, everything))
     folder = cache_folder(config.cache_dir) if plans or with_chats else Path()
     training = [plans[s, False] for s in config.sources if is_raw[s]]
-    tokenizer = _choose_tokenizer(config, everything, training, folder, report)
-    opener = _Opener(tokenizer, plans, folder, config.shard_tokens, seed, report, fraction)
+    tokenizer = _choose_tokenizer(config, everything, training, folder, options.report)
+    opener = _Opener(tokenizer, plans, folder, options, seed, fraction)
     if with_chats:
         opener.chats = import_chat().open_chats(config.chat, tokenizer)
         tokenizer.chat = opener.chats.format
         if opener.chats.remark is not None:
-            report(opener.chats.remark)
+            options.report(opener.chats.remark)
     train = [opener.open(s, "train", False, i) for i, s in enumerate(config.sources)]
     if config.held_out:
         held_out = [opener.open(s, "held_out", True, i) for i, s in enumerate(config.held_out)]
@@ -134,9 +135,8 @@ class _Opener:
     tokenizer: Tokenizer
     plans: dict[tuple[SourceConfig, bool], Plan]
     folder: Path
-    shard_tokens: int
+    options: BuildOptions
     seed: int
-    report: Report
     fraction: float
     chats: Any = None
 
@@ -154,10 +154,10 @@ class _Opener:
             return SyntheticStream(self.tokenizer.vocab_size, self.tokenizer.document_start, seed, tokens)
         if is_chat(source):
             fraction = 1.0 if whole else self.fraction
-            return import_chat().open_examples(source, self.chats, fraction, self.folder, self.report)[split]
+            return import_chat().open_examples(source, self.chats, fraction, self.folder, self.options.report)[split]
         plan = self.plans.get((source, whole))
         if plan is not None:
-            place = ensure_tokens(plan, self.tokenizer, self.folder, self.shard_tokens, self.report)
+            place = ensure_tokens(plan, self.tokenizer, self.folder, self.options)
         else:
             place = Path(source.path).expanduser()
         index = read_index(place)
@@ -166,7 +166,7 @@ class _Opener:
             ("files are not text and were left out", index.get("skipped_files")),
         ):
             if count and split == "train":
-                self.report(f"{source.path}: {count} {note}")
+                self.options.report(f"{source.path}: {count} {note}")
         if whole and not index["splits"]["held_out"]["tokens"]:
             split = "train"
         return open_split(place, index, split)

@@ -41,6 +41,15 @@ def data(byte_config):
     opened.close()
 
 
+def test_text_is_tokenized_alike_by_several_processes(byte_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 2000)
+    config = changed(byte_config, cache_dir=str(tmp_path))
+    several = open_data(config, sequence_length=LENGTH, seed=7, workers=2)
+    assert next(tmp_path.glob("tokens/*/index.json"))
+    alone = open_data(changed(config, cache_dir=str(tmp_path / "alone")), sequence_length=LENGTH, seed=7)
+    assert several.fingerprint == alone.fingerprint and several.train_tokens == alone.train_tokens
+
+
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_global_batches_do_not_depend_on_the_number_of_hosts(data, hosts):
     expected = take(data.batches(global_batch_size=8, rows=range(8), start=3), 5)

@@ -3,11 +3,13 @@
 A `lax.scan` goes over the ticks and reads a table made on the host, so that 8 and 64 microbatches compile alike. A
 slot is a `lax.switch`, under `shard_map` a real conditional: a stage without a task does nothing. On a GPU each costs a
 wait of the host, so there are as few as the schedule has slots, one for both ends of the model, and none within
-another. Permutes stand outside of them (XLA's CPU backend cannot run one in a branch that only some devices take), and
+another. Every chunk has a branch of its own: where a layer lies in memory is then known but for the loop's counter, and
+XLA multiplies by the weights where they are instead of copying each layer's first. Permutes stand outside of them (XLA's CPU backend cannot run one in a branch that only some devices take), and
 are tied to what is computed meanwhile, so that they overlap.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,8 +77,8 @@ def execute(
     Args:
       layers: weights of this stage's rows, leading dim `layout.chunks * layout.rows`, in the order of `layout.order`.
       ends: weights of embedding and head, equal on all stages.
-      unroll: the layers of a stage one after the other instead of in a loop, where each stage has equally many and one
-        chunk of them: compiles longer, and copies no weights.
+      unroll: the layers of a stage one after the other instead of in a loop, where each stage has equally many (not
+        with several chunks and weight gradients of their own): compiles longer, and copies no weights.
 
     Returns:
       The sums of this device alone: what the stages did must be added up over `axis`.
@@ -97,9 +99,9 @@ class _Executor:
     ):
         self.schedule, self.layout, self.functions = schedule, layout, functions
         self.layers, self.ends, self.axis = layers, ends, axis
-        self.unroll = unroll and layout.is_even and layout.chunks == 1
+        self.unroll = unroll and layout.is_even and (layout.chunks == 1 or not schedule.splits_backward)
         if self.unroll:  # a buffer for each layer, made once a step
-            self.layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(layout.rows)]
+            self.layers = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(layout.chunks * layout.rows)]
         self.stage = lax.axis_index(axis)
         self.program: Program = make_program(schedule)
         self.trains = any(task.kind == "B" for _, _, _, task in schedule.tasks())
@@ -180,25 +182,31 @@ class _Executor:
             state = state._replace(dx=dx)
         return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
 
+    def _by_chunk(self, run: Callable[..., Any]) -> list[Callable[..., Any]]:
+        """A branch for each chunk."""
+        return [functools.partial(run, chunk) for chunk in range(self.layout.chunks)]
+
     def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
         # A branch gets and returns what it changes alone: XLA would copy buffers that merely pass through.
-        microbatch, chunk, start = row["microbatch0"], row["chunk0"], state.totals.loss
+        microbatch, start = row["microbatch0"], state.totals.loss
         nothing = jnp.zeros(self.x.shape, self.x.dtype)
 
         def idle(residuals: Any, total: Any) -> Any:
             return nothing, residuals, total, start
 
-        def forward(residuals: Any, total: Any) -> Any:
+        def forward(chunk: int, residuals: Any, total: Any) -> Any:
             x, loss = self._entering(state.activations, start, row)
             x, residuals, loss = self._forward(residuals, x, loss, microbatch, chunk, row["residual0"])
             return x, residuals, total, loss
 
         def weights(residuals: Any, total: Any) -> Any:
-            return nothing, residuals, self._weights(total, state.pending, chunk, row["pending0"]), start
+            return nothing, residuals, self._weights(total, state.pending, row["chunk0"], row["pending0"]), start
 
         late = self.late is not None
         changed = state.residuals, state.totals.layers if late else None
-        y, residuals, total, loss = lax.switch(row["slot0"], [idle, forward, *([weights] if late else [])], *changed)
+        branches = [idle, *self._by_chunk(forward), *([weights] if late else [])]
+        branch = jnp.where(row["slot0"] == RUN, RUN + row["chunk0"], (row["slot0"] == WEIGHTS) * (len(branches) - 1))
+        y, residuals, total, loss = lax.switch(branch, branches, *changed)
         totals = state.totals._replace(loss=loss, **({"layers": total} if late else {}))
         return y, state._replace(residuals=residuals, totals=totals)
 
@@ -221,7 +229,7 @@ class _Executor:
         return jnp.where(row["first"] == 1, first()[0], received()[0]), loss
 
     def _forward(
-        self, residuals: Any, x: jax.Array, loss: jax.Array, microbatch: jax.Array, chunk: jax.Array, entry: jax.Array
+        self, residuals: Any, x: jax.Array, loss: jax.Array, microbatch: jax.Array, chunk: int, entry: jax.Array
     ) -> tuple[jax.Array, Any, jax.Array]:
         context = self.functions.context(microbatch)
 
@@ -267,12 +275,12 @@ class _Executor:
         return state._replace(gradients=arrived, totals=totals._replace(ends=total, loss=loss, weight=weight))
 
     def _backward_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
-        chunk, entry, late = row["chunk1"], row["residual1"], row["pending1"]
+        entry, late = row["residual1"], row["pending1"]
 
         def idle(dx: jax.Array, total: Any, pending: Any) -> Any:
             return dx, total, pending
 
-        def backward(dx: jax.Array, total: Any, pending: Any) -> Any:
+        def backward(chunk: int, dx: jax.Array, total: Any, pending: Any) -> Any:
             context = self.functions.context(row["microbatch1"])
             count = self._count(chunk)
 
@@ -293,7 +301,8 @@ class _Executor:
             return self._for_rows(chunk, step, (_take(state.gradients, row["gradient"]), total, pending))
 
         changed = state.dx, state.totals.layers, state.pending
-        dx, total, pending = lax.cond(row["slot1"] == RUN, backward, idle, *changed)
+        branch = (row["slot1"] == RUN) * (1 + row["chunk1"])
+        dx, total, pending = lax.switch(branch, [idle, *self._by_chunk(backward)], *changed)
         return state._replace(dx=dx, pending=pending, totals=state.totals._replace(layers=total))
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
@@ -317,7 +326,7 @@ class _Executor:
 
         return self._for_rows(chunk, step, total)
 
-    def _for_rows(self, chunk: jax.Array, step: Callable[[Any, Any], Any], start: Any) -> Any:
+    def _for_rows(self, chunk: Any, step: Callable[[Any, Any], Any], start: Any) -> Any:
         if self.layout.rows == 1 or self.unroll:
             for i in range(self.layout.rows):
                 start = step(i, start)
@@ -325,10 +334,10 @@ class _Executor:
         # A number of layers that differs from stage to stage costs the loop on a GPU a look at it each time.
         return lax.fori_loop(0, self._count(chunk), step, start)
 
-    def _count(self, chunk: jax.Array) -> Any:
+    def _count(self, chunk: Any) -> Any:
         return self.layout.rows if self.layout.is_even else self.counts[chunk]
 
-    def _place(self, chunk: jax.Array, i: Any) -> Any:
+    def _place(self, chunk: Any, i: Any) -> Any:
         return i if self.layout.chunks == 1 else chunk * self.layout.rows + i
 
     def _row(self, place: Any) -> Any:

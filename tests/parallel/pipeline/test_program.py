@@ -1,6 +1,7 @@
 """The whole train step of a pipeline, compiled for four H200s: what it sends, what overlaps, what it keeps."""
 
 import functools
+import re
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,11 +22,11 @@ STAGES, T, D, F = 4, 256, 256, 512
 
 @functools.cache
 @fully_optimized()
-def compiled(schedule: str, microbatches: int, remat: str = "full") -> tuple[Any, dict[str, int]]:
-    """The step of eight layers with microbatches of two rows, and the mesh."""
+def compiled(schedule: str, microbatches: int, remat: str = "full", layers: int = 8) -> tuple[Any, dict[str, int]]:
+    """The step with microbatches of two rows, and the mesh."""
     rows = 2 * microbatches
     config = small_config(
-        "model.num_layers=8", f"model.hidden_size={D}", "model.num_heads=4", f"model.intermediate_size={F}",
+        f"model.num_layers={layers}", f"model.hidden_size={D}", "model.num_heads=4", f"model.intermediate_size={F}",
         "model.vocab_size=4096", f"model.remat={remat}", f"train.sequence_length={T}",
         f"train.global_batch_size={rows}", f"parallel.pipeline={STAGES}", f"parallel.pipeline_schedule={schedule}",
         f"parallel.microbatches={microbatches}",
@@ -79,3 +80,12 @@ def test_zero_bubble_keeps_the_operands_of_waiting_weight_gradients_once():
     operands = 2 * (3 * D + F) + 2 * (3 * D + D + 2 * F + D)
     waiting = (2 * STAGES - 1) * layers * tokens * operands
     assert temporary_bytes("zero_bubble", 8) - temporary_bytes("1f1b", 8) < 1.15 * waiting
+
+
+@pytest.mark.parametrize("layers", [8, 16])
+def test_interleaved_stages_multiply_by_the_weights_where_they_are(layers):
+    program, _ = compiled("interleaved", 8, "none", layers)
+    # XLA's own kernels; in its dynamic-slice fusions, of kind kCustom, a matmul reads the slice in place.
+    made = re.findall(r"%(\S*slice\S*) = \w+\[([\d,]+)\]\S* fusion\(.*kind=kLoop", program.as_text())
+    weights = {f"{dim},{other}" for dim in (D, F) for other in (D, F)}
+    assert not [name for name, shape in made if shape.removeprefix("1,") in weights]
