@@ -181,8 +181,7 @@ casts, the softmax of the loss, the optimizer). Under the profiler XLA launches 
 than in the untraced steps of `train_step`.
 """,
     "train_step": """\
-`scanned` at 8B runs one compiled layer in a loop. Its row on four GPUs is of a loop that gathered a layer's weights as
-the layer began; now the next layer's are gathered while one runs.
+`scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
 
 What bounds the steps on one GPU, by the profiles above (of the step before the residuals were added inside of matmuls
 and the loss had a kernel of its own):

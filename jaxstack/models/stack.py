@@ -21,7 +21,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
 from jaxstack.models.prefetch import run_prefetched
 from jaxstack.models.remat import LAYER_INPUT, OFFLOADED, rematerialise
-from jaxstack.parallel import gather_parameter, gathers_shards
+from jaxstack.parallel import gather_parameter, gathers_ahead
 
 Caches = list[Any] | None
 """One cache of the attention kind a stack (leading layers dim) or a single block, in the order of `Stack.layers`."""
@@ -182,7 +182,7 @@ class Stack(nnx.Module):
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
-        if caches is None and gathers_shards() and self.remat not in OFFLOADED:
+        if caches is None and gathers_ahead() and self.remat not in OFFLOADED:
             x, losses = self._scan_prefetched(x, states, context, key, dtype)
             return x, [], losses
 

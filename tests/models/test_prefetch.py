@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack.models import stack
+from jaxstack.errors import ConfigError
 from jaxstack.trainer import Trainer
 from tests.small_runs import make_trainer, small_config
 
@@ -28,19 +28,6 @@ def sums(trainer: Trainer):
 
     with jax.set_mesh(trainer.rules.mesh):
         return jax.device_get(jax.jit(compute)(state.params, state.rest, jax.random.key(1)))
-
-
-@pytest.fixture
-def plain(monkeypatch):
-    """Turns prefetching off, until it is called again."""
-
-    def switch(off: bool) -> None:
-        monkeypatch.setattr(stack, "gathers_shards", (lambda: False) if off else STANDARD)
-
-    return switch
-
-
-STANDARD = stack.gathers_shards
 
 
 def slow(*overrides: str) -> object:
@@ -68,15 +55,21 @@ FP8 = (*layout(fsdp=2), "model.num_layers=5", "model.single_layers=1", "model.re
     ],
     ids=lambda overrides: " ".join(overrides),
 )
-def test_gradients_are_those_of_the_plain_scan(overrides, plain):
+def test_gradients_are_those_of_the_plain_scan(overrides):
     config = small_config("train.global_batch_size=8", *overrides)
-    plain(True)
-    wanted = sums(make_trainer(config))
-    plain(False)
-    found = sums(make_trainer(config))
+    ahead = small_config("train.global_batch_size=8", *overrides, "parallel.prefetch=true")
+    wanted, found = sums(make_trainer(config)), sums(make_trainer(ahead))
     assert wanted[0].loss > 0 and max(np.abs(x).max() for x in jax.tree.leaves(wanted[0].gradients)) > 1e-3
 
     def compare(found, wanted):
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6 * np.abs(wanted).max())
 
     jax.tree.map(compare, found, wanted)
+
+
+@pytest.mark.parametrize(
+    "override", ["model.scan_layers=false", "model.remat=save_attention_offload", "parallel.pipeline=2"]
+)
+def test_what_is_not_gathered_ahead_is_refused(override):
+    with pytest.raises(ConfigError, match=r"parallel\.prefetch is for layers in a scan.* leave it out"):
+        small_config("parallel.prefetch=true", "parallel.fsdp=2", override)

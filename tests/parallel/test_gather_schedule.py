@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 
-from jaxstack.models import stack
 from jaxstack.observe.hlo import Instruction, Module, parse_module
 from tests.hopper import compile_step
 from tests.small_runs import small_config
@@ -60,6 +59,7 @@ def test_weights_are_gathered_while_matmuls_run():
 
 SCANNED = (
     *SHAPE, "model.num_layers=6", "model.scan_layers=true", "model.remat=save_attention", "precision.reduce=bfloat16",
+    "parallel.prefetch=true",
 )  # fmt: skip
 """A turn of two layers, forward and backward, and what is peeled off."""
 WEIGHTS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
@@ -132,9 +132,8 @@ def test_a_scan_gathers_the_next_layer_while_this_one_runs():
 
 
 @pytest.mark.slow
-def test_prefetching_holds_two_layers_weights_and_gradients(monkeypatch):
+def test_prefetching_holds_two_layers_weights_and_gradients():
     ahead = compile_step(small_config(*SCANNED))[1].memory_analysis()
-    monkeypatch.setattr(stack, "gathers_shards", lambda: False)
-    plain = compile_step(small_config(*SCANNED))[1].memory_analysis()
+    plain = compile_step(small_config(*SCANNED, "parallel.prefetch=false"))[1].memory_analysis()
     # In the plain scan at least one layer's weights and gradients exist at a time.
     assert ahead.temp_size_in_bytes <= plain.temp_size_in_bytes + 2 * 2 * 2 * WEIGHTS
