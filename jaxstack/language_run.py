@@ -74,6 +74,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         zero=parallel.zero,
         context_method=parallel.context_method,
         overlap=parallel.overlap,
+        prefetch=parallel.prefetch,
         pipeline=config.pipeline_plan(),
     )
 

@@ -113,6 +113,13 @@ class RunConfig(Component):
                 f"train.global_batch_size ({batch}) must be divisible by train.gradient_accumulation ({pieces}); "
                 f"nearest batch: {_near_multiples(batch, pieces)}."
             )
+        remat, scanned, stages = self.model.remat, self.model.scan_layers, self.parallel.pipeline
+        if self.parallel.prefetch and (not scanned or remat.endswith("offload") or stages > 1):
+            raise ValueError(
+                f"parallel.prefetch is for layers in a scan whose inputs stay on the device: it needs "
+                f"model.scan_layers=true ({str(scanned).lower()}), a model.remat without offload ({remat}) and "
+                f"parallel.pipeline=1 ({stages}); or leave it out, unrolled layers are gathered ahead without it."
+            )
         if all(degree != -1 for degree in self.parallel.degrees.values()):
             problems = layout_problems(self)
             if problems:

@@ -198,7 +198,7 @@ the loss and the gradients of norms had kernels of their own, and the activation
 
 Tried, slower and dropped: a Triton kernel for the gradients of norms in blocks of four rows (one row by a few warps is
 faster than XLA), the gradient of the activation beside the next tile's product, concurrent command buffers,
-double-buffered loops and pipelined all-gathers.
+XLA's own double-buffered loops and pipelined all-gathers.
 """,
 }
 """Section -> what a reader of its table should know."""

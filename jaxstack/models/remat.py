@@ -32,6 +32,8 @@ POLICIES: dict[str, Callable[..., Any]] = {
     "offload": _offload_inputs,
     "save_attention_offload": _offload_inputs_beside_attention,
 }
+OFFLOADED = ("offload", "save_attention_offload")
+"""Policies that keep a layer's input in the memory of the host."""
 MATMULS_SAVED = ("none", "save_dots")
 """Policies that keep the MLP's activations."""
 

@@ -19,8 +19,9 @@ from jaxstack.models.attention import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key
-from jaxstack.models.remat import LAYER_INPUT, rematerialise
-from jaxstack.parallel import gather_parameter
+from jaxstack.models.prefetch import run_prefetched
+from jaxstack.models.remat import LAYER_INPUT, OFFLOADED, rematerialise
+from jaxstack.parallel import gather_parameter, gathers_ahead
 
 Caches = list[Any] | None
 """One cache of the attention kind a stack (leading layers dim) or a single block, in the order of `Stack.layers`."""
@@ -52,6 +53,11 @@ def _label_layer(state: Any) -> Any:
         return p.copy(**{name: known[name][1:] for name in ("logical_axes", "whole_shape") if name in known})
 
     return jax.tree.map(relabel, state, is_leaf=lambda p: isinstance(p, nnx.Variable))
+
+
+def gather_layers(states: Sequence[Any], dtype: Any) -> list[Any]:
+    """`gather_weights` of the states of single layers that were taken out of stacks."""
+    return [gather_weights(_label_layer(state), dtype) for state in states]
 
 
 def make_blocks(make: Callable[[nnx.Rngs], Block], keys: jax.Array) -> Block:
@@ -137,18 +143,18 @@ class Stack(nnx.Module):
         return x, [*new, *found] if caches else None, add_losses([*losses, *own])
 
     def repetition(
-        self, x: jax.Array, states: Sequence[Any], context: Context, caches: Caches, *rest: Any
+        self, x: jax.Array, weights: Sequence[Any], context: Context, caches: Caches, *rest: Any
     ) -> tuple[jax.Array, tuple[list[Any], list[Any]]]:
-        """x through one repetition of the stacked layers: `states` of one layer each, rest = (key, step, dtype).
+        """x through one repetition of the stacked layers: `weights` as of `gather_layers`, rest = (key, step).
 
         Returns x and the layers' caches and router losses.
         """
-        key, step, dtype = rest
+        key, step = rest
         new, losses = [], []
-        for i, state in enumerate(states):
-            run = _runner(nnx.graphdef(self.layers[self.lead + i]), context, dtype)
+        for i, state in enumerate(weights):
+            run = _runner(nnx.graphdef(self.layers[self.lead + i]), context)
             number = self.lead + step * self.period + i
-            x, cache, loss = run(x, _label_layer(state), caches[i] if caches else None, fold_key(key, number))
+            x, cache, loss = run(x, state, caches[i] if caches else None, fold_key(key, number))
             new.append(cache)
             losses.append(loss)
         return x, (new, losses)
@@ -161,7 +167,7 @@ class Stack(nnx.Module):
         for part in parts:
             graphdef, state = nnx.split(self.layers[part])
             if graphdef not in runs:
-                run = rematerialise(_runner(graphdef, context, dtype), self.remat, scanned=False)
+                run = rematerialise(_gathering(_runner(graphdef, context), dtype), self.remat, scanned=False)
                 # Layers alike are one function: traced, differentiated and lowered once. It would be compiled at each
                 # call where nothing is traced.
                 runs[graphdef] = jax.jit(run) if isinstance(x, Tracer) else run
@@ -176,14 +182,32 @@ class Stack(nnx.Module):
     ) -> tuple[jax.Array, list[Any], list[Any]]:
         states = [nnx.state(self.layers[i]) for i in self.scanned]
 
+        if caches is None and gathers_ahead() and self.remat not in OFFLOADED:
+            x, losses = self._scan_prefetched(x, states, context, key, dtype)
+            return x, [], losses
+
         def body(x: jax.Array, layer: Any) -> Any:
             states, caches, step = layer
-            return self.repetition(x, states, context, caches, key, step, dtype)
+            return self.repetition(x, gather_layers(states, dtype), context, caches, key, step)
 
         body = rematerialise(body, self.remat, scanned=True)
         caches = [caches[i] for i in self.scanned] if caches else None
         x, (new, losses) = jax.lax.scan(body, x, (states, caches, jnp.arange(self.repeats)))
         return x, new, jax.tree.map(jnp.sum, losses)
+
+    def _scan_prefetched(
+        self, x: jax.Array, states: Any, context: Context, key: jax.Array | None, dtype: Any
+    ) -> tuple[jax.Array, Any]:
+        def layer(shared: tuple[Context, jax.Array | None]) -> Callable[..., Any]:
+            context, key = shared
+
+            def run(x: jax.Array, weights: Any, step: jax.Array) -> tuple[jax.Array, Any]:
+                x, (_, losses) = self.repetition(x, weights, context, None, key, step)
+                return x, losses
+
+            return rematerialise(run, self.remat, scanned=True)
+
+        return run_prefetched(layer, lambda states: gather_layers(states, dtype), x, states, (context, key))
 
 
 def add_losses(losses: Sequence[jax.Array | None]) -> jax.Array | None:
@@ -196,10 +220,14 @@ def _block_maker(config: ModelConfig, window: int | None, mixture: bool) -> Call
     return lambda rngs: Block(config, window, rngs, mixture=mixture)
 
 
-def _runner(graphdef: Any, context: Context, dtype: Any) -> Callable[..., Any]:
-    def run(x: jax.Array, state: Any, cache: Any, key: jax.Array | None) -> Any:
-        block = seed_adapters(nnx.merge(graphdef, gather_weights(state, dtype)), key)
+def _runner(graphdef: Any, context: Context) -> Callable[..., Any]:
+    def run(x: jax.Array, weights: Any, cache: Any, key: jax.Array | None) -> Any:
+        block = seed_adapters(nnx.merge(graphdef, weights), key)
         x = checkpoint_name(x, LAYER_INPUT)
         return block(x, context, cache, key)
 
     return run
+
+
+def _gathering(run: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    return lambda x, state, *rest: run(x, gather_weights(state, dtype), *rest)

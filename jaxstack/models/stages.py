@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxstack.models.attention import Context
 from jaxstack.models.remat import rematerialise
-from jaxstack.models.stack import Caches, Stack, add_losses
+from jaxstack.models.stack import Caches, Stack, add_losses, gather_layers
 from jaxstack.models.transformer import Transformer
 
 RunLoss = Callable[[Transformer], Any]
@@ -116,8 +116,8 @@ def repetition(model: Transformer) -> Callable[[Any, jax.Array, LayerInputs, jax
     stack, dtype = model.decoder, model.dtype
 
     def run(weights: Any, x: jax.Array, inputs: LayerInputs, index: jax.Array) -> tuple[jax.Array, Any]:
-        states = [weights["decoder"]["layers"][i] for i in stack.scanned]
-        x, (_, losses) = stack.repetition(x, states, inputs.context, None, inputs.key, index, dtype)
+        whole = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
+        x, (_, losses) = stack.repetition(x, whole, inputs.context, None, inputs.key, index)
         return x, add_losses(losses)
 
     return rematerialise(run, stack.remat, scanned=True)

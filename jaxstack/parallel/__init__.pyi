@@ -34,6 +34,9 @@ from .weights import (
     gather_weight as gather_weight,
 )
 from .weights import (
+    gathers_ahead as gathers_ahead,
+)
+from .weights import (
     gathers_shards as gathers_shards,
 )
 from .weights import (

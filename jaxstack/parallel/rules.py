@@ -72,6 +72,8 @@ class AxisRules:
     """How attention sees the keys of other devices of `context`; None: by its shape."""
     overlap: str = "auto"
     """As `ParallelConfig.overlap`."""
+    prefetch: bool = False
+    """As `ParallelConfig.prefetch`."""
     pipeline: "PipelinePlan | None" = None
     """How a batch goes through the stages of `pipeline`; None: 1F1B, see `plan_pipeline`."""
 
@@ -240,6 +242,7 @@ def make_rules(
     zero: int = 0,
     context_method: str | None = None,
     overlap: str = "auto",
+    prefetch: bool = False,
     pipeline: "PipelinePlan | None" = None,
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
@@ -250,7 +253,7 @@ def make_rules(
       reduce: dtype in which gradients are summed over devices.
       zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
       context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
-      overlap: as `ParallelConfig.overlap`.
+      overlap, prefetch: as in `ParallelConfig`.
       pipeline: schedule and microbatches where the mesh has stages; None: 1F1B.
       overrides: rows of the table to change or add.
     """
@@ -259,7 +262,10 @@ def make_rules(
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
     method = None if context_method == "auto" else context_method
-    return AxisRules(mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, pipeline=pipeline)
+    return AxisRules(
+        mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, prefetch=prefetch,
+        pipeline=pipeline,
+    )  # fmt: skip
 
 
 _current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)

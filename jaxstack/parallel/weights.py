@@ -73,6 +73,12 @@ _COMPUTED_AGAIN = frozenset(("all_gather", *_OF_ELEMENTS.split()))
 """The gather of weights, and operations of elements: to repeat them costs little beside keeping their results."""
 
 
+def gathers_ahead() -> bool:
+    """Whether a scan of layers is to gather the shards of the next layer while one runs."""
+    rules = current_rules()
+    return rules is not None and rules.prefetch and gathers_shards()
+
+
 def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: the backward pass gathers weights again, and multiplies nothing again.
 
