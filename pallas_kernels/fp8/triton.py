@@ -28,6 +28,8 @@ from pallas_kernels.target import automatic_axes, current_target
 _LEAST_CAPABILITY = (8, 9)
 _WARPS = 16
 _BLOCKWISE_WARPS = 8
+_TILE_WARPS = 8
+"""Of the kernels that go over the tiles first: on an H200 SwiGLU of 32768 x 8192 takes 0.57 ms so, with 16 warps 0.78."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +101,13 @@ def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dty
     """First each tile with a scale of its own: to read those bytes again takes less than what they are computed of."""
     shape = arrays[0].shape
     plan = Plan(*shape, width=source.width, limit=largest(dtype))
-    tiles = _launch(kernel, plan, ((shape, dtype), ((_tiles(plan),), jnp.float32)) * count, *arrays)
+    tiles = _launch(kernel, plan, ((shape, dtype), ((_tiles(plan),), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
     found = []
     for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):
         amax = maxima.max()
         scale = power_of_two_scale(amax, dtype)
         shapes = ((shape, dtype), (shape[::-1], dtype))
-        values, turned = _launch("recast_kernel", plan, shapes, x, maxima, scale)
+        values, turned = _launch("recast_kernel", plan, shapes, x, maxima, scale, warps=_TILE_WARPS)
         found.append(_both(values, turned, scale, amax))
     return found
 
