@@ -29,7 +29,7 @@ _LEAST_CAPABILITY = (8, 9)
 _WARPS = 16
 _BLOCKWISE_WARPS = 8
 _TILE_WARPS = 8
-"""Of the kernels that go over the tiles first: on an H200 SwiGLU of 32768 x 8192 takes 0.57 ms so, with 16 warps 0.78."""
+"""Of the kernels that go over the tiles first: SwiGLU of 32768 x 8192 takes 0.57 ms so on an H200, by 16 warps 0.78."""
 
 
 @dataclasses.dataclass(frozen=True)
