@@ -20,24 +20,34 @@ def list_files(folder: Path = FOLDER) -> set[Path]:
 
 def remove_left_behind(before: set[Path], folder: Path = FOLDER) -> list[Path]:
     """Removes the files that are new since `before` and that no living process of this user holds; returns them."""
-    left = list_files(folder) - before
-    if left:
-        left -= _held()
-    for path in left:
+    left = {}
+    for path in list_files(folder) - before:
+        with contextlib.suppress(OSError):
+            left[path] = _identity(path.lstat())
+    held = _held() if left else set()
+    gone = sorted(path for path, identity in left.items() if identity not in held)
+    for path in gone:
         path.unlink(missing_ok=True)
-    return sorted(left)
+    return gone
 
 
-def _held() -> set[Path]:
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _held() -> set[tuple[int, int]]:
+    """(device, inode) of what processes have mapped or open: a semaphore is mapped under a name that it has lost."""
     held = set()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
         with contextlib.suppress(OSError):
             for line in (process / "maps").read_text(errors="replace").splitlines():
-                held.add(Path(line.partition("/")[1] + line.partition("/")[2]))
+                device, inode = line.split(maxsplit=5)[3:5]
+                major, minor = (int(number, 16) for number in device.split(":"))
+                held.add((os.makedev(major, minor), int(inode)))
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    held.add(Path(os.readlink(descriptor)))
+                    held.add(_identity(descriptor.stat()))
     return held

@@ -230,4 +230,7 @@ def _runner(graphdef: Any, context: Context) -> Callable[..., Any]:
 
 
 def _gathering(run: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    return lambda x, state, *rest: run(x, gather_weights(state, dtype), *rest)
+    def layer(x: jax.Array, state: Any, *rest: Any) -> Any:  # its name is that of the layer in profiles
+        return run(x, gather_weights(state, dtype), *rest)
+
+    return layer

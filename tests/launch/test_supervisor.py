@@ -1,16 +1,18 @@
 """The supervisor with small programs in place of training: exit codes, orphans, /dev/shm, signals."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxstack.launch import main
-from jaxstack.launch.shared_memory import remove_left_behind
+from jaxstack.launch.shared_memory import FOLDER, list_files, remove_left_behind
 
 WRITE = "import os, sys, time; from jaxstack.resilience import ProgressFile; p = ProgressFile.of_this_process(); "
 
@@ -142,6 +144,15 @@ def test_shared_memory_that_somebody_holds_stays(tmp_path):
     with held.open():
         assert remove_left_behind({old}, tmp_path) == [free]
     assert held.exists() and old.exists() and not free.exists()
+
+
+def test_semaphores_of_a_living_process_stay():
+    """They are mapped under the name with which they were made, not the one that others find them by."""
+    lock: Any = multiprocessing.get_context("spawn").Lock()
+    made = FOLDER / f"sem.{lock._semlock.name[1:]}"
+    assert made in list_files()
+    remove_left_behind(list_files() - {made})
+    assert made.exists()
 
 
 @pytest.mark.parametrize(

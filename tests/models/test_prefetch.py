@@ -43,7 +43,7 @@ FP8 = (*layout(fsdp=2), "model.num_layers=5", "model.single_layers=1", "model.re
     [
         (*layout(fsdp=2), "model.num_layers=5", "model.dropout=0.1", "model.remat=none"),
         (*layout(fsdp=2, data=2), "model.num_layers=4", "model.remat=full", "train.gradient_accumulation=2"),
-        (*FP8, "precision.fp8=delayed"),
+        slow(*FP8, "precision.fp8=delayed"),
         slow(*FP8, "precision.fp8=current"),
         slow(*FP8, "precision.fp8=blockwise"),
         slow(*layout(fsdp=4), "model.num_layers=2"),
