@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxstack.data import Data, SourceConfig, TokenizerConfig, open_data
+from jaxstack.data import Data, SourceConfig, TokenizerConfig, available_cores, open_data
 from jaxstack.data.atomic import write_file
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
@@ -96,6 +96,7 @@ def _evaluation_data(config: RunConfig, args: argparse.Namespace) -> Data:
         sequence_length=config.train.sequence_length,
         seed=config.run.seed,
         report=lambda text: print(text, file=sys.stderr),
+        workers=available_cores(),
     )
 
 

@@ -31,6 +31,7 @@ def _gelu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
 
 
 def _swiglu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
+    # `swiglu_gradients` of one piece in registers: the sigmoid by tanh, which is an instruction of its own.
     gate, up = inputs
     sigmoid = 0.5 + 0.5 * jnp.tanh(0.5 * gate)
     silu = gate * sigmoid
