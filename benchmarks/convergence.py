@@ -102,6 +102,15 @@ def run_recipe(args: argparse.Namespace, recipe: str, overrides: list[str]) -> R
     return row
 
 
+def say_whether_cut(row: Row, total: int, minutes: float) -> None:
+    """Says where a recipe stopped before the end of its schedule."""
+    if (seen := row.get("tokens", 0)) < total:
+        print(
+            f"{row['variant']} stopped at {seen:,} of {total:,} tokens, before the end of its schedule: no held-out "
+            f"loss. Give fewer --tokens, or more --minutes ({minutes:g}).", flush=True
+        )  # fmt: skip
+
+
 def points_of(row: Mapping[str, Any]) -> list[Point]:
     """A row's curve."""
     return [dict(zip(("step", "tokens", "seconds", "loss"), point, strict=True)) for point in row["curve"]]
@@ -169,11 +178,8 @@ def main() -> None:
         row = {"work": work, **run_recipe(args, recipe, overrides)}
         compare(row, row if recipe == BASE else kept_rows(name, work).get(BASE))
         rows.append(row)
-        if "failed" not in row and row.get("tokens", 0) < steps * tokens_per_step:
-            print(
-                f"{recipe} stopped at {row.get('tokens', 0):,} of {steps * tokens_per_step:,} tokens, before the end of its "
-                f"schedule: no held-out loss. Give fewer --tokens, or more --minutes ({args.minutes:g}).", flush=True
-            )  # fmt: skip
+        if "failed" not in row:
+            say_whether_cut(row, steps * tokens_per_step, args.minutes)
         if len(row["curve"]) > 1:
             append_rows(name, [row])
             (RESULTS / f"{name}.svg").write_text(picture(kept_rows(name, work).values()), encoding="utf-8")
