@@ -49,7 +49,7 @@ def run(folder, name: str, *overrides: str) -> None:
 
 
 def test_an_fp8_run_starts_from_a_plain_one_and_from_files_and_is_exported(tmp_path):
-    """Its first and last layer stay out of the scan, and out of FP8; without a step its weights are those of the start."""
+    """Its first and last layer stay out of the scan and of FP8; its weights are those of the start."""
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     run(tmp_path, "plain", "train.steps=1", "optimizer.learning_rate=1e-3")
     assert convert.main([str(tmp_path / "plain"), "--output", str(tmp_path / "files")]) == 0
