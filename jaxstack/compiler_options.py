@@ -1,12 +1,12 @@
 """XLA's options of a compiled train step: data, each row with what it is for, and those that have another name now."""
 
 import functools
+import importlib.metadata
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 
 from jaxstack.errors import ConfigError
 
@@ -123,4 +123,4 @@ def _equal(one: Setting, other: Sequence[Any]) -> bool:
 
 
 def _version() -> str:
-    return f"jaxlib {jaxlib.__version__}"
+    return f"jaxlib {importlib.metadata.version("jaxlib")}"
