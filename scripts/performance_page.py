@@ -133,9 +133,9 @@ Every precision sees the same batches in the same order. `loss` is the mean over
 ratio` that by bfloat16's over the same tokens; held-out loss where all tokens were seen. The rows of 1,221 steps were
 cut off by their time, at three quarters of the schedule; two ran beside each other on two GPUs.
 
-In the rows with a learning rate of 1e-3 after 32 steps of warm-up every recipe's loss jumps once or more between steps
-15 and 40, each at another step (bfloat16's farthest, float32's not at all), and the distance stays: ratios of such a run
-tell how lucky a recipe was, not how exact it is. The script warms up longer to half of that rate since.
+In the rows with a learning rate of 1e-3 after 32 steps of warm-up the loss of most recipes jumps between steps 15 and
+40, in each at other steps, and the distance stays: the ratios of such a run tell how lucky a recipe was, not how exact
+it is. The script warms up longer to half of that rate since.
 
 ![Training loss of each precision, against tokens and against time](pictures/{PICTURE.name})
 """,
