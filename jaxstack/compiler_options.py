@@ -123,4 +123,4 @@ def _equal(one: Setting, other: Sequence[Any]) -> bool:
 
 
 def _version() -> str:
-    return f"jaxlib {importlib.metadata.version("jaxlib")}"
+    return "jaxlib " + importlib.metadata.version("jaxlib")
