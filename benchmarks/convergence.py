@@ -41,7 +41,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
 MODEL = (
     "model.num_layers=12", "model.hidden_size=768", "model.num_heads=12", "model.num_kv_heads=4",
     "model.intermediate_size=2048", "model.scan_layers=false", "train.global_batch_size=64",
-    "train.sequence_length=1024", "optimizer.learning_rate=1.0e-3",
+    "train.sequence_length=1024", "optimizer.learning_rate=5.0e-4",
 )  # fmt: skip
 TINY = (
     "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2",
@@ -170,7 +170,7 @@ def main() -> None:
     steps = max(2, round(tokens / tokens_per_step))
     source = [f"data.sources=[{{path: {json.dumps(args.text)}}}]", "data.packing=false"]
     overrides = [*MODEL, *source, *(TINY if args.tiny else ()), f"train.steps={steps}"]
-    overrides.append(f"schedule.warmup_steps={steps // 20}")
+    overrides.append(f"schedule.warmup_steps={steps // 10}")
     work = f"llama 82M, {steps} steps of 64 x 1024 tokens of {args.text}" if not args.tiny else "tiny llama"
     name = "tiny/convergence" if args.tiny else "convergence"
     rows = []
