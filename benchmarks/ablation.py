@@ -29,9 +29,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.arguments import positive
 from benchmarks.learning import count_matmuls, learn, mean_loss
 from benchmarks.rows import append_rows, print_table
-from benchmarks.steps import open_run, rates, run_process
+from benchmarks.steps import open_run, rates, run_as_command, run_process
 
 MODEL = ("model.preset=llama3-1b", "model.num_layers=8", "model.vocab_size=32768", "data.tokenizer.vocab_size=32768")
 TINY = (
@@ -117,15 +118,15 @@ def main() -> None:
     """Measures every technique in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="30 steps of 8 x 2048 tokens instead of 100")
-    parser.add_argument("--only", nargs="+", default=list(TECHNIQUES), choices=TECHNIQUES, metavar="TECHNIQUE")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds a row may take")
+    parser.add_argument("--only", nargs="+", default=list(TECHNIQUES), choices=TECHNIQUES, metavar="TECHNIQUE",
+        help=f"rows to measure, of: {', '.join(TECHNIQUES)}")  # fmt: skip
+    parser.add_argument("--timeout", type=positive(float), default=240, help="seconds a row may take")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         variant, *overrides = args.worker
-        print(json.dumps(measure(variant, overrides)))
-        return
+        run_as_command("ablation.py", lambda: print(json.dumps(measure(variant, overrides))))
     steps = 8 if args.tiny else 30 if args.quick else 100
     overrides = [
         *MODEL, "data.packing=false", "train.global_batch_size=8", "train.sequence_length=2048",
@@ -144,6 +145,8 @@ def main() -> None:
                 row["speedup"] = first["milliseconds"] / row["milliseconds"]
             rows.append({"work": work, "variant": f"{list(TECHNIQUES).index(variant)} {variant}", **row})
             append_rows("tiny/ablation" if args.tiny else "ablation", rows[-1:])
+    if not rows:
+        raise SystemExit(1)
     print_table(rows, COLUMNS)
     compared = [row for row in rows if "speedup" in row]
     if len(compared) > 1:

@@ -24,11 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.arguments import positive
 from benchmarks.learning import Point, count_matmuls, learn, mean_loss
 from benchmarks.picture import Panel, draw
 from benchmarks.reports import events, report
 from benchmarks.rows import RESULTS, append_rows, print_table
-from benchmarks.steps import open_run, rates
+from benchmarks.steps import open_run, rates, run_as_command
 
 BASE = "bf16"
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -155,17 +156,18 @@ def picture(rows: Iterable[Mapping[str, Any]]) -> str:
 def main() -> None:
     """Trains every recipe in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES, metavar="RECIPE")
-    parser.add_argument("--tokens", type=float, default=50e6, help="of the whole run, which the schedule is made for")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of training, after which a recipe stops")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES, metavar="RECIPE",
+        help=f"to train, of: {', '.join(RECIPES)}")  # fmt: skip
+    parser.add_argument("--tokens", type=positive(float), default=50e6, help="of the whole schedule")
+    parser.add_argument("--minutes", type=positive(float), default=20.0, help="of training, after which a recipe stops")
     parser.add_argument("--text", default="stdlib", help="a source of data: stdlib, a file, a directory, a glob")
-    parser.add_argument("--patience", type=float, default=240, help="seconds without a word before a recipe is ended")
+    parser.add_argument("--patience", type=positive(float), default=240, help="seconds of silence that end a recipe")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         recipe, minutes, *overrides = args.worker
-        return train(recipe, float(minutes), overrides)
+        run_as_command("convergence.py", lambda: train(recipe, float(minutes), overrides))
     tokens_per_step, tokens = (256, 12 * 256) if args.tiny else (65536, args.tokens)
     steps = max(2, round(tokens / tokens_per_step))
     source = [f"data.sources=[{{path: {json.dumps(args.text)}}}]", "data.packing=false"]
@@ -183,6 +185,8 @@ def main() -> None:
         if len(row["curve"]) > 1:
             append_rows(name, [row])
             (RESULTS / f"{name}.svg").write_text(picture(kept_rows(name, work).values()), encoding="utf-8")
+    if all("failed" in row for row in rows):
+        raise SystemExit(1)
     print_table(rows, COLUMNS)
     for row in rows:
         if "loss_ratio" in row and row["variant"] != BASE:
