@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import jax
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.fp8 import blockwise, mosaic, per_tensor
+from pallas_kernels.fp8 import blockwise, mosaic, per_tensor, triton
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.fp8.plan import Plan
 from pallas_kernels.pointwise.gated import swiglu
@@ -24,6 +24,8 @@ class Request:
 
     plan: Plan
     x: jax.Array
+    raw: tuple[jax.Array, ...]
+    """Of what the input is the RMSNorm, where a backend may compute that itself: x [rows, D] and a gain [D]."""
     weights: tuple[jax.Array, ...]
     quantized: tuple[Quantized | None, ...]
     states: tuple[jax.Array | None, ...]
@@ -58,10 +60,13 @@ def _cublas_refuses(request: Request) -> str | None:
 
 def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
     function = per_tensor.swiglu_mlp if request.mlp else per_tensor.multiply
+    plan, raw = request.plan, request.raw
+    if not triton.takes(request.x.reshape(-1, request.x.shape[-1])):
+        plan, raw = dataclasses.replace(plan, epsilon=None), ()
     known = zip(request.weights, request.quantized, strict=True)
     values = tuple(jax.lax.stop_gradient(weight) if found is None else found for weight, found in known)
     carriers = tuple(weight.astype(request.plan.dtype) for weight in request.weights)
-    return function(request.plan, request.x, carriers, values, request.states)
+    return function(plan, request.x, raw, carriers, values, request.states)
 
 
 def _mosaic_refuses(request: Request) -> str | None:

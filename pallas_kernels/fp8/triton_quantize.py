@@ -1,6 +1,6 @@
 """Rounds a tile to FP8, as it is and turned, in one pass: with one scale, or with one for 128 values.
 
-With one scale also what has just been computed of other arrays: SwiGLU, and its gradients.
+With one scale also what has just been computed of other arrays: RMSNorm, SwiGLU, and its gradients.
 """
 
 # A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows, nor what jit returns.
@@ -42,48 +42,72 @@ def quantize_kernel(x, values, inverse, turned_values, turned_inverse, plan: tl.
 
 @triton.jit
 def tile_of(plan: tl.constexpr):
-    """Rows [128, 1] and columns [1, width] of this program's tile."""
+    """Rows [height, 1] and columns [1, width] of this program's tile."""
     tile = tl.program_id(0)
-    rows = tile // plan.column_tiles * 128 + tl.arange(0, 128)
+    rows = tile // plan.column_tiles * plan.height + tl.arange(0, plan.height)
     columns = tile % plan.column_tiles * plan.width + tl.arange(0, plan.width)
     return rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
 
 
 @triton.jit
+def scale_of(history, inverse, plan: tl.constexpr):
+    """The scale [] for the largest of the magnitudes `history`, from `plan.first` on; its inverse is written."""
+    places = tl.arange(0, plan.padded_seen)
+    amax = tl.max(tl.load(history + plan.first + places, places < plan.seen, 0.0))
+    scale = group_scale(tl.where(amax > 0, amax, plan.unseen), plan.limit)
+    if tl.program_id(0) == 0:
+        tl.store(inverse, 1.0 / scale)
+    return scale
+
+
+@triton.jit
 def store_both(block, scale, values, turned, rows, columns, plan: tl.constexpr):
     """Writes a tile times scale [], and turned. Casts saturate."""
-    rounded = (block.to(tl.float32) * tl.load(scale)).to(values.dtype.element_ty)
+    rounded = (block.to(tl.float32) * scale).to(values.dtype.element_ty)
     tl.store(values + rows * plan.columns + columns, rounded)
     tl.store(turned + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
 
 
 @triton.jit
-def cast_kernel(x, scale, values, turned, maxima, plan: tl.constexpr):
+def cast_kernel(x, history, values, turned, maxima, inverse, plan: tl.constexpr):
     """x [rows, columns] with one scale."""
     rows, columns = tile_of(plan)
+    scale = scale_of(history, inverse, plan)
     block = tl.load(x + rows * plan.columns + columns)
     store_both(block, scale, values, turned, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
 @triton.jit
-def recast_kernel(x, x_maxima, scale, values, turned, plan: tl.constexpr):
+def recast_kernel(x, x_maxima, history, values, turned, inverse, plan: tl.constexpr):
     """The same of an x that is in FP8, each tile with a scale of its own, given by its largest magnitude.
 
     Scales are powers of two: only what falls below the normal numbers of the format is rounded a second time.
     """
     rows, columns = tile_of(plan)
-    inverse = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
-    block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * inverse
+    own = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
+    block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * own
     # Exact in two bytes, of which a tile is turned faster.
-    store_both(block.to(tl.bfloat16), scale, values, turned, rows, columns, plan)
+    store_both(block.to(tl.bfloat16), scale_of(history, inverse, plan), values, turned, rows, columns, plan)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), two units in the last place off at most, by a third of the instructions of Triton's own."""
+    assembly: tl.constexpr = """
+        mul.f32 $0, $1, 0fBFB8AA3B;  // -log2(e)
+        ex2.approx.ftz.f32 $0, $0;
+        add.f32 $0, $0, 0f3F800000;
+        rcp.approx.ftz.f32 $0, $0;
+    """
+    return tl.inline_asm_elementwise(assembly, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
     """A tile of silu(gate) * up, in their dtype, which the product would have by itself."""
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
-    block = wide * tl.sigmoid(wide) * tl.load(up + rows * plan.columns + columns).to(tl.float32)
+    block = wide * sigmoid(wide) * tl.load(up + rows * plan.columns + columns).to(tl.float32)
     return block.to(gate.dtype.element_ty)
 
 
@@ -93,27 +117,28 @@ def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
     wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)
-    sigmoid = tl.sigmoid(wide)
-    silu = wide * sigmoid
-    d_gate = d_wide * wide_up * (sigmoid + silu * (1.0 - sigmoid))
+    opened = sigmoid(wide)
+    silu = wide * opened
+    d_gate = d_wide * wide_up * (opened + silu * (1.0 - opened))
     return d_gate.to(gate.dtype.element_ty), (d_wide * silu).to(gate.dtype.element_ty)
 
 
 @triton.jit
-def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
+def store_own_scale(block, values, maximum, rows, columns, plan: tl.constexpr):
     """Writes a tile with a scale of its own, and its largest magnitude."""
     block = block.to(tl.float32)
     amax = tl.max(tl.abs(block))
     tl.store(
         values + rows * plan.columns + columns, (block * group_scale(amax, plan.limit)).to(values.dtype.element_ty)
     )
-    tl.store(maxima + tl.program_id(0), amax)
+    tl.store(maximum, amax)
 
 
 @triton.jit
-def swiglu_kernel(gate, up, scale, values, turned, maxima, plan: tl.constexpr):
+def swiglu_kernel(gate, up, history, values, turned, maxima, inverse, plan: tl.constexpr):
     """silu(gate) * up, both [rows, columns], with one scale."""
     rows, columns = tile_of(plan)
+    scale = scale_of(history, inverse, plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     store_both(block, scale, values, turned, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
@@ -123,16 +148,18 @@ def swiglu_kernel(gate, up, scale, values, turned, maxima, plan: tl.constexpr):
 def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
     """The same, each tile with a scale of its own."""
     rows, columns = tile_of(plan)
-    store_own_scale(swiglu_of(gate, up, rows, columns, plan), values, maxima, rows, columns, plan)
+    block = swiglu_of(gate, up, rows, columns, plan)
+    store_own_scale(block, values, maxima + tl.program_id(0), rows, columns, plan)
 
 
 @triton.jit
 def swiglu_gradients_kernel(  # noqa: PLR0913
-    gate, up, d_out, gate_scale, up_scale,
-    gate_values, gate_turned, gate_maxima, up_values, up_turned, up_maxima, plan: tl.constexpr,
+    gate, up, d_out, gate_history, up_history, gate_values, gate_turned, gate_maxima, gate_inverse,
+    up_values, up_turned, up_maxima, up_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and up, all [rows, columns], each with one scale."""
     rows, columns = tile_of(plan)
+    gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_both(d_gate, gate_scale, gate_values, gate_turned, rows, columns, plan)
     tl.store(gate_maxima + tl.program_id(0), tl.max(tl.abs(d_gate.to(tl.float32))))
@@ -145,5 +172,80 @@ def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_
     """The same, each tile with a scale of its own."""
     rows, columns = tile_of(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
-    store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
-    store_own_scale(d_up, up_values, up_maxima, rows, columns, plan)
+    store_own_scale(d_gate, gate_values, gate_maxima + tl.program_id(0), rows, columns, plan)
+    store_own_scale(d_up, up_values, up_maxima + tl.program_id(0), rows, columns, plan)
+
+
+@triton.jit
+def inverse_rms(x, rows, plan: tl.constexpr):
+    """1 / sqrt(mean(x^2) + epsilon) of rows [height, 1], as [height, 1]."""
+    height: tl.constexpr = plan.height
+    chunk: tl.constexpr = plan.chunk
+    columns = tl.arange(0, chunk)[None, :]
+    squares = tl.zeros([height, chunk], tl.float32)
+    for start in range(0, plan.columns, chunk):
+        block = tl.load(x + rows * plan.columns + start + columns).to(tl.float32)
+        squares += block * block
+    return tl.rsqrt(tl.sum(squares, axis=1) / plan.columns + plan.epsilon)[:, None]
+
+
+@triton.jit
+def norm_of(x, gain, inverse, rows, columns, plan: tl.constexpr):
+    """A tile of x * inverse * gain, in the dtype of x."""
+    block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
+    return (block * inverse * tl.load(gain + columns)).to(x.dtype.element_ty)
+
+
+@triton.jit
+def norm_kernel(x, gain, history, values, turned, maxima, inverse, plan: tl.constexpr):
+    """RMSNorm of x [rows, columns], with one scale. A program has whole rows; its second look at them finds them near.
+
+    gain: [columns] float32.
+    """
+    rows = (tl.program_id(0).to(tl.int64) * plan.height + tl.arange(0, plan.height))[:, None]
+    scale, root = scale_of(history, inverse, plan), inverse_rms(x, rows, plan)
+    height: tl.constexpr = plan.height
+    width: tl.constexpr = plan.width
+    largest = tl.zeros([height, width], tl.float32)
+    for start in range(0, plan.columns, plan.width):
+        columns = start + tl.arange(0, plan.width).to(tl.int64)[None, :]
+        block = norm_of(x, gain, root, rows, columns, plan)
+        store_both(block, scale, values, turned, rows, columns, plan)
+        largest = tl.maximum(largest, tl.abs(block.to(tl.float32)))
+    tl.store(maxima + tl.program_id(0), tl.max(largest))
+
+
+@triton.jit
+def norm_tiles_kernel(x, gain, values, maxima, plan: tl.constexpr):
+    """The same, each tile with a scale of its own."""
+    rows = (tl.program_id(0).to(tl.int64) * plan.height + tl.arange(0, plan.height))[:, None]
+    root = inverse_rms(x, rows, plan)
+    for tile in range(plan.column_tiles):
+        columns = tile * plan.width + tl.arange(0, plan.width).to(tl.int64)[None, :]
+        block = norm_of(x, gain, root, rows, columns, plan)
+        place = maxima + tl.program_id(0) * plan.column_tiles + tile
+        store_own_scale(block, values, place, rows, columns, plan)
+
+
+@triton.jit
+def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
+    """Largest of each, in the first places of the three rows of `found` [3, seen]; zeros behind."""
+    role = tl.program_id(0)
+    if role == 0:
+        largest = largest_of(inputs, plan.inputs)
+    elif role == 1:
+        largest = largest_of(weights, plan.weights)
+    else:
+        largest = largest_of(gradients, plan.gradients)
+    places = tl.arange(0, plan.padded_seen)
+    tl.store(found + role * plan.seen + places, tl.where(places == 0, largest, 0.0), places < plan.seen)
+
+
+@triton.jit
+def largest_of(values, count: tl.constexpr):
+    """Of so many."""
+    places = tl.arange(0, 4096)
+    largest = tl.zeros([4096], tl.float32)
+    for start in range(0, count, 4096):
+        largest = tl.maximum(largest, tl.load(values + start + places, start + places < count, 0.0))
+    return tl.max(largest)
