@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 
@@ -35,5 +35,5 @@ SWIGLU_GRADIENTS = Source(swiglu_gradients, "swiglu_gradients_kernel", "swiglu_g
 @functools.cache
 def normalised(epsilon: float) -> Source:
     """RMSNorm: of x [..., D] and a gain [D] in float32."""
-    compute = lambda x, gain: (rms_norm(x, gain, epsilon=epsilon),)  # noqa: E731
+    compute = lambda x, gain: (cast(jax.Array, rms_norm(x, gain, epsilon=epsilon)),)  # noqa: E731
     return Source(compute, "norm_kernel", "norm_tiles_kernel", 128, height=32, warps=8, epsilon=epsilon)

@@ -136,9 +136,7 @@ def cast_both(
     if source.tiles_kernel is not None and all(seen is None for seen in expected):
         return _cast_by_tiles(source.tiles_kernel, source, arrays, dtype, len(expected))
     given = [seen for seen in expected if seen is not None]
-    histories = [seen.state for seen in given] or [
-        absolute_maximum(x).reshape(1) for x in source.compute(*arrays)
-    ]
+    histories = [seen.state for seen in given] or [absolute_maximum(x).reshape(1) for x in source.compute(*arrays)]
     plan, shape = _plan(source, arrays[0], dtype, given), arrays[0].shape
     shapes = ((shape, dtype), (shape[::-1], dtype), ((plan.programs,), jnp.float32), ((), jnp.float32))
     results = _launch(source.kernel, plan, shapes * len(expected), *arrays, *histories, warps=source.warps)
@@ -146,7 +144,8 @@ def cast_both(
 
 
 def _plan(source: Source, x: jax.Array, dtype: Any, given: Sequence[Seen]) -> Plan:
-    plan = Plan(*x.shape, source.width, source.height, limit=largest(dtype), epsilon=source.epsilon)
+    rows, columns = x.shape
+    plan = Plan(rows, columns, source.width, source.height, limit=largest(dtype), epsilon=source.epsilon)
     if not given:
         return plan
     seen, history = given[0], given[0].state.shape[-1]
@@ -182,7 +181,8 @@ def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
     """`state.state_gradient` of one-dimensional maxima, by a kernel where it can: XLA makes several of it."""
     if not _runs_here():
         return plain_state_gradient(state, maxima)
-    plan = Maxima(*(x.size for x in maxima), state.shape[-1])
+    inputs, weights, gradients = maxima
+    plan = Maxima(inputs.size, weights.size, gradients.size, state.shape[-1])
     (found,) = _launch("maxima_kernel", plan, ((state.shape, jnp.float32),), *maxima)
     return found
 
