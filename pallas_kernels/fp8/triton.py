@@ -111,7 +111,8 @@ def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
     """`blockwise.quantize_both`, by the kernel where it can."""
     if not takes(x):
         return blockwise.quantize_both(x)
-    plan = Plan(*x.shape)
+    rows, columns = x.shape
+    plan = Plan(rows, columns, limit=largest(E4M3))
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = (
         (x.shape, E4M3),
         ((plan.columns // BLOCK, plan.rows), jnp.float32),
