@@ -14,7 +14,6 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp8 import blockwise, mosaic, per_tensor, triton
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.pointwise.gated import swiglu
 from pallas_kernels.target import Target, current_target
 
 
@@ -75,12 +74,9 @@ def _mosaic_refuses(request: Request) -> str | None:
 
 
 def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:
-    multiply = functools.partial(blockwise.multiply, operations)
-    if not request.mlp:
-        return multiply(request.plan, request.x, request.weights, request.quantized)
-    inner = dataclasses.replace(request.plan, output=request.plan.dtype)
-    gate, up = multiply(inner, request.x, request.weights[:2], request.quantized[:2])
-    return multiply(request.plan, swiglu(gate, up), request.weights[2:], request.quantized[2:])
+    return blockwise.multiply(
+        operations, request.plan, request.x, request.weights, request.quantized, mlp=request.mlp
+    )
 
 
 _CUBLAS = Backend("cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_refuses, _per_tensor)

@@ -18,6 +18,8 @@ class Source(NamedTuple):
     """Of `triton_quantize`, which computes and rounds."""
     tiles_kernel: str | None
     """The same with a scale for each tile."""
+    blocks_kernel: str | None
+    """The same with a scale for 128 values, along rows and along columns."""
     width: int
     """Columns of a tile: how many the registers hold."""
     height: int = 128
@@ -27,13 +29,21 @@ class Source(NamedTuple):
     """Of a norm, whose programs take whole rows."""
 
 
-GIVEN = Source(lambda x: (x,), "cast_kernel", None, 128)
-SWIGLU = Source(lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", "swiglu_tiles_kernel", 64)
-SWIGLU_GRADIENTS = Source(swiglu_gradients, "swiglu_gradients_kernel", "swiglu_gradients_tiles_kernel", 64)
+GIVEN = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
+SWIGLU = Source(
+    lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", "swiglu_tiles_kernel", "swiglu_blocks_kernel", 64
+)
+SWIGLU_GRADIENTS = Source(
+    swiglu_gradients,
+    "swiglu_gradients_kernel",
+    "swiglu_gradients_tiles_kernel",
+    "swiglu_gradients_blocks_kernel",
+    64,
+)
 
 
 @functools.cache
 def normalised(epsilon: float) -> Source:
     """RMSNorm: of x [..., D] and a gain [D] in float32."""
     compute = lambda x, gain: (cast(jax.Array, rms_norm(x, gain, epsilon=epsilon)),)  # noqa: E731
-    return Source(compute, "norm_kernel", "norm_tiles_kernel", 128, height=32, warps=8, epsilon=epsilon)
+    return Source(compute, "norm_kernel", "norm_tiles_kernel", None, 128, height=32, warps=8, epsilon=epsilon)

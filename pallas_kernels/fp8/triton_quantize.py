@@ -143,6 +143,36 @@ def store_own_scale(block, values, maximum, rows, columns, plan: tl.constexpr):
 
 
 @triton.jit
+def swiglu_blocks_kernel(gate, up, values, inverse, turned_values, turned_inverse, plan: tl.constexpr):
+    """As `quantize_kernel`, of silu(gate) * up."""
+    rows, columns = tile_of(plan)
+    block = swiglu_of(gate, up, rows, columns, plan)
+    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+
+
+@triton.jit
+def swiglu_gradients_blocks_kernel(
+    gate, up, d_out, gate_values, gate_inverse, gate_turned, gate_turned_inverse,
+    up_values, up_inverse, up_turned, up_turned_inverse, plan: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_kernel`, of the gradients of gate and up."""
+    rows, columns = tile_of(plan)
+    d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
+    quantize_both(d_gate, gate_values, gate_inverse, gate_turned, gate_turned_inverse, rows, columns, plan)
+    quantize_both(d_up, up_values, up_inverse, up_turned, up_turned_inverse, rows, columns, plan)
+
+
+@triton.jit
+def weight_kernel(x, values, turned, inverse, plan: tl.constexpr):
+    """x [rows, columns] with a scale for each tile of 128 x 128."""
+    rows, columns = tile_of(plan)
+    block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
+    scale = group_scale(tl.max(tl.abs(block)), plan.limit)
+    store_both(block, scale, values, turned, rows, columns, plan)
+    tl.store(inverse + tl.program_id(0), 1.0 / scale)
+
+
+@triton.jit
 def swiglu_kernel(gate, up, history, values, turned, maxima, inverse, plan: tl.constexpr):
     """silu(gate) * up, both [rows, columns], with one scale."""
     rows, columns = tile_of(plan)

@@ -39,7 +39,7 @@ def interpret() -> None:
     shapes = [(size, E4M3), ((3, 256), np.float32), (size[::-1], E4M3), ((2, 384), np.float32)]
 
     def run(x):
-        plain = jax.tree.leaves(blockwise.quantize_both(jnp.asarray(x, jnp.float32)))
+        plain = jax.tree.leaves(blockwise.quantize_both(GIVEN, [jnp.asarray(x, jnp.float32)]))
         found = launch("quantize_kernel", triton.Plan(*size, limit=448.0), shapes, x)
         return list(zip(found, [np.asarray(array).astype(np.float32) for array in plain], strict=True))
 
@@ -53,6 +53,7 @@ def interpret() -> None:
 
     interpret_sources(random, size)
     interpret_tiles(random, size)
+    interpret_blocks(random, size)
     interpret_maxima(random)
 
 
@@ -115,6 +116,29 @@ def interpret_tiles(random, size):
         assert inverse == 16
 
 
+def interpret_blocks(random, size):
+    """SwiGLU and its gradients by blocks, and a weight: values that need no cast to be compared."""
+    held = [jnp.asarray(random.normal(size=size), jnp.float32) for _ in range(3)]
+    groups = (size[1] // 128, size[0]), (size[0] // 128, size[1])
+    for source, count in ((SWIGLU, 2), (SWIGLU_GRADIENTS, 3)):
+        results = source.compute(*held[:count])
+        shapes = [(size, np.float32), (groups[0], np.float32), (size[::-1], np.float32), (groups[1], np.float32)]
+        found = launch(source.blocks_kernel, triton.Plan(*size, limit=448.0), shapes * len(results), *held[:count])
+        for index, wanted in enumerate(results):
+            values, inverse, turned, turned_inverse = found[4 * index : 4 * index + 4]
+            np.testing.assert_array_equal(inverse, blockwise.quantize_rows(wanted).inverse_scale)
+            np.testing.assert_array_equal(turned_inverse, blockwise.quantize_rows(wanted.T).inverse_scale)
+            np.testing.assert_allclose(values * np.repeat(inverse.T, 128, 1), wanted, 1e-4, 1e-6)
+            # Turned in two bytes, to which the interpreter cuts off.
+            np.testing.assert_allclose(turned * np.repeat(turned_inverse.T, 128, 1), wanted.T, 2.0**-7, 1e-6)
+    wanted = blockwise.quantize_weight(held[0])
+    shapes = [(size, np.float32), (size[::-1], np.float32), (wanted.inverse_scale.shape, np.float32)]
+    values, turned, inverse = launch("weight_kernel", triton.Plan(*size, limit=448.0), shapes, held[0])
+    np.testing.assert_array_equal(inverse, wanted.inverse_scale)
+    np.testing.assert_array_equal(values * np.repeat(np.repeat(inverse, 128, 0), 128, 1), held[0])
+    np.testing.assert_array_equal(turned, values.T)
+
+
 def interpret_maxima(random):
     """As the plain form: more than are read at once, as few as one."""
     maxima = [np.abs(random.normal(size=count)).astype(np.float32) for count in (5000, 1, 130)]
@@ -146,7 +170,7 @@ def test_compiled_for_hopper_it_reads_the_array_once():
     x, state = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16), jax.ShapeDtypeStruct((3, 16), jnp.float32)
     cast = lambda x, state: triton.cast_both(GIVEN, [x], E5M2, [Seen(state, 2)])[0]  # noqa: E731
     with lowering_platform("cuda"):
-        blocks = compile_for_hopper(triton.quantize_both, x).as_text()
+        blocks = compile_for_hopper(lambda x: triton.quantize_both(GIVEN, [x]), x).as_text()
         whole = compile_for_hopper(cast, x, state).as_text()
     for text in (blocks, whole):
         assert text.count('custom_call_target="triton_kernel_call"') == 1 and " fusion(" not in text
@@ -157,8 +181,8 @@ def test_compiled_for_hopper_it_reads_the_array_once():
 def test_other_shapes_are_rounded_by_xla(shape):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with lowering_platform("cuda"):
-        for function in (triton.quantize_both, lambda x: triton.cast_both(GIVEN, [x], E4M3, [None])):
-            assert "triton_kernel_call" not in compile_for_hopper(function, x).as_text()
+        for function in (triton.quantize_both, lambda source, x: triton.cast_both(source, x, E4M3, [None])):
+            assert "triton_kernel_call" not in compile_for_hopper(lambda x: function(GIVEN, [x]), x).as_text()
 
 
 @needs_triton
