@@ -104,7 +104,7 @@ def multiply(
 ) -> tuple[jax.Array, ...]:
     """x [rows, D] times each weight [D, outputs], several dims as one; x is quantised once.
 
-    As `mlp` swiglu(x @ gate, x @ up) @ down of three weights; SwiGLU and its gradients are rounded as they are computed.
+    As `mlp` swiglu(x @ gate, x @ up) @ down of three weights: SwiGLU and its gradients are in memory in FP8 only.
     A weight that comes `quantized` has been as a matrix [D, outputs], as `quantize_weight` does.
     """
     rows = x.shape[: x.ndim - plan.contracted]

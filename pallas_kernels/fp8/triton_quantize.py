@@ -151,7 +151,7 @@ def swiglu_blocks_kernel(gate, up, values, inverse, turned_values, turned_invers
 
 
 @triton.jit
-def swiglu_gradients_blocks_kernel(
+def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
     gate, up, d_out, gate_values, gate_inverse, gate_turned, gate_turned_inverse,
     up_values, up_inverse, up_turned, up_turned_inverse, plan: tl.constexpr,
 ):  # fmt: skip
