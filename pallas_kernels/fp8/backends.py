@@ -59,13 +59,18 @@ def _cublas_refuses(request: Request) -> str | None:
 
 def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
     function = per_tensor.swiglu_mlp if request.mlp else per_tensor.multiply
-    plan, raw = request.plan, request.raw
-    if not triton.takes(request.x.reshape(-1, request.x.shape[-1])):
-        plan, raw = dataclasses.replace(plan, epsilon=None), ()
+    plan, raw = _where_rounded(request)
     known = zip(request.weights, request.quantized, strict=True)
     values = tuple(jax.lax.stop_gradient(weight) if found is None else found for weight, found in known)
     carriers = tuple(weight.astype(request.plan.dtype) for weight in request.weights)
     return function(plan, request.x, raw, carriers, values, request.states)
+
+
+def _where_rounded(request: Request) -> tuple[Plan, tuple[jax.Array, ...]]:
+    """The plan and what the input is computed of; without it where no kernel does that."""
+    if triton.takes(request.x.reshape(-1, request.x.shape[-1])):
+        return request.plan, request.raw
+    return dataclasses.replace(request.plan, epsilon=None), ()
 
 
 def _mosaic_refuses(request: Request) -> str | None:
@@ -74,9 +79,8 @@ def _mosaic_refuses(request: Request) -> str | None:
 
 
 def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:
-    return blockwise.multiply(
-        operations, request.plan, request.x, request.weights, request.quantized, mlp=request.mlp
-    )
+    plan, raw = _where_rounded(request)
+    return blockwise.multiply(operations, plan, request.x, raw, request.weights, request.quantized, mlp=request.mlp)
 
 
 _CUBLAS = Backend("cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_refuses, _per_tensor)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.fp8.formats import E4M3, Quantized, keep, power_of_two_scale, saturating_cast
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source
+from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source, input_source
 from pallas_kernels.target import automatic_axes
 
 BLOCK = 128
@@ -97,6 +97,7 @@ def multiply(
     operations: Operations,
     plan: Plan,
     x: jax.Array,
+    raw: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
     quantized: tuple[Quantized | None, ...],
     *,
@@ -115,11 +116,14 @@ def multiply(
     )
     carriers = tuple(w.astype(plan.dtype) for w in matrices)
     function: Any = _swiglu_mlp if mlp else _multiply
-    results = function(operations, plan, x.reshape(-1, len(matrices[0])), carriers, given)
+    flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *raw)]
+    results = function(operations, plan, flat[0], tuple(flat[1:]), carriers, given)
     outputs = [w.shape[plan.contracted :] for w in weights[-len(results) :]]
     return tuple(y.reshape(*rows, *dims) for y, dims in zip(results, outputs, strict=True))
 
 
+Raw = tuple[jax.Array, ...]
+"""What the input is the RMSNorm of, [rows, D] and a gain [D] float32; or nothing."""
 Given = tuple[tuple[Quantized, jax.Array], ...]
 """Weights, quantised, and the transposes of their values."""
 
@@ -131,16 +135,16 @@ def _turned(q: Quantized, weight: jax.Array) -> tuple[Quantized, jax.Array]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    operations: Operations, plan: Plan, x: jax.Array, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
 ) -> tuple[jax.Array, ...]:
-    return _forward(operations, plan, x, weights, given)[0]
+    return _forward(operations, plan, x, raw, weights, given)[0]
 
 
 def _forward(
-    operations: Operations, plan: Plan, x: jax.Array, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, turned),) = operations.quantize_both(GIVEN, (x,))
+    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
     return _products(operations, plan.output, by_rows, given), (keep(turned), [w for w, _ in given])
 
 
@@ -148,7 +152,7 @@ def _backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[j
     turned_x, weights = saved
     both = [operations.quantize_both(GIVEN, (gradient,))[0] for gradient in gradients]
     d_x, d_weights = _gradients(operations, plan, turned_x, weights, both)
-    return d_x, d_weights, _no_gradients(weights)
+    return d_x, plan.none_of_raw, d_weights, _no_gradients(weights)
 
 
 _multiply.defvjp(_forward, _backward)
@@ -156,16 +160,16 @@ _multiply.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _swiglu_mlp(
-    operations: Operations, plan: Plan, x: jax.Array, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
 ) -> tuple[jax.Array, ...]:
-    return _mlp_forward(operations, plan, x, weights, given)[0]
+    return _mlp_forward(operations, plan, x, raw, weights, given)[0]
 
 
 def _mlp_forward(
-    operations: Operations, plan: Plan, x: jax.Array, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, turned),) = operations.quantize_both(GIVEN, (x,))
+    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
     wide = _products(operations, plan.dtype, by_rows, given[:2])
     ((hidden, turned_hidden),) = operations.quantize_both(SWIGLU, wide)
     outs = _products(operations, plan.output, hidden, given[2:])
@@ -178,7 +182,7 @@ def _mlp_backward(operations: Operations, plan: Plan, saved: Any, gradients: tup
     d_hidden, d_down = _gradients(operations, plan, turned_hidden, weights[2:], of_out)
     of_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
     d_x, d_first = _gradients(operations, plan, turned_x, weights[:2], of_wide)
-    return d_x, (*d_first, *d_down), _no_gradients(weights)
+    return d_x, plan.none_of_raw, (*d_first, *d_down), _no_gradients(weights)
 
 
 _swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)

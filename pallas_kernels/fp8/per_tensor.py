@@ -28,7 +28,7 @@ from pallas_kernels.fp8.formats import (
     quantize,
 )
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source, normalised
+from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source, input_source
 from pallas_kernels.fp8.state import Seen
 from pallas_kernels.fp8.triton import Both, cast_both, state_gradient
 from pallas_kernels.target import automatic_axes
@@ -74,7 +74,7 @@ def _backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ..
     rows = x.values.ndim - plan.contracted
     both = _quantize_gradients(plan, gradients, rows, [u.state for u in used])
     d_x, d_weights, d_states = _gradients(plan, x, used, both, rows)
-    return d_x, _none_of_raw(plan), d_weights, tuple(None for _ in used), d_states
+    return d_x, plan.none_of_raw, d_weights, tuple(None for _ in used), d_states
 
 
 multiply.defvjp(_forward, _backward)
@@ -110,7 +110,7 @@ def _mlp_backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array
     expected = [_expected(state, 2) for state in states[:2]]
     of_wide = _quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden), rows, GRADIENT_FORMATS[plan.gradients], expected)
     d_x, d_first, d_states = _gradients(plan, x, used[:2], of_wide, rows)
-    return d_x, _none_of_raw(plan), (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
+    return d_x, plan.none_of_raw, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
 
 
 swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -148,13 +148,8 @@ def _expected(state: jax.Array | None, role: int) -> Seen | None:
     return None if state is None else Seen(state, role)
 
 
-def _none_of_raw(plan: Plan) -> tuple[None, ...]:
-    """Gradients of `raw`: that of the input goes to x."""
-    return () if plan.epsilon is None else (None, None)
-
-
 def _quantize_input(plan: Plan, x: jax.Array, raw: Raw, states: States) -> Both:
-    source, arrays = (GIVEN, (x,)) if plan.epsilon is None else (normalised(plan.epsilon), raw)
+    source, arrays = input_source(plan.epsilon, x, raw)
     return _quantize_both(source, arrays, x.ndim - plan.contracted, E4M3, (_expected(states[0], 0),))[0]
 
 
@@ -181,7 +176,7 @@ def _quantize_both(
             found.append(Both(values, turned, absolute_maximum(x).reshape(1)))
         return found
     turned = (*shape[first:], *shape[:first])
-    flat = [x.reshape(math.prod(shape[:first]), -1) if x.shape == shape else x for x in arrays]
+    flat = [x.reshape(math.prod(shape[:first]), -1) if x.shape == shape else x.reshape(-1) for x in arrays]
     return [
         Both(_reshape(both.values, shape), _reshape(both.turned, turned), both.maxima)
         for both in cast_both(source, flat, dtype, expected)

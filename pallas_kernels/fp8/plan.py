@@ -20,3 +20,8 @@ class Plan:
     output: str
     gradients: str = "e5m2"
     epsilon: float | None = None
+
+    @property
+    def none_of_raw(self) -> tuple[None, ...]:
+        """Gradients of what such an input is computed of: they go to the input."""
+        return () if self.epsilon is None else (None, None)

@@ -1,13 +1,12 @@
 """What FP8 operands are rounded from: an array, or what is computed of others on the way and never stored itself."""
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.pointwise.gated import swiglu, swiglu_gradients
-from pallas_kernels.pointwise.norm import rms_norm
 
 
 class Source(NamedTuple):
@@ -22,11 +21,6 @@ class Source(NamedTuple):
     """The same with a scale for 128 values, along rows and along columns."""
     width: int
     """Columns of a tile: how many the registers hold."""
-    height: int = 128
-    """Rows of a tile."""
-    warps: int = 16
-    epsilon: float | None = None
-    """Of a norm, whose programs take whole rows."""
 
 
 GIVEN = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
@@ -42,8 +36,19 @@ SWIGLU_GRADIENTS = Source(
 )
 
 
-@functools.cache
-def normalised(epsilon: float) -> Source:
-    """RMSNorm: of x [..., D] and a gain [D] in float32."""
-    compute = lambda x, gain: (cast(jax.Array, rms_norm(x, gain, epsilon=epsilon)),)  # noqa: E731
-    return Source(compute, "norm_kernel", "norm_tiles_kernel", None, 128, height=32, warps=8, epsilon=epsilon)
+NORM = Source(
+    lambda x, inverse_rms, gain: ((x.astype(jnp.float32) * inverse_rms[..., None] * gain).astype(x.dtype),),
+    "norm_kernel",
+    "norm_tiles_kernel",
+    "norm_blocks_kernel",
+    128,
+)
+
+
+def input_source(epsilon: float | None, x: jax.Array, raw: Sequence[jax.Array]) -> tuple[Source, tuple[jax.Array, ...]]:
+    """Of a product's input x, which with an epsilon is the RMSNorm of `raw`: [..., D], and a gain [D] in float32."""
+    if epsilon is None:
+        return GIVEN, (x,)
+    raw_x, gain = raw
+    square = jnp.square(raw_x.astype(jnp.float32)).mean(axis=-1)
+    return NORM, (raw_x, jax.lax.rsqrt(square + epsilon), gain)

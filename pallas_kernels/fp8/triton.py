@@ -47,8 +47,6 @@ class Plan:
     columns: int
     width: int = BLOCK
     """Columns of a tile."""
-    height: int = BLOCK
-    """Rows of a tile."""
     limit: float = 0.0
     """The largest number of the format."""
     first: int = 0
@@ -57,29 +55,18 @@ class Plan:
     """How many they are."""
     unseen: float = 0.0
     """What is taken for them where they are zeros."""
-    epsilon: float | None = None
-    """Of a norm, whose programs take whole rows."""
 
     @property
     def column_tiles(self) -> int:
         return self.columns // self.width
 
     @property
-    def tiles(self) -> int:
-        return self.rows // self.height * self.column_tiles
-
-    @property
     def programs(self) -> int:
-        return self.tiles if self.epsilon is None else self.rows // self.height
+        return self.rows // BLOCK * self.column_tiles
 
     @property
     def padded_seen(self) -> int:
         return _padded(self.seen)
-
-    @property
-    def chunk(self) -> int:
-        """Columns that a norm's sums are made of at a time."""
-        return next(width for width in (4 * BLOCK, 2 * BLOCK, BLOCK) if self.columns % width == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,13 +143,13 @@ def cast_both(
     histories = [seen.state for seen in given] or [absolute_maximum(x).reshape(1) for x in source.compute(*arrays)]
     plan, shape = _plan(source, arrays[0], dtype, given), arrays[0].shape
     shapes = ((shape, dtype), (shape[::-1], dtype), ((plan.programs,), jnp.float32), ((), jnp.float32))
-    results = _launch(source.kernel, plan, shapes * len(expected), *arrays, *histories, warps=source.warps)
+    results = _launch(source.kernel, plan, shapes * len(expected), *arrays, *histories)
     return [_both(*results[start : start + 4]) for start in range(0, len(results), 4)]
 
 
 def _plan(source: Source, x: jax.Array, dtype: Any, given: Sequence[Seen]) -> Plan:
     rows, columns = x.shape
-    plan = Plan(rows, columns, source.width, source.height, limit=largest(dtype), epsilon=source.epsilon)
+    plan = Plan(rows, columns, source.width, largest(dtype))
     if not given:
         return plan
     seen, history = given[0], given[0].state.shape[-1]
@@ -172,8 +159,8 @@ def _plan(source: Source, x: jax.Array, dtype: Any, given: Sequence[Seen]) -> Pl
 def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: Any, count: int) -> list[Both]:
     """First each tile with a scale of its own: to read those bytes again takes less than what they are computed of."""
     shape, plan = arrays[0].shape, _plan(source, arrays[0], dtype, ())
-    tiles = _launch(kernel, plan, ((shape, dtype), ((plan.tiles,), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
-    plan, found = dataclasses.replace(plan, epsilon=None), []
+    tiles = _launch(kernel, plan, ((shape, dtype), ((plan.programs,), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
+    found = []
     for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):
         shapes = ((shape, dtype), (shape[::-1], dtype), ((), jnp.float32))
         history = maxima.max().reshape(1)

@@ -50,9 +50,9 @@ def quantize_both(block, values, inverse, turned_values, turned_inverse, rows, c
 
 @triton.jit
 def tile_of(plan: tl.constexpr):
-    """Rows [height, 1] and columns [1, width] of this program's tile."""
+    """Rows [128, 1] and columns [1, width] of this program's tile."""
     tile = tl.program_id(0)
-    rows = tile // plan.column_tiles * plan.height + tl.arange(0, plan.height)
+    rows = tile // plan.column_tiles * 128 + tl.arange(0, 128)
     columns = tile % plan.column_tiles * plan.width + tl.arange(0, plan.width)
     return rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
 
@@ -132,14 +132,14 @@ def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
 
 
 @triton.jit
-def store_own_scale(block, values, maximum, rows, columns, plan: tl.constexpr):
+def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
     """Writes a tile with a scale of its own, and its largest magnitude."""
     block = block.to(tl.float32)
     amax = tl.max(tl.abs(block))
     tl.store(
         values + rows * plan.columns + columns, (block * group_scale(amax, plan.limit)).to(values.dtype.element_ty)
     )
-    tl.store(maximum, amax)
+    tl.store(maxima + tl.program_id(0), amax)
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
     """The same, each tile with a scale of its own."""
     rows, columns = tile_of(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
-    store_own_scale(block, values, maxima + tl.program_id(0), rows, columns, plan)
+    store_own_scale(block, values, maxima, rows, columns, plan)
 
 
 @triton.jit
@@ -210,59 +210,42 @@ def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_
     """The same, each tile with a scale of its own."""
     rows, columns = tile_of(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
-    store_own_scale(d_gate, gate_values, gate_maxima + tl.program_id(0), rows, columns, plan)
-    store_own_scale(d_up, up_values, up_maxima + tl.program_id(0), rows, columns, plan)
+    store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
+    store_own_scale(d_up, up_values, up_maxima, rows, columns, plan)
 
 
 @triton.jit
-def inverse_rms(x, rows, plan: tl.constexpr):
-    """1 / sqrt(mean(x^2) + epsilon) of rows [height, 1], as [height, 1]."""
-    height: tl.constexpr = plan.height
-    chunk: tl.constexpr = plan.chunk
-    columns = tl.arange(0, chunk)[None, :]
-    squares = tl.zeros([height, chunk], tl.float32)
-    for start in range(0, plan.columns, chunk):
-        block = tl.load(x + rows * plan.columns + start + columns).to(tl.float32)
-        squares += block * block
-    return tl.rsqrt(tl.sum(squares, axis=1) / plan.columns + plan.epsilon)[:, None]
-
-
-@triton.jit
-def norm_of(x, gain, inverse, rows, columns, plan: tl.constexpr):
-    """A tile of x * inverse * gain, in the dtype of x."""
+def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
+    """A tile of x * inverse_rms * gain, in the dtype of x."""
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
-    return (block * inverse * tl.load(gain + columns)).to(x.dtype.element_ty)
+    return (block * tl.load(inverse_rms + rows) * tl.load(gain + columns)).to(x.dtype.element_ty)
 
 
 @triton.jit
-def norm_kernel(x, gain, history, values, turned, maxima, inverse, plan: tl.constexpr):
-    """RMSNorm of x [rows, columns], with one scale. A program has whole rows; its second look at them finds them near.
-
-    gain: [columns] float32.
-    """
-    rows = (tl.program_id(0).to(tl.int64) * plan.height + tl.arange(0, plan.height))[:, None]
-    scale, root = scale_of(history, inverse, plan), inverse_rms(x, rows, plan)
-    height: tl.constexpr = plan.height
-    width: tl.constexpr = plan.width
-    largest = tl.zeros([height, width], tl.float32)
-    for start in range(0, plan.columns, plan.width):
-        columns = start + tl.arange(0, plan.width).to(tl.int64)[None, :]
-        block = norm_of(x, gain, root, rows, columns, plan)
-        store_both(block, scale, values, turned, rows, columns, plan)
-        largest = tl.maximum(largest, tl.abs(block.to(tl.float32)))
-    tl.store(maxima + tl.program_id(0), tl.max(largest))
+def norm_kernel(x, inverse_rms, gain, history, values, turned, maxima, inverse, plan: tl.constexpr):
+    """x [rows, columns] * inverse_rms [rows] * gain [columns], with one scale."""
+    rows, columns = tile_of(plan)
+    block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
+    store_both(block, scale, values, turned, rows, columns, plan)
+    tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
 @triton.jit
-def norm_tiles_kernel(x, gain, values, maxima, plan: tl.constexpr):
+def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
     """The same, each tile with a scale of its own."""
-    rows = (tl.program_id(0).to(tl.int64) * plan.height + tl.arange(0, plan.height))[:, None]
-    root = inverse_rms(x, rows, plan)
-    for tile in range(plan.column_tiles):
-        columns = tile * plan.width + tl.arange(0, plan.width).to(tl.int64)[None, :]
-        block = norm_of(x, gain, root, rows, columns, plan)
-        place = maxima + tl.program_id(0) * plan.column_tiles + tile
-        store_own_scale(block, values, place, rows, columns, plan)
+    rows, columns = tile_of(plan)
+    block = norm_of(x, inverse_rms, gain, rows, columns, plan)
+    store_own_scale(block, values, maxima, rows, columns, plan)
+
+
+@triton.jit
+def norm_blocks_kernel(
+    x, inverse_rms, gain, values, inverse, turned_values, turned_inverse, plan: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_kernel`, of the same."""
+    rows, columns = tile_of(plan)
+    block = norm_of(x, inverse_rms, gain, rows, columns, plan)
+    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
 
 
 @triton.jit

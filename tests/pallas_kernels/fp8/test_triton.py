@@ -22,7 +22,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.fp8 import blockwise, triton
 from pallas_kernels.fp8.formats import E4M3, E5M2, power_of_two_scale
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, normalised
+from pallas_kernels.fp8.sources import GIVEN, NORM, SWIGLU, SWIGLU_GRADIENTS
 from pallas_kernels.fp8.state import Seen, state_gradient
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
@@ -60,16 +60,17 @@ def interpret() -> None:
 def interpret_sources(random, size):
     """FP8 of given values, bit by bit; of computed ones float32, for what they are before the cast."""
     held = random.choice([-1.75, -1.0, 1.25, 1.5], (3, *size)) * np.exp2(random.integers(-3, 4, (3, *size)))
-    arrays, gain = [jnp.asarray(array, jnp.float32) for array in held], jnp.linspace(-2, 2, size[1])
+    arrays = [jnp.asarray(array, jnp.float32) for array in held]
+    normed = [arrays[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
     for source, given, scales, dtype in (
         (GIVEN, arrays[:1], [0.5], E4M3),
         (GIVEN, arrays[:1], [0.5], E5M2),
         (SWIGLU, arrays[:2], [0.25], np.float32),
         (SWIGLU_GRADIENTS, arrays, [2.0, 0.125], np.float32),
-        (normalised(1e-5), [arrays[0], gain], [4.0], np.float32),
+        (NORM, normed, [4.0], np.float32),
     ):
         tolerance, limit = 0 if source is GIVEN else 1e-5, 57344.0 if dtype is E5M2 else 448.0
-        plan = triton.Plan(*size, source.width, source.height, limit, first=3, seen=3, epsilon=source.epsilon)
+        plan = triton.Plan(*size, source.width, limit, first=3, seen=3)
         # Of what was seen only the last three are this role's.
         histories = [[9e9, 9e9, 9e9, limit / scale / 2, 0, limit / scale] for scale in scales]
         shapes = [(size, dtype), (size[::-1], dtype), ((plan.programs,), np.float32), ((1,), np.float32)] * len(scales)
@@ -89,15 +90,16 @@ def interpret_sources(random, size):
 def interpret_tiles(random, size):
     """A scale for each tile, and then one for all: the second rounding shows below the normal numbers only."""
     held = random.normal(size=(3, *size)) * np.exp2(random.integers(-9, 4, size))
-    arrays, gain = [jnp.asarray(array, jnp.float32) for array in held], jnp.linspace(-2, 2, size[1])
+    arrays = [jnp.asarray(array, jnp.float32) for array in held]
+    normed = [arrays[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
     for source, given, limit in (
         (SWIGLU, arrays[:2], 448.0),
         (SWIGLU_GRADIENTS, arrays, 57344.0),
-        (normalised(1e-5), [arrays[0], gain], 448.0),
+        (NORM, normed, 448.0),
     ):
-        plan = triton.Plan(*size, source.width, source.height, limit, epsilon=source.epsilon)
-        results, rows = source.compute(*given), plan.height
-        shapes = [(size, np.float32), ((plan.tiles,), np.float32)] * len(results)
+        plan = triton.Plan(*size, source.width, limit)
+        results, rows = source.compute(*given), 128
+        shapes = [(size, np.float32), ((plan.programs,), np.float32)] * len(results)
         found = launch(source.tiles_kernel, plan, shapes, *given)
         for wanted, values, maxima in zip(results, found[::2], found[1::2], strict=True):
             blocks = np.abs(wanted).reshape(size[0] // rows, rows, plan.column_tiles, plan.width).max(axis=(1, 3))
@@ -105,25 +107,25 @@ def interpret_tiles(random, size):
             scales = power_of_two_scale(blocks, E4M3 if limit == 448 else E5M2)
             scales = np.repeat(np.repeat(scales, rows, 0), plan.width, 1)
             np.testing.assert_allclose(values, wanted * scales, 1e-5, 1e-5)
-    for height in (128, 32):
-        plan, x = triton.Plan(*size, 64, height, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
-        maxima = np.exp2(random.integers(-9, 9, plan.tiles)) * 448
-        wanted = x * np.repeat(np.repeat(maxima.reshape(-1, plan.column_tiles), height, 0), 64, 1) / 448 / 16
-        shapes = [(size, E5M2), (size[::-1], E5M2), ((1,), np.float32)]
-        values, turned, inverse = launch("recast_kernel", plan, shapes, x, maxima, [448.0 * 16])
-        np.testing.assert_array_equal(values, wanted)
-        np.testing.assert_array_equal(turned, values.T)
-        assert inverse == 16
+    plan, x = triton.Plan(*size, 64, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
+    maxima = np.exp2(random.integers(-9, 9, plan.programs)) * 448
+    wanted = x * np.repeat(np.repeat(maxima.reshape(-1, plan.column_tiles), 128, 0), 64, 1) / 448 / 16
+    shapes = [(size, E5M2), (size[::-1], E5M2), ((1,), np.float32)]
+    values, turned, inverse = launch("recast_kernel", plan, shapes, x, maxima, [448.0 * 16])
+    np.testing.assert_array_equal(values, wanted)
+    np.testing.assert_array_equal(turned, values.T)
+    assert inverse == 16
 
 
 def interpret_blocks(random, size):
     """SwiGLU and its gradients by blocks, and a weight: values that need no cast to be compared."""
     held = [jnp.asarray(random.normal(size=size), jnp.float32) for _ in range(3)]
     groups = (size[1] // 128, size[0]), (size[0] // 128, size[1])
-    for source, count in ((SWIGLU, 2), (SWIGLU_GRADIENTS, 3)):
-        results = source.compute(*held[:count])
+    normed = [held[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
+    for source, given in ((SWIGLU, held[:2]), (SWIGLU_GRADIENTS, held), (NORM, normed)):
+        results = source.compute(*given)
         shapes = [(size, np.float32), (groups[0], np.float32), (size[::-1], np.float32), (groups[1], np.float32)]
-        found = launch(source.blocks_kernel, triton.Plan(*size, limit=448.0), shapes * len(results), *held[:count])
+        found = launch(source.blocks_kernel, triton.Plan(*size, limit=448.0), shapes * len(results), *given)
         for index, wanted in enumerate(results):
             values, inverse, turned, turned_inverse = found[4 * index : 4 * index + 4]
             np.testing.assert_array_equal(inverse, blockwise.quantize_rows(wanted).inverse_scale)
