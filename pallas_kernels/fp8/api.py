@@ -137,6 +137,7 @@ def fp8_multiply(
     """x [rows, D] times each weight [D, outputs], as `fp8_dot_general`; x is quantised once for all.
 
     Args:
+        x: the input, or what it is the norm of.
         contracted: the number of dims that D stands for.
         output: dtype of the results; default: that of x.
         states: one a weight with delayed scaling.
@@ -160,8 +161,7 @@ def fp8_swiglu_mlp(
 ) -> jax.Array:
     """swiglu(x @ gate, x @ up) @ down with products in FP8, as `fp8_multiply` and `swiglu` give.
 
-    With one scale a tensor SwiGLU and its gradients are rounded where they are computed: they are in memory in FP8
-    only.
+    SwiGLU and its gradients are rounded where they are computed: they are in memory in FP8 only.
 
     Args:
         x: [rows, D], where `rows` stands for one or several dims.
