@@ -9,21 +9,28 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
+import numpy as np
 import pytest
 import yaml
 from pydantic import BaseModel
 
 from jaxstack.cli import COMMANDS
 from jaxstack.config import Component
+from jaxstack.feed import abstract_batch
+from jaxstack.language_run import make_trainer, resolve_model
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention_kinds import ATTENTION_KINDS
 from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
+from jaxstack.observe.ran import in_short
 from jaxstack.optim import OPTIMIZERS, SCHEDULES
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
+from pallas_kernels import record_choices
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -88,20 +95,30 @@ class _OneRound(ast.NodeTransformer):
         return ast.fix_missing_locations(node)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name == "library.md" else [])
-        for path in TEXTS
-        if blocks(path, "python")
-    ],
-)
-def test_python_blocks_run(path, tmp_path, monkeypatch):
+STANDALONE = ("kernels.md",)
+"""Pages whose sections stand by themselves; all others are read from the top."""
+
+
+def python_units() -> Iterator[Any]:
+    """A page, or a section of one of `STANDALONE`, with its blocks, for each test."""
+    for path in TEXTS:
+        sections: dict[str, list[tuple[int, str]]] = {}
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for line, text in blocks(path, "python"):
+            titles = [title.strip("# ") for title in lines[:line] if re.match("##+ ", title)]
+            name = f"{path.name}: {titles[-1]}" if titles and path.name in STANDALONE else path.name
+            sections.setdefault(name, []).append((line, text))
+        for name, code in sections.items():
+            yield pytest.param(path, code, id=name, marks=[pytest.mark.slow] if name == "library.md" else [])
+
+
+@pytest.mark.parametrize(("path", "code"), python_units())
+def test_python_blocks_run(path, code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "documentation"}
     given = "\n".join(line.strip() for line in GIVEN.get(path.name, "").splitlines())
     exec(given, names)
-    for line, text in blocks(path, "python"):
+    for line, text in code:
         tree = _OneRound().visit(ast.parse("\n" * (line - 1) + text, str(path)))
         exec(compile(tree, str(path), "exec"), names)
 
@@ -182,6 +199,26 @@ def test_shown_sessions_are_real(path, monkeypatch, capsys):
         module, *arguments = shlex.split(command)
         assert importlib.import_module(module).main(arguments) == 2
         assert capsys.readouterr().err == expected
+
+
+def quickstart_choices() -> list[dict[str, str]]:
+    """What the step of the quick start takes for its operations, without compiling it."""
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    config = config.model_copy(update={"model": resolve_model(config.model, 4096)})
+    trainer = make_trainer(config, lambda step: {}, jax.devices()[:1])
+    rows = np.zeros((config.train.global_batch_size, config.train.sequence_length), np.int32)
+    batch = abstract_batch(dict.fromkeys(("tokens", "labels", "segment_ids"), rows), trainer.rules, len(rows))
+    with jax.set_mesh(trainer.rules.mesh), record_choices() as choices:
+        jax.eval_shape(trainer.steps.train_step, trainer.abstract_state, batch)
+    return [{"operation": choice.operation, "backend": choice.backend} for choice in choices]
+
+
+def test_shown_runs_name_the_kernels_of_the_quick_start():
+    named = in_short({"kernels": quickstart_choices()})
+    assert named.startswith("flash_attention: ")
+    for path in (ROOT / "README.md", ROOT / "docs" / "first_hour.ipynb"):
+        shown = re.findall(r"compiled the step in [\d.]+ s; ([^=]*?);\s+[\d.]+ GiB", path.read_text(encoding="utf-8"))
+        assert shown and all(re.sub(r"\s+", " ", text) == named for text in shown), f"{path.name}: {named}"
 
 
 def keys_of(section: str) -> set[str]:

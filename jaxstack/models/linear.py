@@ -91,7 +91,7 @@ def apply_together(x: Input, *layers: Linear) -> list[jax.Array]:
         shapes = [(*rows, *kernel.shape[contracted:]) for kernel in kernels]
         results = [part.reshape(shape) for part, shape in zip(jnp.split(y, ends, axis=-1), shapes, strict=True)]
     else:
-        inputs: Any = spread(x, len(layers))
+        inputs: Any = fan_out(x, len(layers))
         results = [multiply(dot_general, x, k, contracted) for x, k in zip(inputs, kernels, strict=True)]
     return [layer.finish(x, y) for layer, y in zip(layers, results, strict=True)]
 
@@ -203,7 +203,7 @@ def add(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def spread(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+def fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     """x for each of `count` matmuls. Each of their gradients but the first is a sum that the next matmul adds to.
 
     In JAX's own order the sum comes first in every addition: XLA then takes only the first sum into a matmul.
@@ -211,7 +211,7 @@ def spread(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
     return (x,) * count
 
 
-def _spread_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array]:
+def _fan_out_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> tuple[jax.Array]:
     total = gradients[-1]
     for gradient in gradients[-2::-1]:
         total = add(gradient, total)
@@ -219,7 +219,7 @@ def _spread_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> t
 
 
 # The same array for all: results of another call would each be kept for the backward pass of a pipeline's stage.
-spread.defvjp(lambda x, count: ((x,) * count, None), _spread_backward)
+fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 
 
 def multiply(dot_general: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
