@@ -17,7 +17,7 @@ class Source(NamedTuple):
     """Of `triton_quantize`, which computes and rounds."""
     tiles_kernel: str | None
     """The same with a scale for each tile."""
-    blocks_kernel: str | None
+    blocks_kernel: str
     """The same with a scale for 128 values, along rows and along columns."""
     width: int
     """Columns of a tile: how many the registers hold."""

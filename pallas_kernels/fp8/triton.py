@@ -97,10 +97,9 @@ class Both(NamedTuple):
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
     """`blockwise.quantize_both`, by a kernel where it can."""
-    shape, kernel = arrays[0].shape, source.blocks_kernel
-    if kernel is None or not takes(arrays[0]):
+    if not takes(arrays[0]):
         return blockwise.quantize_both(source, arrays)
-    rows, columns = shape
+    rows, columns = shape = arrays[0].shape
     plan, count = Plan(rows, columns, limit=largest(E4M3)), len(jax.eval_shape(source.compute, *arrays))
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = (
         (shape, E4M3),
@@ -109,7 +108,7 @@ def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Qua
         ((rows // BLOCK, columns), jnp.float32),
     )
     warps = _BLOCKWISE_WARPS[len(arrays)]
-    results = iter(_launch(kernel, plan, shapes * count, *arrays, warps=warps))
+    results = iter(_launch(source.blocks_kernel, plan, shapes * count, *arrays, warps=warps))
     found = [Quantized(values, inverse) for values, inverse in zip(results, results, strict=True)]
     return list(zip(found[::2], found[1::2], strict=True))
 
