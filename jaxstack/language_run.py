@@ -30,6 +30,7 @@ from jaxstack.models import (
     in_fp8,
     model_flops_per_token,
 )
+from jaxstack.models.low_precision import describe_fp8
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
@@ -216,11 +217,12 @@ def _introduce(config: RunConfig, data: Data, flops: float, frozen: bool) -> str
     name = config.model.preset or "model"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
+    fp8 = describe_fp8(config.model, config.precision, staged=config.parallel.pipeline > 1)
     active = f"{count.active:,} for each token, " if count.active != count.total else ""
     return (
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{config.model.num_layers} layers; "
-        f"{compute} compute on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
+        f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pallas_kernels.feature_attention.favor import random_projection as random_projection
     from pallas_kernels.feature_attention.state import LinearState as LinearState
     from pallas_kernels.feature_attention.state import empty_linear_state as empty_linear_state
+    from pallas_kernels.fp8.api import NormalisedInput as NormalisedInput
     from pallas_kernels.fp8.api import QuantizedWeight as QuantizedWeight
     from pallas_kernels.fp8.api import fp8_dot_general as fp8_dot_general
     from pallas_kernels.fp8.api import fp8_multiply as fp8_multiply
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Choice": "dispatch",
     "LinearState": "feature_attention.state",
+    "NormalisedInput": "fp8.api",
     "NotSupported": "dispatch",
     "QuantizedWeight": "fp8.api",
     "Target": "target",

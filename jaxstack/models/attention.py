@@ -11,7 +11,7 @@ from flax import nnx
 from jaxstack.models.attention_kinds.base import CacheSlots
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
+from jaxstack.models.linear import Input, Linear, apply_gathered, apply_scattered
 from jaxstack.models.norm import NORMS, RMSNorm
 from jaxstack.models.rope import apply_rope
 from jaxstack.parallel import context_axis, keep, shard, with_local_heads
@@ -58,7 +58,7 @@ class Attention(nnx.Module):
         self.kind, self.heads = config.attention, config.heads(window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
 
-    def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
+    def __call__(self, x: Input, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
         """x [B, T, D] -> ([B, T, D], the kind's cache with this call's tokens)."""
         q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
         q = shard(q, "batch", "length", "act_heads", "act_head_dim")

@@ -12,7 +12,7 @@ from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.linear import add
 from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.layer import MoE
-from jaxstack.models.norm import NORMS, Norm, beside
+from jaxstack.models.norm import NORMS, Norm, as_input, beside
 from jaxstack.models.remat import MATMULS_SAVED
 from jaxstack.parallel import keep, shard
 
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         keys = split_key(key if self.dropout else None)
         with jax.named_scope("attention"):
             y, x = beside(self.attention_norm, x)
-            y, cache = self.attention(_residual(y), context, cache)
+            y, cache = self.attention(as_input(self.attention_norm, _residual(y), x), context, cache)
             x = self._join(x, y, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
             y, x, router_loss = self._feed_forward(x, decoding=cache is not None)
@@ -63,7 +63,7 @@ class Block(nnx.Module):
         if isinstance(self.mlp, MoE):
             y, router_loss = self.mlp(y, decoding=decoding)
         else:
-            y = self.mlp(y)
+            y = self.mlp(as_input(self.mlp_norm, y, x))
         return y, x, router_loss
 
     def _join(self, x: jax.Array, y: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:

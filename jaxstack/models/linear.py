@@ -14,8 +14,11 @@ from jaxstack.models.initialization import Initializer
 from jaxstack.parallel import gather_project, gather_project_scatter, keep, project_scatter, shard
 from jaxstack.parallel.rules import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
-from pallas_kernels import QuantizedWeight, activated_matmul, swiglu
+from pallas_kernels import NormalisedInput, QuantizedWeight, activated_matmul, swiglu
 from pallas_kernels.target import current_target
+
+Input = jax.Array | NormalisedInput
+"""Of a layer: an array, which a norm may have left to the layer to compute."""
 
 
 class Linear(nnx.Module):
@@ -65,18 +68,18 @@ class Linear(nnx.Module):
         return (y.reshape(-1, bias.size) + bias.reshape(-1)).reshape(y.shape)
 
 
-def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
+def apply_together(x: Input, *layers: Linear) -> list[jax.Array]:
     """The layers' results for one input.
 
     On a CPU as a single wide matmul, which reads x once. On a GPU that costs more than it saves: the gradients would
     have to be copied side by side first (16 of 600 ms for llama3-1b on an H200).
     """
     contracted, dot_general = layers[0].contracted, layers[0].dot_general
-    x = keep(x)
     if any(layer.dot_general != dot_general for layer in layers):
         return [apply_together(x, layer)[0] for layer in layers]
     if isinstance(dot_general, Fp8Matmul):
         return _apply_fp8(x, layers, dot_general)
+    x = keep(_computed(x))
     kernels: list[Any] = [layer.kernel[...].astype(x.dtype) for layer in layers]
     wide = len(layers) > 1 and not is_sharded() and current_target().platform == "cpu"
     if wide:
@@ -93,9 +96,10 @@ def apply_together(x: jax.Array, *layers: Linear) -> list[jax.Array]:
     return [layer.finish(x, y) for layer, y in zip(layers, results, strict=True)]
 
 
-def apply_gathered(x: jax.Array, *layers: Linear) -> list[jax.Array]:
+def apply_gathered(x: Input, *layers: Linear) -> list[jax.Array]:
     """`apply_together` for what reads the residual stream [B, T, D]."""
-    results = gather_project(x, _kernels(x, layers), _unsuitable(layers))
+    whole = _computed(x)
+    results = gather_project(whole, _kernels(whole, layers), _unsuitable(layers))
     if results is None:
         return apply_together(x, *layers)
     return [layer.add_bias(y) for layer, y in zip(layers, results, strict=True)]
@@ -109,20 +113,21 @@ def apply_scattered(y: jax.Array, layer: Linear) -> jax.Array:
 
 
 def apply_mlp(
-    x: jax.Array, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear, activation: str | None
+    x: Input, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear, activation: str | None
 ) -> jax.Array:
     """last(between(*firsts(x))) from and to the residual stream.
 
     `between` is elementwise; `activation` is what `activated_matmul` calls it, if it knows it.
     """
-    biases = [None if layer.bias is None else layer.bias[...].astype(x.dtype) for layer in firsts]
-    kernels = _kernels(x, (*firsts, last))
+    whole = _computed(x)
+    biases = [None if layer.bias is None else layer.bias[...].astype(whole.dtype) for layer in firsts]
+    kernels = _kernels(whole, (*firsts, last))
     pairs = list(zip(kernels[:-1], biases, strict=True))
-    out = gather_project_scatter(x, pairs, between, kernels[-1], _unsuitable((*firsts, last)))
+    out = gather_project_scatter(whole, pairs, between, kernels[-1], _unsuitable((*firsts, last)))
     if out is not None:
         return last.add_bias(out)
     if between is swiglu and _in_one_fp8(*firsts, last):
-        return last.add_bias(_apply_fp8_mlp(keep(x), (*firsts, last)))
+        return last.add_bias(_apply_fp8_mlp(x, (*firsts, last)))
     inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts)]
     if activation is None or is_sharded() or _unsuitable((last,)) is not None:
         return last(between(*inner))
@@ -146,15 +151,18 @@ def _stored_kernels(layers: tuple[Linear, ...]) -> list[Any]:
     return [layer.kernel.get_value() for layer in layers]
 
 
-def _apply_fp8(x: jax.Array, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
+def _apply_fp8(x: Input, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
     """The layers' results, with the input quantised once; kernels may come quantised (`gather_weights`)."""
     contracted, kernels = layers[0].contracted, _stored_kernels(layers)
     states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
-    rows, whole = x.shape[: x.ndim - contracted], x
+    whole = keep(_computed(x))
+    rows = whole.shape[: whole.ndim - contracted]
     outputs = [kernel.shape[contracted:] for kernel in kernels]
-    if not is_sharded():
-        width = math.prod(x.shape[len(rows) :])
-        x, kernels, contracted = x.reshape(-1, width), [k.reshape(width, -1) for k in kernels], 1
+    if is_sharded():
+        x = whole
+    else:
+        width = math.prod(whole.shape[len(rows) :])
+        x, kernels, contracted = _kept(x).reshape(-1, width), [k.reshape(width, -1) for k in kernels], 1
     results = matmul.together(x, kernels, contracted, states)
     shaped = zip(layers, results, outputs, strict=True)
     return [layer.finish(whole, y.reshape(*rows, *dims)) for layer, y, dims in shaped]
@@ -169,10 +177,18 @@ def _in_one_fp8(*layers: Linear) -> bool:
     return alike and plain and between and not is_sharded()
 
 
-def _apply_fp8_mlp(x: jax.Array, layers: tuple[Linear, ...]) -> jax.Array:
+def _apply_fp8_mlp(x: Input, layers: tuple[Linear, ...]) -> jax.Array:
     states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
-    out = layers[-1].dot_general.swiglu_mlp(x.reshape(-1, x.shape[-1]), _stored_kernels(layers), states)
+    out = layers[-1].dot_general.swiglu_mlp(_kept(x).reshape(-1, x.shape[-1]), _stored_kernels(layers), states)
     return out.reshape(*x.shape[:-1], -1)
+
+
+def _computed(x: Input) -> jax.Array:
+    return x.carrier if isinstance(x, NormalisedInput) else x
+
+
+def _kept(x: Input) -> Input:
+    return x if isinstance(x, NormalisedInput) else keep(x)
 
 
 def add(x: jax.Array, y: jax.Array) -> jax.Array:

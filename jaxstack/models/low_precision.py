@@ -4,6 +4,7 @@ from typing import Any
 
 from flax import nnx
 
+from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.stack import Stack
 from jaxstack.models.transformer import Transformer
@@ -38,6 +39,21 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     use_fp8(model, choose, history=precision.fp8_history)
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
     return model
+
+
+def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: bool) -> str:
+    """Which layers run in FP8, in words ("" without it); `staged`: in a pipeline."""
+    if precision.fp8 == "none":
+        return ""
+    if precision.fp8_rules:
+        layers = "the layers that precision.fp8_rules name"
+    elif config.num_layers > 2 and (config.ends or not (config.scan_layers or staged)):
+        layers = "all layers but the first and the last"
+    elif config.num_layers > 2 and staged:
+        layers = "all layers (model.single_layers=1 leaves out the first and the last, as without a pipeline)"
+    else:
+        layers = "all layers"
+    return f"FP8 ({precision.fp8}) in {layers}"
 
 
 def count_fp8_matmuls(model: nnx.Module) -> int:

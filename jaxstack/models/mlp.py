@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Linear, apply_mlp
+from jaxstack.models.linear import Input, Linear, apply_mlp
 from pallas_kernels import swiglu
 from pallas_kernels.target import current_target
 
@@ -45,7 +45,7 @@ class PlainMLP(nnx.Module):
         self.name = config.hidden_act if config.hidden_act == "gelu_tanh" else None
         """What `activated_matmul` calls the activation, if it knows it."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Input) -> jax.Array:
         return apply_mlp(x, (self.up_proj,), _recomputed(self.activation), self.down_proj, self.name)
 
 
@@ -60,7 +60,7 @@ class GatedMLP(PlainMLP):
         )
         self.name = "swiglu" if config.hidden_act == "silu" else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Input) -> jax.Array:
         return apply_mlp(x, (self.gate_proj, self.up_proj), self._join, self.down_proj, self.name)
 
     @property

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import layer_norm, rms_norm
+from pallas_kernels import NormalisedInput, layer_norm, rms_norm
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -22,6 +22,13 @@ def beside(norm: Norm, x: jax.Array) -> Pair:
     gradient joins the norm's in one pass."""
     own = getattr(norm, "beside", None)
     return (norm(x), x) if own is None else own(x)
+
+
+def as_input(norm: Norm, y: jax.Array, x: jax.Array) -> jax.Array | NormalisedInput:
+    """y = norm(x) for dense layers, which in FP8 compute an RMSNorm again while they round it, and then need no y."""
+    if not isinstance(norm, RMSNorm):
+        return y
+    return NormalisedInput(y, x, norm.scale[...] + norm.offset, norm.eps)
 
 
 class RMSNorm(nnx.Module):

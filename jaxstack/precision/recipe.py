@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxstack.precision.gather import gather_quantized
 from pallas_kernels import (
+    NormalisedInput,
     QuantizedWeight,
     empty_fp8_state,
     fp8_dot_general,
@@ -39,14 +40,20 @@ class Fp8Matmul:
         return fp8_dot_general(lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options)
 
     def together(
-        self, x: jax.Array, kernels: Sequence[Any], contracted: int, states: Sequence[jax.Array | None]
+        self,
+        x: jax.Array | NormalisedInput,
+        kernels: Sequence[Any],
+        contracted: int,
+        states: Sequence[jax.Array | None],
     ) -> tuple[jax.Array, ...]:
         """x [rows, in] times each kernel [in, out], where `in` stands for so many dims; x is quantised once."""
         return fp8_multiply(
             x, kernels, contracted=contracted, recipe=self.recipe, gradients=self.gradients, states=states
         )
 
-    def swiglu_mlp(self, x: jax.Array, kernels: Sequence[Any], states: Sequence[jax.Array | None]) -> jax.Array:
+    def swiglu_mlp(
+        self, x: jax.Array | NormalisedInput, kernels: Sequence[Any], states: Sequence[jax.Array | None]
+    ) -> jax.Array:
         """swiglu(x @ gate, x @ up) @ down of x [rows, in] and these three kernels."""
         return fp8_swiglu_mlp(x, *kernels, recipe=self.recipe, gradients=self.gradients, states=states)
 

@@ -1,11 +1,13 @@
 """`fp8_dot_general`: a `dot_general` in FP8 for any layer, differentiable, with a choice of how operands are scaled."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.dispatch import select
 from pallas_kernels.fp8.backends import BACKENDS, Request
@@ -36,6 +38,32 @@ class QuantizedWeight(NamedTuple):
         """The weight with its dims merged; summed dims stay apart from the others."""
         values, inverse_scale = self.quantized
         return QuantizedWeight(self.carrier.reshape(*shape), Quantized(values.reshape(*shape), inverse_scale))
+
+
+@dataclasses.dataclass(frozen=True)
+class NormalisedInput:
+    """The RMSNorm of x, for a product that may compute it while it rounds, so that it is never stored.
+
+    Attributes:
+        carrier: what `rms_norm` returned [..., D]: where the gradient goes to. Its value is used where no kernel fits.
+        x: [..., D], not differentiated.
+        gain: [D], with the norm's offset, not differentiated.
+        epsilon: of the norm.
+    """
+
+    carrier: jax.Array
+    x: jax.Array
+    gain: jax.Array
+    epsilon: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the input."""
+        return self.carrier.shape
+
+    def reshape(self, *shape: int) -> "NormalisedInput":
+        """With its rows in other dims."""
+        return dataclasses.replace(self, carrier=self.carrier.reshape(*shape), x=self.x.reshape(*shape))
 
 
 def fp8_dot_general(
@@ -96,7 +124,7 @@ def fp8_dot_general(
 
 
 def fp8_multiply(
-    x: jax.Array,
+    x: jax.Array | NormalisedInput,
     weights: Sequence[jax.Array | QuantizedWeight],
     *,
     contracted: int = 1,
@@ -109,18 +137,19 @@ def fp8_multiply(
     """x [rows, D] times each weight [D, outputs], as `fp8_dot_general`; x is quantised once for all.
 
     Args:
+        x: the input, or what it is the norm of.
         contracted: the number of dims that D stands for.
         output: dtype of the results; default: that of x.
         states: one a weight with delayed scaling.
     """
-    inner = x.shape[x.ndim - contracted :]
+    inner = x.shape[len(x.shape) - contracted :]
     if any(w.shape[:contracted] != inner for w in weights):
         raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in weights]}")
     return _call(x, weights, contracted, output, recipe, gradients, states, implementation)
 
 
 def fp8_swiglu_mlp(
-    x: jax.Array,
+    x: jax.Array | NormalisedInput,
     gate: jax.Array | QuantizedWeight,
     up: jax.Array | QuantizedWeight,
     down: jax.Array | QuantizedWeight,
@@ -132,8 +161,7 @@ def fp8_swiglu_mlp(
 ) -> jax.Array:
     """swiglu(x @ gate, x @ up) @ down with products in FP8, as `fp8_multiply` and `swiglu` give.
 
-    With one scale a tensor SwiGLU and its gradients are rounded where they are computed: they are in memory in FP8
-    only.
+    SwiGLU and its gradients are rounded where they are computed: they are in memory in FP8 only.
 
     Args:
         x: [rows, D], where `rows` stands for one or several dims.
@@ -151,7 +179,7 @@ def fp8_swiglu_mlp(
 
 
 def _call(
-    x: jax.Array,
+    x: jax.Array | NormalisedInput,
     weights: Sequence[jax.Array | QuantizedWeight],
     contracted: int,
     output: jax.typing.DTypeLike | None,
@@ -162,6 +190,11 @@ def _call(
     *,
     mlp: bool = False,
 ) -> tuple[jax.Array, ...]:
+    raw, epsilon = (), None
+    if isinstance(x, NormalisedInput):
+        whole = contracted == 1
+        raw = (lax.stop_gradient(x.x), lax.stop_gradient(x.gain).astype(jnp.float32)) if whole else ()
+        x, epsilon = x.carrier, x.epsilon if whole else None
     states = tuple(states or [None] * len(weights))
     _check_recipe(recipe, gradients, states)
     carriers = tuple(w.carrier if isinstance(w, QuantizedWeight) else w for w in weights)
@@ -173,8 +206,8 @@ def _call(
             "cast them"
         )
     gradients = "e4m3" if recipe == "blockwise" else gradients
-    plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients)
-    request = Request(plan, x, carriers, quantized, states, mlp)
+    plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients, epsilon)
+    request = Request(plan, x, raw, carriers, quantized, states, mlp)
     return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)
 
 

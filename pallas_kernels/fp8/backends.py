@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 import jax
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.fp8 import blockwise, mosaic, per_tensor
+from pallas_kernels.fp8 import blockwise, mosaic, per_tensor, triton
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.pointwise.gated import swiglu
 from pallas_kernels.target import Target, current_target
 
 
@@ -24,6 +23,8 @@ class Request:
 
     plan: Plan
     x: jax.Array
+    raw: tuple[jax.Array, ...]
+    """Of what the input is the RMSNorm, where a backend may compute that itself: x [rows, D] and a gain [D]."""
     weights: tuple[jax.Array, ...]
     quantized: tuple[Quantized | None, ...]
     states: tuple[jax.Array | None, ...]
@@ -58,10 +59,18 @@ def _cublas_refuses(request: Request) -> str | None:
 
 def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
     function = per_tensor.swiglu_mlp if request.mlp else per_tensor.multiply
+    plan, raw = _where_rounded(request)
     known = zip(request.weights, request.quantized, strict=True)
     values = tuple(jax.lax.stop_gradient(weight) if found is None else found for weight, found in known)
     carriers = tuple(weight.astype(request.plan.dtype) for weight in request.weights)
-    return function(request.plan, request.x, carriers, values, request.states)
+    return function(plan, request.x, raw, carriers, values, request.states)
+
+
+def _where_rounded(request: Request) -> tuple[Plan, tuple[jax.Array, ...]]:
+    """The plan and what the input is computed of; without it where no kernel does that."""
+    if triton.takes(request.x.reshape(-1, request.x.shape[-1])):
+        return request.plan, request.raw
+    return dataclasses.replace(request.plan, epsilon=None), ()
 
 
 def _mosaic_refuses(request: Request) -> str | None:
@@ -70,12 +79,8 @@ def _mosaic_refuses(request: Request) -> str | None:
 
 
 def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:
-    multiply = functools.partial(blockwise.multiply, operations)
-    if not request.mlp:
-        return multiply(request.plan, request.x, request.weights, request.quantized)
-    inner = dataclasses.replace(request.plan, output=request.plan.dtype)
-    gate, up = multiply(inner, request.x, request.weights[:2], request.quantized[:2])
-    return multiply(request.plan, swiglu(gate, up), request.weights[2:], request.quantized[2:])
+    plan, raw = _where_rounded(request)
+    return blockwise.multiply(operations, plan, request.x, raw, request.weights, request.quantized, mlp=request.mlp)
 
 
 _CUBLAS = Backend("cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_refuses, _per_tensor)

@@ -9,7 +9,8 @@ Everything here has two dims: M rows, K summed or input, N outputs; scales are f
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.fp8.formats import E4M3, Quantized, keep, power_of_two_scale, saturating_cast
 from pallas_kernels.fp8.plan import Plan
+from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source, input_source
 from pallas_kernels.target import automatic_axes
 
 BLOCK = 128
@@ -27,8 +29,11 @@ BLOCK = 128
 class Operations(NamedTuple):
     """What a backend computes; every array is two-dimensional."""
 
-    quantize_both: Callable[[jax.Array], tuple[Quantized, Quantized]]
-    """x [M, K] -> (x by groups of its rows, its transpose [K, M] by groups of its rows)."""
+    quantize_both: Callable[[Source, Sequence[jax.Array]], list[tuple[Quantized, Quantized]]]
+    """Of arrays each x [M, K] that the source makes -> (x by groups of its rows, its transpose [K, M] by groups of its
+    rows)."""
+    quantize_weight: Callable[[jax.Array], tuple[Quantized, jax.Array]]
+    """weight [K, N] -> (as `quantize_weight`, the transpose of its values)."""
     product: Callable[[Quantized, Quantized, Any], jax.Array]
     """a [M, K], b [N, K], dtype of the result -> a @ b.T [M, N]."""
 
@@ -42,9 +47,9 @@ def quantize_rows(x: jax.Array) -> Quantized:
     return Quantized(_resized(values, rows, width), 1.0 / scale.T)
 
 
-def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
-    """x [M, K] by groups of its rows, and its transpose by groups of its own."""
-    return quantize_rows(x), quantize_rows(x.T)
+def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
+    """x [M, K] by groups of its rows, and its transpose by groups of its own, for each x that the source makes."""
+    return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 
 def quantize_weight(weight: jax.Array) -> Quantized:
@@ -55,6 +60,12 @@ def quantize_weight(weight: jax.Array) -> Quantized:
     scale = power_of_two_scale(jnp.max(jnp.abs(blocks), axis=(1, 3)), E4M3)
     values = saturating_cast(blocks, scale[:, None, :, None], E4M3).reshape(padded.shape)
     return Quantized(_resized(values, inner, outputs), 1.0 / scale)
+
+
+def quantize_weight_both(weight: jax.Array) -> tuple[Quantized, jax.Array]:
+    """weight [K, N] as `quantize_weight` gives it, and the transpose of its values."""
+    found = quantize_weight(weight)
+    return found, found.values.T
 
 
 def multiply_dequantized(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
@@ -86,66 +97,120 @@ def multiply(
     operations: Operations,
     plan: Plan,
     x: jax.Array,
+    raw: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
     quantized: tuple[Quantized | None, ...],
+    *,
+    mlp: bool = False,
 ) -> tuple[jax.Array, ...]:
     """x [rows, D] times each weight [D, outputs], several dims as one; x is quantised once.
 
+    As `mlp` swiglu(x @ gate, x @ up) @ down of three weights: SwiGLU and its gradients are in memory in FP8 only.
     A weight that comes `quantized` has been as a matrix [D, outputs], as `quantize_weight` does.
     """
     rows = x.shape[: x.ndim - plan.contracted]
-    inner = x.size // max(1, _size(rows))
-    matrices = tuple(w.reshape(inner, -1) for w in weights)
+    matrices = tuple(w.reshape(math.prod(w.shape[: plan.contracted]), -1) for w in weights)
     given = tuple(
-        quantize_weight(lax.stop_gradient(w)) if q is None else Quantized(q.values.reshape(w.shape), q.inverse_scale)
+        operations.quantize_weight(lax.stop_gradient(w)) if q is None else _turned(q, w)
         for w, q in zip(matrices, quantized, strict=True)
     )
     carriers = tuple(w.astype(plan.dtype) for w in matrices)
-    results: Any = _multiply(operations, plan, x.reshape(-1, inner), carriers, given)
-    return tuple(y.reshape(*rows, *w.shape[plan.contracted :]) for y, w in zip(results, weights, strict=True))
+    function: Any = _swiglu_mlp if mlp else _multiply
+    flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *raw)]
+    results = function(operations, plan, flat[0], tuple(flat[1:]), carriers, given)
+    outputs = [w.shape[plan.contracted :] for w in weights[-len(results) :]]
+    return tuple(y.reshape(*rows, *dims) for y, dims in zip(results, outputs, strict=True))
 
 
-def _size(dims: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, dims, 1)
+Raw = tuple[jax.Array, ...]
+"""What the input is the RMSNorm of, [rows, D] and a gain [D] float32; or nothing."""
+Given = tuple[tuple[Quantized, jax.Array], ...]
+"""Weights, quantised, and the transposes of their values."""
+
+
+def _turned(q: Quantized, weight: jax.Array) -> tuple[Quantized, jax.Array]:
+    values = q.values.reshape(weight.shape)
+    return Quantized(values, q.inverse_scale), values.T
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    operations: Operations,
-    plan: Plan,
-    x: jax.Array,
-    weights: tuple[jax.Array, ...],
-    quantized: tuple[Quantized, ...],
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
 ) -> tuple[jax.Array, ...]:
-    return _forward(operations, plan, x, weights, quantized)[0]
+    return _forward(operations, plan, x, raw, weights, given)[0]
 
 
 def _forward(
-    operations: Operations,
-    plan: Plan,
-    x: jax.Array,
-    weights: tuple[jax.Array, ...],
-    quantized: tuple[Quantized, ...],
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    by_rows, turned = operations.quantize_both(x)
-    turned_weights = [Quantized(w.values.T, w.inverse_scale) for w in quantized]
-    outs = tuple(operations.product(by_rows, w, plan.output) for w in turned_weights)
-    return outs, (keep(turned), quantized)
+    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
+    return _products(operations, plan.output, by_rows, given), (keep(turned), [w for w, _ in given])
 
 
 def _backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    turned_x, quantized = saved
-    d_x, d_weights = [], []
-    for gradient, weight in zip(gradients, quantized, strict=True):
-        by_rows, turned = operations.quantize_both(gradient)
-        weight = Quantized(weight.values, weight.inverse_scale.T)
-        d_x.append(operations.product(by_rows, weight, plan.dtype))
-        d_weights.append(operations.product(turned_x, turned, plan.dtype))
-    total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
-    return total.astype(plan.dtype), tuple(d_weights), tuple(None for _ in quantized)
+    turned_x, weights = saved
+    both = [operations.quantize_both(GIVEN, (gradient,))[0] for gradient in gradients]
+    d_x, d_weights = _gradients(operations, plan, turned_x, weights, both)
+    return d_x, plan.none_of_raw, d_weights, _no_gradients(weights)
 
 
 _multiply.defvjp(_forward, _backward)
 
-XLA = Operations(quantize_both, multiply_dequantized)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _swiglu_mlp(
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+) -> tuple[jax.Array, ...]:
+    return _mlp_forward(operations, plan, x, raw, weights, given)[0]
+
+
+def _mlp_forward(
+    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+) -> tuple[tuple[jax.Array, ...], Any]:
+    del weights
+    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
+    wide = _products(operations, plan.dtype, by_rows, given[:2])
+    ((hidden, turned_hidden),) = operations.quantize_both(SWIGLU, wide)
+    outs = _products(operations, plan.output, hidden, given[2:])
+    return outs, (keep(turned), wide, keep(turned_hidden), [w for w, _ in given])
+
+
+def _mlp_backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    turned_x, wide, turned_hidden, weights = saved
+    of_out = operations.quantize_both(GIVEN, gradients)
+    d_hidden, d_down = _gradients(operations, plan, turned_hidden, weights[2:], of_out)
+    of_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
+    d_x, d_first = _gradients(operations, plan, turned_x, weights[:2], of_wide)
+    return d_x, plan.none_of_raw, (*d_first, *d_down), _no_gradients(weights)
+
+
+_swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+def _products(operations: Operations, dtype: str, x: Quantized, given: Given) -> tuple[jax.Array, ...]:
+    return tuple(operations.product(x, Quantized(turned, w.inverse_scale), dtype) for w, turned in given)
+
+
+def _gradients(
+    operations: Operations,
+    plan: Plan,
+    turned_x: Quantized,
+    weights: Sequence[Quantized],
+    gradients: Sequence[tuple[Quantized, Quantized]],
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Of the input and the weights, from those of the results, by rows and turned."""
+    d_x = [
+        operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), plan.dtype)
+        for (by_rows, _), weight in zip(gradients, weights, strict=True)
+    ]
+    d_weights = tuple(operations.product(turned_x, turned, plan.dtype) for _, turned in gradients)
+    total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
+    return total.astype(plan.dtype), d_weights
+
+
+def _no_gradients(weights: Sequence[Quantized]) -> tuple[None, ...]:
+    return (None,) * len(weights)
+
+
+XLA = Operations(quantize_both, quantize_weight_both, multiply_dequantized)

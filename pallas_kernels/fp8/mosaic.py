@@ -47,4 +47,4 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
     return mosaic_product.product(config, a, b)
 
 
-MOSAIC = Operations(triton.quantize_both, product)
+MOSAIC = Operations(triton.quantize_both, triton.quantize_weight, product)

@@ -28,9 +28,9 @@ from pallas_kernels.fp8.formats import (
     quantize,
 )
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source
-from pallas_kernels.fp8.state import expected_amax, state_gradient
-from pallas_kernels.fp8.triton import Both, cast_both
+from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source, input_source
+from pallas_kernels.fp8.state import Seen
+from pallas_kernels.fp8.triton import Both, cast_both, state_gradient
 from pallas_kernels.target import automatic_axes
 
 Weights = tuple[jax.Array, ...]
@@ -38,6 +38,8 @@ Values = tuple[Quantized | jax.Array, ...]
 """Of the weights, in E4M3 or to be rounded here, from whatever dtype."""
 States = tuple[jax.Array | None, ...]
 """Of delayed scaling, one a weight, or all None for current scaling."""
+Raw = tuple[jax.Array, ...]
+"""What the input is the RMSNorm of, [rows, D] and a gain [D] float32; or nothing."""
 
 
 class Used(NamedTuple):
@@ -46,21 +48,23 @@ class Used(NamedTuple):
     weight: Quantized
     state: jax.Array | None
     seen: tuple[jax.Array, jax.Array] | None
-    """The largest magnitudes of the input and of the weight, where a state wants them."""
+    """The magnitudes of the input and of the weight, where a state wants them."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def multiply(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[jax.Array, ...]:
+def multiply(
+    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+) -> tuple[jax.Array, ...]:
     """x [rows, D] times each weight [D, outputs]; x is quantised once.
 
-    Gradients go to `weights`, which are not read, and have their dtype, that of x; what is multiplied are `values`.
+    Gradients go to `weights`, which are not read, and have their dtype, that of x; what is multiplied are `values`. So
+    is x not read where it is computed of `raw`.
     """
-    return _forward(plan, x, weights, values, states)[0]
+    return _forward(plan, x, raw, weights, values, states)[0]
 
 
-def _forward(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
-    rows = x.ndim - plan.contracted
-    (both,) = _quantize_both(GIVEN, (x,), rows, E4M3, (_expected(states[0], 0),))
+def _forward(plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
+    both = _quantize_input(plan, x, raw, states)
     outs, used = _products(plan, both, values, states)
     return outs, (keep(both.turned), used)
 
@@ -70,25 +74,28 @@ def _backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ..
     rows = x.values.ndim - plan.contracted
     both = _quantize_gradients(plan, gradients, rows, [u.state for u in used])
     d_x, d_weights, d_states = _gradients(plan, x, used, both, rows)
-    return d_x, d_weights, tuple(None for _ in used), d_states
+    return d_x, plan.none_of_raw, d_weights, tuple(None for _ in used), d_states
 
 
 multiply.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def swiglu_mlp(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[jax.Array, ...]:
+def swiglu_mlp(
+    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+) -> tuple[jax.Array, ...]:
     """swiglu(x @ gate, x @ up) @ down, of x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
 
     Between the products arrays as large as [rows, F] are written in FP8 only: the result of SwiGLU, and the gradients
     of gate and up. With current scaling they are rounded with a scale for each tile first, which gives their maxima.
     """
-    return _mlp_forward(plan, x, weights, values, states)[0]
+    return _mlp_forward(plan, x, raw, weights, values, states)[0]
 
 
-def _mlp_forward(plan: Plan, x: jax.Array, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
-    rows = x.ndim - 1
-    (both,) = _quantize_both(GIVEN, (x,), rows, E4M3, (_expected(states[0], 0),))
+def _mlp_forward(
+    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+) -> tuple[Any, ...]:
+    rows, both = x.ndim - 1, _quantize_input(plan, x, raw, states)
     wide, used = _products(dataclasses.replace(plan, output=plan.dtype), both, values[:2], states[:2])
     (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_expected(states[2], 0),))
     outs, last = _products(plan, hidden, values[2:], states[2:])
@@ -103,7 +110,7 @@ def _mlp_backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array
     expected = [_expected(state, 2) for state in states[:2]]
     of_wide = _quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden), rows, GRADIENT_FORMATS[plan.gradients], expected)
     d_x, d_first, d_states = _gradients(plan, x, used[:2], of_wide, rows)
-    return d_x, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
+    return d_x, plan.none_of_raw, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
 
 
 swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -114,12 +121,12 @@ def _products(plan: Plan, x: Both, values: Values, states: States) -> tuple[tupl
     for weight, state in zip(values, states, strict=True):
         if isinstance(weight, Quantized):
             # It has got its scale elsewhere.
-            turned, amax = Quantized(_turn(weight.values, plan.contracted), weight.inverse_scale), jnp.float32(0)
+            turned, maxima = Quantized(_turn(weight.values, plan.contracted), weight.inverse_scale), jnp.zeros(1)
         else:
             (both,) = _quantize_both(GIVEN, (weight,), plan.contracted, E4M3, (_expected(state, 1),))
-            weight, turned, amax = both
+            weight, turned, maxima = both
         outs.append(_dot(plan, x.values, turned, plan.contracted, plan.output))
-        used.append(Used(weight, state, None if state is None else (x.amax, amax)))
+        used.append(Used(weight, state, None if state is None else (x.maxima, maxima)))
     return tuple(outs), tuple(used)
 
 
@@ -130,15 +137,20 @@ def _gradients(
     d_x = [_dot(plan, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
     d_weights = tuple(_dot(plan, x, g.turned, rows) for g in gradients)
     d_states = tuple(
-        None if u.seen is None or u.state is None else state_gradient(u.state, (*u.seen, g.amax))
+        None if u.seen is None or u.state is None else state_gradient(u.state, (*u.seen, g.maxima))
         for g, u in zip(gradients, used, strict=True)
     )
     # In this dtype and order XLA lets each product add to those before, in float32 before it rounds.
     return functools.reduce(lambda total, last: last + total, d_x), d_weights, d_states
 
 
-def _expected(state: jax.Array | None, role: int) -> jax.Array | None:
-    return None if state is None else expected_amax(state, role)
+def _expected(state: jax.Array | None, role: int) -> Seen | None:
+    return None if state is None else Seen(state, role)
+
+
+def _quantize_input(plan: Plan, x: jax.Array, raw: Raw, states: States) -> Both:
+    source, arrays = input_source(plan.epsilon, x, raw)
+    return _quantize_both(source, arrays, x.ndim - plan.contracted, E4M3, (_expected(states[0], 0),))[0]
 
 
 def _quantize_gradients(plan: Plan, arrays: Sequence[jax.Array], rows: int, states: Sequence[Any]) -> list[Both]:
@@ -151,23 +163,22 @@ def _quantize_gradients(plan: Plan, arrays: Sequence[jax.Array], rows: int, stat
 
 
 def _quantize_both(
-    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[jax.Array | None]
+    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[Seen | None]
 ) -> list[Both]:
     """What the source makes of the arrays, in the format, as it is and with its `first` dims behind the others."""
     shape = arrays[0].shape
     if automatic_axes():
         # Sharded dims must stay apart.
         found = []
-        for x, amax in zip(source.compute(*arrays), expected, strict=True):
-            values = quantize(x, dtype, amax)
-            found.append(
-                Both(values, Quantized(_turn(values.values, first), values.inverse_scale), absolute_maximum(x))
-            )
+        for x, seen in zip(source.compute(*arrays), expected, strict=True):
+            values = quantize(x, dtype, seen and seen.amax)
+            turned = Quantized(_turn(values.values, first), values.inverse_scale)
+            found.append(Both(values, turned, absolute_maximum(x).reshape(1)))
         return found
     turned = (*shape[first:], *shape[:first])
-    flat = [x.reshape(math.prod(shape[:first]), -1) for x in arrays]
+    flat = [x.reshape(math.prod(shape[:first]), -1) if x.shape == shape else x.reshape(-1) for x in arrays]
     return [
-        Both(_reshape(both.values, shape), _reshape(both.turned, turned), both.amax)
+        Both(_reshape(both.values, shape), _reshape(both.turned, turned), both.maxima)
         for both in cast_both(source, flat, dtype, expected)
     ]
 

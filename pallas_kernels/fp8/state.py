@@ -5,6 +5,9 @@ newest place, zeros behind it). So it comes out of `jax.grad` through scans, rem
 several microbatches or devices the maximum is to be taken, and `updated_fp8_state` then makes the next step's state.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -35,12 +38,25 @@ def updated_fp8_state(state: jax.Array, gradient: jax.Array) -> jax.Array:
     return jnp.concatenate([newest, state[..., :-1]], axis=-1)
 
 
-def expected_amax(state: jax.Array, role: int) -> jax.Array:
-    """The amax [] that the next tensor of this role is scaled for."""
-    seen = jnp.max(state[role])
-    return jnp.where(seen > 0, seen, _FIRST_AMAX[role])
+class Seen(NamedTuple):
+    """The magnitudes that one role's next tensor is scaled for."""
+
+    state: jax.Array
+    """[3, history]"""
+    role: int
+
+    @property
+    def unseen(self) -> float:
+        """Taken where nothing was seen yet."""
+        return _FIRST_AMAX[self.role]
+
+    @property
+    def amax(self) -> jax.Array:
+        """The largest [], of which the scale is made."""
+        seen = jnp.max(self.state[self.role])
+        return jnp.where(seen > 0, seen, self.unseen)
 
 
-def state_gradient(state: jax.Array, amaxes: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-    """What stands for the gradient of `state`: the amaxes of this call in the newest place."""
-    return jnp.zeros_like(state).at[:, 0].set(jnp.stack(amaxes))
+def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
+    """What stands for the gradient of `state`: the largest of each role's `maxima` [...] in the newest place."""
+    return jnp.zeros_like(state).at[:, 0].set(jnp.stack([x.max() for x in maxima]))

@@ -23,13 +23,20 @@ from pallas_kernels.fp8.formats import (
     saturating_cast,
 )
 from pallas_kernels.fp8.sources import Source
+from pallas_kernels.fp8.state import Seen
+from pallas_kernels.fp8.state import state_gradient as plain_state_gradient
 from pallas_kernels.target import automatic_axes, current_target
 
 _LEAST_CAPABILITY = (8, 9)
 _WARPS = 16
-_BLOCKWISE_WARPS = 8
+_BLOCKWISE_WARPS = {1: 8, 2: 16, 3: 16}
+"""By the arrays that are read."""
 _TILE_WARPS = 8
 """Of the kernels that go over the tiles first: SwiGLU of 32768 x 8192 takes 0.57 ms so on an H200, by 16 warps 0.78."""
+
+
+def _padded(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +48,40 @@ class Plan:
     width: int = BLOCK
     """Columns of a tile."""
     limit: float = 0.0
-    """The largest number of the format, where the kernel makes scales."""
+    """The largest number of the format."""
+    first: int = 0
+    """Where in a state the magnitudes begin that a scale is made of."""
+    seen: int = 1
+    """How many they are."""
+    unseen: float = 0.0
+    """What is taken for them where they are zeros."""
 
     @property
     def column_tiles(self) -> int:
         return self.columns // self.width
+
+    @property
+    def programs(self) -> int:
+        return self.rows // BLOCK * self.column_tiles
+
+    @property
+    def padded_seen(self) -> int:
+        return _padded(self.seen)
+
+
+@dataclasses.dataclass(frozen=True)
+class Maxima:
+    """How many magnitudes each role has, and how many a state."""
+
+    inputs: int
+    weights: int
+    gradients: int
+    seen: int
+    programs: int = 3
+
+    @property
+    def padded_seen(self) -> int:
+        return _padded(self.seen)
 
 
 class Both(NamedTuple):
@@ -55,89 +91,121 @@ class Both(NamedTuple):
     """[M, K]"""
     turned: Quantized
     """[K, M]"""
-    amax: jax.Array
-    """max |x| [], float32."""
+    maxima: jax.Array
+    """Of parts of x [parts], float32; the largest is max |x|."""
 
 
-def quantize_both(x: jax.Array) -> tuple[Quantized, Quantized]:
-    """`blockwise.quantize_both`, by the kernel where it can."""
-    if not _takes(x):
-        return blockwise.quantize_both(x)
-    plan = Plan(*x.shape)
+def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
+    """`blockwise.quantize_both`, by a kernel where it can."""
+    if not takes(arrays[0]):
+        return blockwise.quantize_both(source, arrays)
+    rows, columns = shape = arrays[0].shape
+    plan, count = Plan(rows, columns, limit=largest(E4M3)), len(jax.eval_shape(source.compute, *arrays))
     shapes: tuple[tuple[tuple[int, ...], Any], ...] = (
-        (x.shape, E4M3),
-        ((plan.columns // BLOCK, plan.rows), jnp.float32),
-        ((plan.columns, plan.rows), E4M3),
-        ((plan.rows // BLOCK, plan.columns), jnp.float32),
+        (shape, E4M3),
+        ((columns // BLOCK, rows), jnp.float32),
+        (shape[::-1], E4M3),
+        ((rows // BLOCK, columns), jnp.float32),
     )
-    values, inverse, turned_values, turned_inverse = _launch("quantize_kernel", plan, shapes, x, warps=_BLOCKWISE_WARPS)
-    return Quantized(values, inverse), Quantized(turned_values, turned_inverse)
+    warps = _BLOCKWISE_WARPS[len(arrays)]
+    results = iter(_launch(source.blocks_kernel, plan, shapes * count, *arrays, warps=warps))
+    found = [Quantized(values, inverse) for values, inverse in zip(results, results, strict=True)]
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
+    """`blockwise.quantize_weight`, by a kernel where it can."""
+    if not takes(weight):
+        return blockwise.quantize_weight_both(weight)
+    rows, columns = weight.shape
+    plan = Plan(rows, columns, limit=largest(E4M3))
+    blocks = (rows // BLOCK, columns // BLOCK)
+    shapes = ((weight.shape, E4M3), (weight.shape[::-1], E4M3), (blocks, jnp.float32))
+    values, turned, inverse = _launch("weight_kernel", plan, shapes, weight)
+    return Quantized(values, inverse), turned
 
 
 def cast_both(
-    source: Source, arrays: Sequence[jax.Array], dtype: Any, expected: Sequence[jax.Array | None]
+    source: Source, arrays: Sequence[jax.Array], dtype: Any, expected: Sequence[Seen | None]
 ) -> list[Both]:
-    """What the source makes of arrays [M, K], in an FP8 format, saturating; by a kernel where it can.
+    """What the source makes of arrays, of which the first is [M, K], in an FP8 format, saturating; by a kernel where it
+    can.
 
     Args:
-        expected: the largest magnitude [] that each result is scaled for; None: its own.
+        expected: what each result is scaled for; None: its own largest magnitude.
     """
-    if not _takes(arrays[0]):
-        return [_cast_plainly(x, dtype, amax) for x, amax in zip(source.compute(*arrays), expected, strict=True)]
-    if source.tiles_kernel is not None and all(amax is None for amax in expected):
+    if not takes(arrays[0]):
+        return [_cast_plainly(x, dtype, seen) for x, seen in zip(source.compute(*arrays), expected, strict=True)]
+    if source.tiles_kernel is not None and all(seen is None for seen in expected):
         return _cast_by_tiles(source.tiles_kernel, source, arrays, dtype, len(expected))
-    known = [
-        absolute_maximum(x) if amax is None else amax for x, amax in zip(source.compute(*arrays), expected, strict=True)
-    ]
-    shape, scales = arrays[0].shape, [power_of_two_scale(amax, dtype) for amax in known]
-    plan = Plan(*shape, width=source.width)
-    shapes = ((shape, dtype), (shape[::-1], dtype), ((_tiles(plan),), jnp.float32)) * len(scales)
-    results = _launch(source.kernel, plan, shapes, *arrays, *scales)
-    values, turned, maxima = results[::3], results[1::3], results[2::3]
-    return [_both(*one) for one in zip(values, turned, scales, [x.max() for x in maxima], strict=True)]
+    given = [seen for seen in expected if seen is not None]
+    histories = [seen.state for seen in given] or [absolute_maximum(x).reshape(1) for x in source.compute(*arrays)]
+    plan, shape = _plan(source, arrays[0], dtype, given), arrays[0].shape
+    shapes = ((shape, dtype), (shape[::-1], dtype), ((plan.programs,), jnp.float32), ((), jnp.float32))
+    results = _launch(source.kernel, plan, shapes * len(expected), *arrays, *histories)
+    return [_both(*results[start : start + 4]) for start in range(0, len(results), 4)]
+
+
+def _plan(source: Source, x: jax.Array, dtype: Any, given: Sequence[Seen]) -> Plan:
+    rows, columns = x.shape
+    plan = Plan(rows, columns, source.width, largest(dtype))
+    if not given:
+        return plan
+    seen, history = given[0], given[0].state.shape[-1]
+    return dataclasses.replace(plan, first=seen.role * history, seen=history, unseen=seen.unseen)
 
 
 def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: Any, count: int) -> list[Both]:
     """First each tile with a scale of its own: to read those bytes again takes less than what they are computed of."""
-    shape = arrays[0].shape
-    plan = Plan(*shape, width=source.width, limit=largest(dtype))
-    tiles = _launch(kernel, plan, ((shape, dtype), ((_tiles(plan),), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
+    shape, plan = arrays[0].shape, _plan(source, arrays[0], dtype, ())
+    tiles = _launch(kernel, plan, ((shape, dtype), ((plan.programs,), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
     found = []
     for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):
-        amax = maxima.max()
-        scale = power_of_two_scale(amax, dtype)
-        shapes = ((shape, dtype), (shape[::-1], dtype))
-        values, turned = _launch("recast_kernel", plan, shapes, x, maxima, scale, warps=_TILE_WARPS)
-        found.append(_both(values, turned, scale, amax))
+        shapes = ((shape, dtype), (shape[::-1], dtype), ((), jnp.float32))
+        history = maxima.max().reshape(1)
+        values, turned, inverse = _launch("recast_kernel", plan, shapes, x, maxima, history, warps=_TILE_WARPS)
+        found.append(_both(values, turned, history, inverse))
     return found
 
 
-def _cast_plainly(x: jax.Array, dtype: Any, expected: jax.Array | None) -> Both:
+def _cast_plainly(x: jax.Array, dtype: Any, expected: Seen | None) -> Both:
     amax = absolute_maximum(x)
-    scale = power_of_two_scale(amax if expected is None else expected, dtype)
+    scale = power_of_two_scale(amax if expected is None else expected.amax, dtype)
     # Without a barrier XLA may drop the rounding together with the conversion back in front of a product.
     values = jax.lax.optimization_barrier(saturating_cast(x, scale, dtype))
-    return _both(values, values.T, scale, amax)
+    return _both(values, values.T, amax.reshape(1), 1.0 / scale)
 
 
-def _both(values: jax.Array, turned: jax.Array, scale: jax.Array, amax: jax.Array) -> Both:
-    return Both(Quantized(values, 1.0 / scale), Quantized(turned, 1.0 / scale), amax)
+def _both(values: jax.Array, turned: jax.Array, maxima: jax.Array, inverse_scale: jax.Array) -> Both:
+    return Both(Quantized(values, inverse_scale), Quantized(turned, inverse_scale), maxima)
 
 
-def _takes(x: jax.Array) -> bool:
-    """Whether a kernel is installed, and the target and the shape are its own; XLA cannot partition it."""
+def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
+    """`state.state_gradient` of one-dimensional maxima, by a kernel where it can: XLA makes several of it."""
+    if not _runs_here():
+        return plain_state_gradient(state, maxima)
+    inputs, weights, gradients = maxima
+    plan = Maxima(inputs.size, weights.size, gradients.size, state.shape[-1])
+    (found,) = _launch("maxima_kernel", plan, ((state.shape, jnp.float32),), *maxima)
+    return found
+
+
+def takes(x: jax.Array) -> bool:
+    """Whether the kernels run here, and the shape is theirs."""
+    return _runs_here() and x.ndim == 2 and not any(n % BLOCK for n in x.shape)
+
+
+def _runs_here() -> bool:
+    """Whether kernels are installed, and the target is their own; XLA cannot partition them."""
     capability = current_target().compute_capability
     installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
-    fits = x.ndim == 2 and not any(n % BLOCK for n in x.shape) and not automatic_axes()
-    return installed and fits and capability is not None and capability >= _LEAST_CAPABILITY
+    return installed and capability is not None and capability >= _LEAST_CAPABILITY and not automatic_axes()
 
 
-def _tiles(plan: Plan) -> int:
-    return plan.rows // BLOCK * plan.column_tiles
-
-
-def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array, warps: int = _WARPS) -> tuple[jax.Array, ...]:
-    """Results of these shapes and dtypes, from one program a tile."""
+def _launch(
+    kernel: str, plan: Plan | Maxima, shapes: Any, *arrays: jax.Array, warps: int = _WARPS
+) -> tuple[jax.Array, ...]:
+    """Results of these shapes and dtypes."""
     import jax_triton
 
     from pallas_kernels.fp8 import triton_quantize
@@ -147,7 +215,7 @@ def _launch(kernel: str, plan: Plan, shapes: Any, *arrays: jax.Array, warps: int
         *arrays,
         kernel=getattr(triton_quantize, kernel),
         out_shape=tuple(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),
-        grid=(_tiles(plan),),
+        grid=(plan.programs,),
         name=f"fp8_{kernel}",
         num_warps=warps,
         num_stages=1,

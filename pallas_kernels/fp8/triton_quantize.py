@@ -1,6 +1,6 @@
 """Rounds a tile to FP8, as it is and turned, in one pass: with one scale, or with one for 128 values.
 
-With one scale also what has just been computed of other arrays: SwiGLU, and its gradients.
+With one scale also what has just been computed of other arrays: RMSNorm, SwiGLU, and its gradients.
 """
 
 # A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows, nor what jit returns.
@@ -11,33 +11,41 @@ import triton.language as tl
 
 @triton.jit
 def group_scale(amax, limit: tl.constexpr):
-    """`formats.power_of_two_scale` for a format with this largest number, bit by bit."""
-    ratio = tl.minimum(tl.div_rn(tl.full(amax.shape, limit, tl.float32), amax), 1.2676506002282294e30)
-    bits = ratio.to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.where(amax > 0, bits.to(tl.float32, bitcast=True), 1.0)
+    """`formats.power_of_two_scale` for a format with this largest number, which is 1.75 times a power of two.
+
+    Bit by bit, without the division: the exponents' difference, less one where amax is over 1.75 of its own power.
+    """
+    exponent = (amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
+    power: tl.constexpr = 254 + (15 if limit > 448 else 8)
+    scale = (tl.minimum(power - exponent, 227) << 23).to(tl.float32, bitcast=True)
+    return tl.where(amax > 0, tl.where(amax < float("inf"), scale, 0.0), 1.0)
 
 
 @triton.jit
 def quantize_kernel(x, values, inverse, turned_values, turned_inverse, plan: tl.constexpr):
     """One tile of x [rows, columns]; values as x, turned_values [columns, rows], scales [tiles, rows or columns]."""
+    rows, columns = tile_of(plan)
+    block = tl.load(x + rows * plan.columns + columns)
+    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+
+
+@triton.jit
+def quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan: tl.constexpr):
+    """Writes a tile of 128 x 128 with a scale for each of its rows; and turned, with one for each column.
+
+    Multiplied by a power of two it is as exact in two bytes, of which a tile is turned faster.
+    """
+    size = tl.abs(block.to(tl.float32))
     tile = tl.program_id(0)
-    row_tile, column_tile = tile // plan.column_tiles, tile % plan.column_tiles
-    rows = row_tile * 128 + tl.arange(0, 128)
-    columns = column_tile * 128 + tl.arange(0, 128)
-    wide_rows, wide_columns = rows.to(tl.int64), columns.to(tl.int64)
-    block = tl.load(x + wide_rows[:, None] * plan.columns + columns[None, :]).to(tl.float32)
-    size = tl.abs(block)
+    scale = group_scale(tl.max(size, axis=1)[:, None], plan.limit)
+    rounded = (block.to(tl.float32) * scale).to(values.dtype.element_ty)
+    tl.store(values + rows * plan.columns + columns, rounded)
+    tl.store(inverse + tile % plan.column_tiles * plan.rows + rows, 1.0 / scale)
 
-    # No product exceeds the format's range, so that the cast need not clip.
-    scale = group_scale(tl.max(size, axis=1), 448.0)
-    rounded = (block * scale[:, None]).to(tl.float8e4nv)
-    tl.store(values + wide_rows[:, None] * plan.columns + columns[None, :], rounded)
-    tl.store(inverse + column_tile.to(tl.int64) * plan.rows + rows, 1.0 / scale)
-
-    scale = group_scale(tl.max(size, axis=0), 448.0)
-    rounded = tl.trans((block * scale[None, :]).to(tl.float8e4nv))
-    tl.store(turned_values + wide_columns[:, None] * plan.rows + rows[None, :], rounded)
-    tl.store(turned_inverse + row_tile.to(tl.int64) * plan.columns + columns, 1.0 / scale)
+    scale = group_scale(tl.max(size, axis=0)[None, :], plan.limit)
+    rounded = tl.trans((block.to(tl.float32) * scale).to(tl.bfloat16)).to(tl.float32).to(values.dtype.element_ty)
+    tl.store(turned_values + tl.trans(columns) * plan.rows + tl.trans(rows), rounded)
+    tl.store(turned_inverse + tile // plan.column_tiles * plan.columns + columns, 1.0 / scale)
 
 
 @triton.jit
@@ -50,40 +58,64 @@ def tile_of(plan: tl.constexpr):
 
 
 @triton.jit
+def scale_of(history, inverse, plan: tl.constexpr):
+    """The scale [] for the largest of the magnitudes `history`, from `plan.first` on; its inverse is written."""
+    places = tl.arange(0, plan.padded_seen)
+    amax = tl.max(tl.load(history + plan.first + places, places < plan.seen, 0.0))
+    scale = group_scale(tl.where(amax > 0, amax, plan.unseen), plan.limit)
+    if tl.program_id(0) == 0:
+        tl.store(inverse, 1.0 / scale)
+    return scale
+
+
+@triton.jit
 def store_both(block, scale, values, turned, rows, columns, plan: tl.constexpr):
     """Writes a tile times scale [], and turned. Casts saturate."""
-    rounded = (block.to(tl.float32) * tl.load(scale)).to(values.dtype.element_ty)
+    rounded = (block.to(tl.float32) * scale).to(values.dtype.element_ty)
     tl.store(values + rows * plan.columns + columns, rounded)
     tl.store(turned + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
 
 
 @triton.jit
-def cast_kernel(x, scale, values, turned, maxima, plan: tl.constexpr):
+def cast_kernel(x, history, values, turned, maxima, inverse, plan: tl.constexpr):
     """x [rows, columns] with one scale."""
     rows, columns = tile_of(plan)
+    scale = scale_of(history, inverse, plan)
     block = tl.load(x + rows * plan.columns + columns)
     store_both(block, scale, values, turned, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
 @triton.jit
-def recast_kernel(x, x_maxima, scale, values, turned, plan: tl.constexpr):
+def recast_kernel(x, x_maxima, history, values, turned, inverse, plan: tl.constexpr):
     """The same of an x that is in FP8, each tile with a scale of its own, given by its largest magnitude.
 
     Scales are powers of two: only what falls below the normal numbers of the format is rounded a second time.
     """
     rows, columns = tile_of(plan)
-    inverse = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
-    block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * inverse
+    own = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
+    block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * own
     # Exact in two bytes, of which a tile is turned faster.
-    store_both(block.to(tl.bfloat16), scale, values, turned, rows, columns, plan)
+    store_both(block.to(tl.bfloat16), scale_of(history, inverse, plan), values, turned, rows, columns, plan)
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), two units in the last place off at most, by a third of the instructions of Triton's own."""
+    assembly: tl.constexpr = """
+        mul.f32 $0, $1, 0fBFB8AA3B;  // -log2(e)
+        ex2.approx.ftz.f32 $0, $0;
+        add.f32 $0, $0, 0f3F800000;
+        rcp.approx.ftz.f32 $0, $0;
+    """
+    return tl.inline_asm_elementwise(assembly, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
     """A tile of silu(gate) * up, in their dtype, which the product would have by itself."""
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
-    block = wide * tl.sigmoid(wide) * tl.load(up + rows * plan.columns + columns).to(tl.float32)
+    block = wide * sigmoid(wide) * tl.load(up + rows * plan.columns + columns).to(tl.float32)
     return block.to(gate.dtype.element_ty)
 
 
@@ -93,9 +125,9 @@ def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
     wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)
-    sigmoid = tl.sigmoid(wide)
-    silu = wide * sigmoid
-    d_gate = d_wide * wide_up * (sigmoid + silu * (1.0 - sigmoid))
+    opened = sigmoid(wide)
+    silu = wide * opened
+    d_gate = d_wide * wide_up * (opened + silu * (1.0 - opened))
     return d_gate.to(gate.dtype.element_ty), (d_wide * silu).to(gate.dtype.element_ty)
 
 
@@ -111,9 +143,40 @@ def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
 
 
 @triton.jit
-def swiglu_kernel(gate, up, scale, values, turned, maxima, plan: tl.constexpr):
+def swiglu_blocks_kernel(gate, up, values, inverse, turned_values, turned_inverse, plan: tl.constexpr):
+    """As `quantize_kernel`, of silu(gate) * up."""
+    rows, columns = tile_of(plan)
+    block = swiglu_of(gate, up, rows, columns, plan)
+    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+
+
+@triton.jit
+def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
+    gate, up, d_out, gate_values, gate_inverse, gate_turned, gate_turned_inverse,
+    up_values, up_inverse, up_turned, up_turned_inverse, plan: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_kernel`, of the gradients of gate and up."""
+    rows, columns = tile_of(plan)
+    d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
+    quantize_both(d_gate, gate_values, gate_inverse, gate_turned, gate_turned_inverse, rows, columns, plan)
+    quantize_both(d_up, up_values, up_inverse, up_turned, up_turned_inverse, rows, columns, plan)
+
+
+@triton.jit
+def weight_kernel(x, values, turned, inverse, plan: tl.constexpr):
+    """x [rows, columns] with a scale for each tile of 128 x 128."""
+    rows, columns = tile_of(plan)
+    block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
+    scale = group_scale(tl.max(tl.abs(block)), plan.limit)
+    store_both(block, scale, values, turned, rows, columns, plan)
+    tl.store(inverse + tl.program_id(0), 1.0 / scale)
+
+
+@triton.jit
+def swiglu_kernel(gate, up, history, values, turned, maxima, inverse, plan: tl.constexpr):
     """silu(gate) * up, both [rows, columns], with one scale."""
     rows, columns = tile_of(plan)
+    scale = scale_of(history, inverse, plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     store_both(block, scale, values, turned, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
@@ -123,16 +186,18 @@ def swiglu_kernel(gate, up, scale, values, turned, maxima, plan: tl.constexpr):
 def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
     """The same, each tile with a scale of its own."""
     rows, columns = tile_of(plan)
-    store_own_scale(swiglu_of(gate, up, rows, columns, plan), values, maxima, rows, columns, plan)
+    block = swiglu_of(gate, up, rows, columns, plan)
+    store_own_scale(block, values, maxima, rows, columns, plan)
 
 
 @triton.jit
 def swiglu_gradients_kernel(  # noqa: PLR0913
-    gate, up, d_out, gate_scale, up_scale,
-    gate_values, gate_turned, gate_maxima, up_values, up_turned, up_maxima, plan: tl.constexpr,
+    gate, up, d_out, gate_history, up_history, gate_values, gate_turned, gate_maxima, gate_inverse,
+    up_values, up_turned, up_maxima, up_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and up, all [rows, columns], each with one scale."""
     rows, columns = tile_of(plan)
+    gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_both(d_gate, gate_scale, gate_values, gate_turned, rows, columns, plan)
     tl.store(gate_maxima + tl.program_id(0), tl.max(tl.abs(d_gate.to(tl.float32))))
@@ -147,3 +212,61 @@ def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
     store_own_scale(d_up, up_values, up_maxima, rows, columns, plan)
+
+
+@triton.jit
+def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
+    """A tile of x * inverse_rms * gain, in the dtype of x."""
+    block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
+    return (block * tl.load(inverse_rms + rows) * tl.load(gain + columns)).to(x.dtype.element_ty)
+
+
+@triton.jit
+def norm_kernel(x, inverse_rms, gain, history, values, turned, maxima, inverse, plan: tl.constexpr):
+    """x [rows, columns] * inverse_rms [rows] * gain [columns], with one scale."""
+    rows, columns = tile_of(plan)
+    block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
+    store_both(block, scale, values, turned, rows, columns, plan)
+    tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
+
+
+@triton.jit
+def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
+    """The same, each tile with a scale of its own."""
+    rows, columns = tile_of(plan)
+    block = norm_of(x, inverse_rms, gain, rows, columns, plan)
+    store_own_scale(block, values, maxima, rows, columns, plan)
+
+
+@triton.jit
+def norm_blocks_kernel(
+    x, inverse_rms, gain, values, inverse, turned_values, turned_inverse, plan: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_kernel`, of the same."""
+    rows, columns = tile_of(plan)
+    block = norm_of(x, inverse_rms, gain, rows, columns, plan)
+    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+
+
+@triton.jit
+def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
+    """Largest of each, in the first places of the three rows of `found` [3, seen]; zeros behind."""
+    role = tl.program_id(0)
+    if role == 0:
+        largest = largest_of(inputs, plan.inputs)
+    elif role == 1:
+        largest = largest_of(weights, plan.weights)
+    else:
+        largest = largest_of(gradients, plan.gradients)
+    places = tl.arange(0, plan.padded_seen)
+    tl.store(found + role * plan.seen + places, tl.where(places == 0, largest, 0.0), places < plan.seen)
+
+
+@triton.jit
+def largest_of(values, count: tl.constexpr):
+    """Of so many."""
+    places = tl.arange(0, 4096)
+    largest = tl.zeros([4096], tl.float32)
+    for start in range(0, count, 4096):
+        largest = tl.maximum(largest, tl.load(values + start + places, start + places < count, 0.0))
+    return tl.max(largest)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxstack.compiler_options import step_options
 from pallas_kernels import (
+    NormalisedInput,
     all_gather_matmul,
     empty_fp8_state,
     flash_attention,
@@ -22,6 +23,7 @@ from pallas_kernels import (
     matmul_reduce_scatter,
     record_choices,
     ring_attention,
+    rms_norm,
     sequence_order,
     swiglu,
 )
@@ -135,6 +137,32 @@ def test_fp8_mlp(recipe):
     found, other, wanted = results(whole, x), results(apart, x), results(exact, x.astype(jnp.float32))
     assert max(relative(a, b) for a, b in zip(found, other, strict=True)) < 0.01
     assert max(relative(a, b) for a, b in zip(found, wanted, strict=True)) < 0.15
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+def test_a_norm_is_the_same_where_it_is_rounded(recipe):
+    """But for values that sums in another order round another way."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, cotangent = (jax.random.normal(key, (4096, 512), jnp.bfloat16) for key in keys[:2])
+    gain, w = jax.random.normal(keys[2], (512,)), 0.05 * jax.random.normal(keys[3], (512, 512))
+    states = (empty_fp8_state(),) if recipe == "delayed" else None
+
+    def run(within, cotangent, x, gain, w, states):
+        def product(x, gain, w, states):
+            y, past = rms_norm(x, gain, epsilon=1e-5, beside=True)
+            given = NormalisedInput(y, past, gain, 1e-5) if within else y
+            return fp8_multiply(given, (w,), recipe=recipe, states=states)[0], past
+
+        out, pull = jax.vjp(product, x, gain, w, states)
+        return out[0], pull((cotangent / 16, cotangent))
+
+    given = x, gain, w, states
+
+    def results(within):
+        compiled = jax.jit(functools.partial(run, within)).lower(cotangent, *given)
+        return jax.tree.leaves(compiled.compile(compiler_options=step_options())(cotangent, *given))
+
+    assert max(relative(a, b) for a, b in zip(results(True), results(False), strict=True)) < 1e-3
 
 
 @pytest.mark.parametrize("sizes", [(100, 0, 150, 774), (513, 1, 0, 510)])

@@ -8,13 +8,16 @@ from flax import nnx
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.errors import ConfigError
+from jaxstack.functional import FunctionalModule
 from jaxstack.loop import LoopSettings
 from jaxstack.models import ModelConfig, Transformer, count_fp8_matmuls, in_fp8
+from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.ran import refuse_missing_fp8
 from jaxstack.precision import PrecisionConfig, ScalingState, use_fp8
 from jaxstack.precision.recipe import Fp8Matmul
 from jaxstack.run_config import load_config
+from jaxstack.staged_module import StagedModule
 from pallas_kernels import record_choices
 from tests.small_runs import make_trainer, run_steps, small_config
 
@@ -74,6 +77,23 @@ def test_a_run_in_fp8_scans_the_layers_between():
     assert load_config(None, ["precision.fp8=current", "model.single_layers=0"]).model.single_layers == 0
     assert load_config(None, ["precision.fp8=current", "parallel.pipeline=2"]).model.single_layers == 0
     assert load_config(None, []).model.single_layers == 0
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("model", [{}, {"single_layers": 1}, {"scan_layers": False}], ids=str)
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_the_log_says_which_layers_run_in_fp8(num_layers, model, staged):
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=num_layers, **model)
+    precision = PrecisionConfig(fp8="delayed")
+    make = lambda rngs: in_fp8(Transformer(config, rngs), precision)  # noqa: E731
+    module = StagedModule(make, 2) if staged else FunctionalModule(make)
+    every = module.fp8_matmuls == 3 * len(PROJECTIONS) * num_layers
+    said = describe_fp8(config, precision, staged=staged)
+    assert said.startswith("FP8 (delayed) in all layers") and ("but the first and the last" in said) == (not every)
+    assert ("as without a pipeline" in said) == (every and staged and num_layers > 2)
+    rules = precision.model_copy(update={"fp8_rules": EVERY})
+    assert "precision.fp8_rules" in describe_fp8(config, rules, staged=staged)
+    assert describe_fp8(config, PrecisionConfig(), staged=staged) == ""
 
 
 def test_rules_leave_layers_out():

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import fp8_multiply, lowering_platform
+from pallas_kernels import fp8_multiply, fp8_swiglu_mlp, lowering_platform
 from pallas_kernels.fp8 import mosaic
 from pallas_kernels.fp8.blockwise import multiply_dequantized, quantize_rows, quantize_weight
 from pallas_kernels.fp8.formats import Quantized
 from tests.hopper import compile_for_hopper
+from tests.pallas_kernels.triton_interpreter import needs_triton
 
 pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
@@ -32,6 +33,26 @@ def test_the_kernel_multiplies_as_the_plain_form(monkeypatch, rows, width, colum
     found = np.asarray(mosaic.product(a, b, jnp.bfloat16), np.float32)
     wanted = np.asarray(multiply_dequantized(a, b, jnp.float32))
     np.testing.assert_allclose(found, wanted, rtol=2.0**-8, atol=1e-3 * np.abs(wanted).max())
+
+
+@needs_triton
+def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only():
+    """Two results of products, and the gradient of SwiGLU's, are all that is written of [rows, F] in bfloat16."""
+    rows, width, wide = 512, 128, 384
+
+    def both(x, *weights):
+        out, pull = jax.vjp(lambda *a: fp8_swiglu_mlp(*a, recipe="blockwise"), x, *weights)
+        return pull(out)
+
+    x, first, last = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, width), (width, wide), (wide, width)))
+    with lowering_platform("cuda"):
+        text = compile_for_hopper(both, x, first, first, last).as_text()
+    text = text[text.index("ENTRY") :]
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 9
+    # Input, three weights, SwiGLU, gradient of the result, gradients of SwiGLU.
+    assert text.count('custom_call_target="triton_kernel_call"') == 7
+    written = re.findall(r"= \(?bf16\[512,384\]\{1,0\}\)? ([\w-]+)\(", text)
+    assert sorted(set(written)) == ["custom-call"] and len(written) == 3
 
 
 def test_compiled_for_hopper_it_is_six_tensor_core_kernels(monkeypatch, capfd):

@@ -12,10 +12,18 @@ import numpy as np
 import pytest
 
 from jaxstack.compiler_options import step_options
-from pallas_kernels import empty_fp8_state, fp8_multiply, fp8_swiglu_mlp, lowering_platform
+from pallas_kernels import (
+    NormalisedInput,
+    empty_fp8_state,
+    fp8_multiply,
+    fp8_swiglu_mlp,
+    lowering_platform,
+    rms_norm,
+)
 from pallas_kernels.fp8 import blockwise, triton
 from pallas_kernels.fp8.formats import E4M3, E5M2, power_of_two_scale
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS
+from pallas_kernels.fp8.sources import GIVEN, NORM, SWIGLU, SWIGLU_GRADIENTS
+from pallas_kernels.fp8.state import Seen, state_gradient
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
@@ -31,8 +39,8 @@ def interpret() -> None:
     shapes = [(size, E4M3), ((3, 256), np.float32), (size[::-1], E4M3), ((2, 384), np.float32)]
 
     def run(x):
-        plain = jax.tree.leaves(blockwise.quantize_both(jnp.asarray(x, jnp.float32)))
-        found = launch("quantize_kernel", triton.Plan(*size), shapes, x)
+        plain = jax.tree.leaves(blockwise.quantize_both(GIVEN, [jnp.asarray(x, jnp.float32)]))
+        found = launch("quantize_kernel", triton.Plan(*size, limit=448.0), shapes, x)
         return list(zip(found, [np.asarray(array).astype(np.float32) for array in plain], strict=True))
 
     x = random.normal(size=size) * np.exp2(random.integers(-40, 40, (256, 1)) + random.integers(-9, 9, (1, 384)))
@@ -45,62 +53,111 @@ def interpret() -> None:
 
     interpret_sources(random, size)
     interpret_tiles(random, size)
+    interpret_blocks(random, size)
+    interpret_maxima(random)
 
 
 def interpret_sources(random, size):
     """FP8 of given values, bit by bit; of computed ones float32, for what they are before the cast."""
     held = random.choice([-1.75, -1.0, 1.25, 1.5], (3, *size)) * np.exp2(random.integers(-3, 4, (3, *size)))
     arrays = [jnp.asarray(array, jnp.float32) for array in held]
-    for source, count, scales, dtype in (
-        (GIVEN, 1, [0.5], E4M3),
-        (GIVEN, 1, [0.5], E5M2),
-        (SWIGLU, 2, [0.25], np.float32),
-        (SWIGLU_GRADIENTS, 3, [2.0, 0.125], np.float32),
+    normed = [arrays[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
+    for source, given, scales, dtype in (
+        (GIVEN, arrays[:1], [0.5], E4M3),
+        (GIVEN, arrays[:1], [0.5], E5M2),
+        (SWIGLU, arrays[:2], [0.25], np.float32),
+        (SWIGLU_GRADIENTS, arrays, [2.0, 0.125], np.float32),
+        (NORM, normed, [4.0], np.float32),
     ):
-        plan, tolerance = triton.Plan(*size, width=source.width), 0 if source is GIVEN else 1e-5
-        shapes = [(size, dtype), (size[::-1], dtype), (tiles(plan), np.float32)] * len(scales)
-        results = launch(source.kernel, plan, shapes, *held[:count], *(np.full(1, scale) for scale in scales))
-        for index, (wanted, scale) in enumerate(zip(source.compute(*arrays[:count]), scales, strict=True)):
-            values, turned, maxima = results[3 * index : 3 * index + 3]
+        tolerance, limit = 0 if source is GIVEN else 1e-5, 57344.0 if dtype is E5M2 else 448.0
+        plan = triton.Plan(*size, source.width, limit, first=3, seen=3)
+        # Of what was seen only the last three are this role's.
+        histories = [[9e9, 9e9, 9e9, limit / scale / 2, 0, limit / scale] for scale in scales]
+        shapes = [(size, dtype), (size[::-1], dtype), ((plan.programs,), np.float32), ((1,), np.float32)] * len(scales)
+        results = launch(source.kernel, plan, shapes, *given, *histories)
+        for index, (wanted, scale) in enumerate(zip(source.compute(*given), scales, strict=True)):
+            values, turned, maxima, inverse = results[4 * index : 4 * index + 4]
             scaled = np.asarray((wanted * scale).astype(dtype), np.float32)
             np.testing.assert_allclose(values, scaled, tolerance, tolerance)
             np.testing.assert_array_equal(turned, values.T)
             np.testing.assert_allclose(maxima.max(), jnp.abs(wanted).max(), 1e-5)
+            assert inverse == 1 / scale
+    plan = triton.Plan(*size, limit=448.0, unseen=448.0 * 4)
+    shapes = [(size, E4M3), (size[::-1], E4M3), ((plan.programs,), np.float32), ((1,), np.float32)]
+    assert launch("cast_kernel", plan, shapes, arrays[0], [0.0])[3] == 4, "nothing seen yet"
 
 
 def interpret_tiles(random, size):
     """A scale for each tile, and then one for all: the second rounding shows below the normal numbers only."""
     held = random.normal(size=(3, *size)) * np.exp2(random.integers(-9, 4, size))
-    arrays, rows = [jnp.asarray(array, jnp.float32) for array in held], 128
-    for source, count, limit in ((SWIGLU, 2, 448.0), (SWIGLU_GRADIENTS, 3, 57344.0)):
-        plan, results = triton.Plan(*size, width=source.width, limit=limit), source.compute(*arrays[:count])
-        shapes = [(size, np.float32), (tiles(plan), np.float32)] * len(results)
-        found = launch(source.tiles_kernel, plan, shapes, *held[:count])
+    arrays = [jnp.asarray(array, jnp.float32) for array in held]
+    normed = [arrays[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
+    for source, given, limit in (
+        (SWIGLU, arrays[:2], 448.0),
+        (SWIGLU_GRADIENTS, arrays, 57344.0),
+        (NORM, normed, 448.0),
+    ):
+        plan = triton.Plan(*size, source.width, limit)
+        results, rows = source.compute(*given), 128
+        shapes = [(size, np.float32), ((plan.programs,), np.float32)] * len(results)
+        found = launch(source.tiles_kernel, plan, shapes, *given)
         for wanted, values, maxima in zip(results, found[::2], found[1::2], strict=True):
             blocks = np.abs(wanted).reshape(size[0] // rows, rows, plan.column_tiles, plan.width).max(axis=(1, 3))
             np.testing.assert_allclose(maxima, blocks.ravel(), 1e-5)
-            scales = np.repeat(np.repeat(power_of_two_scale(blocks, E4M3 if limit == 448 else E5M2), rows, 0), 64, 1)
+            scales = power_of_two_scale(blocks, E4M3 if limit == 448 else E5M2)
+            scales = np.repeat(np.repeat(scales, rows, 0), plan.width, 1)
             np.testing.assert_allclose(values, wanted * scales, 1e-5, 1e-5)
-    plan, x = triton.Plan(*size, width=64, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
-    maxima = np.exp2(random.integers(-9, 9, tiles(plan))) * 448
-    wanted = x * np.repeat(np.repeat(maxima.reshape(2, -1), rows, 0), 64, 1) / 448 / 16
-    values, turned = launch("recast_kernel", plan, [(size, E5M2), (size[::-1], E5M2)], x, maxima, np.full(1, 1 / 16))
+    plan, x = triton.Plan(*size, 64, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
+    maxima = np.exp2(random.integers(-9, 9, plan.programs)) * 448
+    wanted = x * np.repeat(np.repeat(maxima.reshape(-1, plan.column_tiles), 128, 0), 64, 1) / 448 / 16
+    shapes = [(size, E5M2), (size[::-1], E5M2), ((1,), np.float32)]
+    values, turned, inverse = launch("recast_kernel", plan, shapes, x, maxima, [448.0 * 16])
     np.testing.assert_array_equal(values, wanted)
+    np.testing.assert_array_equal(turned, values.T)
+    assert inverse == 16
+
+
+def interpret_blocks(random, size):
+    """SwiGLU and its gradients by blocks, and a weight: values that need no cast to be compared."""
+    held = [jnp.asarray(random.normal(size=size), jnp.float32) for _ in range(3)]
+    groups = (size[1] // 128, size[0]), (size[0] // 128, size[1])
+    normed = [held[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
+    for source, given in ((SWIGLU, held[:2]), (SWIGLU_GRADIENTS, held), (NORM, normed)):
+        results = source.compute(*given)
+        shapes = [(size, np.float32), (groups[0], np.float32), (size[::-1], np.float32), (groups[1], np.float32)]
+        found = launch(source.blocks_kernel, triton.Plan(*size, limit=448.0), shapes * len(results), *given)
+        for index, wanted in enumerate(results):
+            values, inverse, turned, turned_inverse = found[4 * index : 4 * index + 4]
+            np.testing.assert_array_equal(inverse, blockwise.quantize_rows(wanted).inverse_scale)
+            np.testing.assert_array_equal(turned_inverse, blockwise.quantize_rows(wanted.T).inverse_scale)
+            np.testing.assert_allclose(values * np.repeat(inverse.T, 128, 1), wanted, 1e-4, 1e-6)
+            # Turned in two bytes, to which the interpreter cuts off.
+            np.testing.assert_allclose(turned * np.repeat(turned_inverse.T, 128, 1), wanted.T, 2.0**-7, 1e-6)
+    wanted = blockwise.quantize_weight(held[0])
+    shapes = [(size, np.float32), (size[::-1], np.float32), (wanted.inverse_scale.shape, np.float32)]
+    values, turned, inverse = launch("weight_kernel", triton.Plan(*size, limit=448.0), shapes, held[0])
+    np.testing.assert_array_equal(inverse, wanted.inverse_scale)
+    np.testing.assert_array_equal(values * np.repeat(np.repeat(inverse, 128, 0), 128, 1), held[0])
     np.testing.assert_array_equal(turned, values.T)
 
 
-def tiles(plan):
-    return (plan.rows // 128 * plan.column_tiles,)
+def interpret_maxima(random):
+    """As the plain form: more than are read at once, as few as one."""
+    maxima = [np.abs(random.normal(size=count)).astype(np.float32) for count in (5000, 1, 130)]
+    (found,) = launch("maxima_kernel", triton.Maxima(5000, 1, 130, seen=5), [((3, 5), np.float32)], *maxima)
+    np.testing.assert_array_equal(found, state_gradient(jnp.ones((3, 5)), [jnp.asarray(x) for x in maxima]))
 
 
 def launch(kernel, plan, shapes, *arrays):
     """The results of a kernel on float32 arrays, as float32."""
     from pallas_kernels.fp8 import triton_quantize
 
+    # The interpreter knows no assembly.
+    triton_quantize.sigmoid = triton_quantize.tl.sigmoid
     names = {E4M3: "fp8e4nv", E5M2: "fp8e5", np.float32: "fp32"}
     results = [Array(np.ones(shape, dtype), names[dtype]) for shape, dtype in shapes]
     given = [Array(np.asarray(array, np.float32), "fp32") for array in arrays]
-    getattr(triton_quantize, kernel)[tiles(plan)](*given, *results, plan=plan)
+    getattr(triton_quantize, kernel)[(plan.programs,)](*given, *results, plan=plan)
     return [np.asarray(result.array, np.float32) for result in results]
 
 
@@ -112,10 +169,11 @@ def test_the_kernel_rounds_bit_by_bit_as_the_plain_form():
 
 @needs_triton
 def test_compiled_for_hopper_it_reads_the_array_once():
-    x = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16)
+    x, state = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16), jax.ShapeDtypeStruct((3, 16), jnp.float32)
+    cast = lambda x, state: triton.cast_both(GIVEN, [x], E5M2, [Seen(state, 2)])[0]  # noqa: E731
     with lowering_platform("cuda"):
-        blocks = compile_for_hopper(triton.quantize_both, x).as_text()
-        whole = compile_for_hopper(lambda x: triton.cast_both(GIVEN, [x], E5M2, [jnp.float32(2)])[0][:2], x).as_text()
+        blocks = compile_for_hopper(lambda x: triton.quantize_both(GIVEN, [x]), x).as_text()
+        whole = compile_for_hopper(cast, x, state).as_text()
     for text in (blocks, whole):
         assert text.count('custom_call_target="triton_kernel_call"') == 1 and " fusion(" not in text
 
@@ -125,8 +183,9 @@ def test_compiled_for_hopper_it_reads_the_array_once():
 def test_other_shapes_are_rounded_by_xla(shape):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with lowering_platform("cuda"):
-        for function in (triton.quantize_both, lambda x: triton.cast_both(GIVEN, [x], E4M3, [None])):
-            assert "triton_kernel_call" not in compile_for_hopper(function, x).as_text()
+        blocks = compile_for_hopper(lambda x: triton.quantize_both(GIVEN, [x]), x).as_text()
+        whole = compile_for_hopper(lambda x: triton.cast_both(GIVEN, [x], E4M3, [None]), x).as_text()
+    assert "triton_kernel_call" not in blocks + whole
 
 
 @needs_triton
@@ -163,6 +222,32 @@ def test_the_wide_arrays_of_an_mlp_are_written_in_fp8_only(recipe):
     assert text.count('custom_call_target="triton_kernel_call"') == 7 + (3 if recipe == "current" else 0)
     written = re.findall(r"= \(?bf16\[512,384\]\{1,0\}(?:, s8\S+)? ([\w-]+)\(", text[text.index("ENTRY") :])
     assert sorted(set(written)) == ["custom-call", "get-tuple-element"] and written.count("custom-call") == 3
+
+
+@needs_triton
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_normalised_input_is_written_in_fp8_only(recipe):
+    """Delayed: input, weight, gradient, and what comes of the state; current: the input twice."""
+    rows, width = 512, 256
+
+    def both(x, gain, w, state):
+        def product(x, gain, w, state):
+            y, past = rms_norm(x, gain, epsilon=1e-5, beside=True)
+            states = (state,) if recipe == "delayed" else None
+            return fp8_multiply(NormalisedInput(y, past, gain, 1e-5), (w,), recipe=recipe, states=states)[0], past
+
+        out, pull = jax.vjp(product, x, gain, w, state)
+        return out[0], pull(out)
+
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, width), (width, width)))
+    gain, state = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((width,), (3, 16)))
+    x, w = arrays
+    with lowering_platform("cuda"):
+        text = compile_for_hopper(both, x, gain, w, state, options=step_options()).as_text()
+    text = text[text.index("ENTRY") :]
+    assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
+    assert text.count('custom_call_target="triton_kernel_call"') == 4
+    assert not re.findall(r"= bf16\[512,256\]\S* fusion", text[: text.index("cublas$lt$matmul$f8")])
 
 
 if __name__ == "__main__":
