@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="*", help="left out: all GPUs, and two of them")
     parser.add_argument("--only", nargs="*", help="variants whose name contains one of these words")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="checks and the main variants only")
     parser.add_argument("--patience", type=float, default=75, help="seconds without a word before a variant is killed")
     parser.add_argument("--tiny", action="store_true", help="the references at a small shape on simulated CPU devices")
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)

@@ -2,6 +2,7 @@
 
     python benchmarks/fp8.py                                  # about 4 minutes on an H200
     python benchmarks/fp8.py --model llama3-8b --recipes bfloat16 current
+    python benchmarks/fp8.py --tiny                           # on a CPU
 
 "error" is that of the forward's result against float32 sums, relative, in the Frobenius norm: about 0.04 for E4M3.
 
@@ -25,6 +26,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 
+from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from jaxstack.compiler_options import step_options
@@ -37,6 +39,7 @@ WORKS = {
     "llama3-1b": {"rows": 32768, "q_proj": (2048, 2048), "gate_proj": (2048, 8192), "down_proj": (8192, 2048)},
     "llama3-8b": {"rows": 16384, "q_proj": (4096, 4096), "gate_proj": (4096, 14336), "down_proj": (14336, 4096)},
 }
+TINY = {"rows": 128, "gate_proj": (128, 256)}
 RECIPES = ("bfloat16", *FP8_RECIPES)
 PASSES = {"forward": 2, "forward and backward": 6}
 """FLOPs of a multiply-add: one product, or three."""
@@ -134,15 +137,17 @@ def measure_alone(model: str, name: str, recipe: str, arrays: tuple[jax.Array, .
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(WORKS), choices=WORKS)
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
-    parser.add_argument("--rows", type=int, help="tokens; default: those of a step of the model on one device")
+    parser.add_argument("--model", nargs="+", default=list(WORKS), choices=WORKS, help="whose weights")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES, help="to measure")
+    parser.add_argument("--rows", type=positive(int), help="tokens; default: those of a step on one device")
+    parser.add_argument("--tiny", action="store_true", help="one small weight; rows go to tiny/")
     args = parser.parse_args()
+    works: dict[str, Any] = {"tiny": TINY} if args.tiny else {model: WORKS[model] for model in args.model}
     device = {"device": jax.devices()[0].device_kind, "devices": 1}
     rows: list[dict[str, Any]] = []
-    for model in args.model:
-        tokens = args.rows or WORKS[model]["rows"]
-        for name, shape in WORKS[model].items():
+    for model, weights in works.items():
+        tokens = args.rows or weights["rows"]
+        for name, shape in weights.items():
             if name == "rows":
                 continue
             keys = jax.random.split(jax.random.key(0), 3)
@@ -156,7 +161,7 @@ def main() -> None:
             for row in found:
                 print(*(f"{key} {value}" for key, value in row.items()), sep=", ", flush=True)
             found = [{**row, **device} for row in found]
-            append_rows("fp8", found)
+            append_rows("tiny/fp8" if args.tiny else "fp8", found)
             rows += found
     print_table(rows, ["work", "shape", "variant", "backend", "milliseconds", "tflops_per_device", "error"])
 

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 Point = dict[str, float]
 """`step`, `tokens`, `seconds` of training without the first step, `loss`: the mean since the point before."""
 
@@ -33,6 +35,18 @@ def learn(
         say(points[-1])
     batches.close()
     return points
+
+
+def count_matmuls(trainer: Any) -> Any:
+    """How many matmuls of the compiled step there are, run in FP8 and should run in FP8; None where that is not known.
+
+    Raises:
+        SystemExit: on a GPU not all of those that should run in FP8.
+    """
+    counted = trainer.describe().get("matmuls")
+    if jax.default_backend() == "gpu" and (not counted or counted["fp8"] < counted["fp8_expected"]):
+        raise SystemExit(f"not every matmul that should run in FP8 does: {counted}")
+    return counted
 
 
 def mean_loss(points: list[Point], low: float, high: float) -> float:

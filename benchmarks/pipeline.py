@@ -35,6 +35,7 @@ from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
 from jaxstack.observe.ran import predicted_memory
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.parallel.pipeline import plan_pipeline, simulate
+from jaxstack.parallel.pipeline.schedule import SCHEDULES
 from jaxstack.run_config import TrainConfig
 from jaxstack.startup import cache_compilations, start_devices
 from jaxstack.trainer import Trainer
@@ -144,11 +145,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, help="left out: as many as GPUs (four with --tiny)")
     parser.add_argument("--layers", type=int, help="left out: four a stage")
-    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=4096, help="hidden size of the model")
     parser.add_argument("--length", type=int, default=2048, help="tokens a microbatch")
-    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens that the model knows")
     parser.add_argument("--microbatches", type=int, nargs="+", help="left out: 1, 2 and 4 times the stages")
-    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved", "zero_bubble"])
+    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], choices=SCHEDULES, help="to measure")
     parser.add_argument("--remat", default="none", choices=["none", "full", "save_attention", "save_dots"])
     parser.add_argument("--unroll", action="store_true", help="the layers of a stage unrolled instead of in a loop")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each of the five blocks of a measurement")

@@ -7,6 +7,7 @@ operation must read or write once; forward and backward are two programs, as in 
 y = -x on the same device in the same run. Rows are appended to benchmarks/results/pointwise.jsonl.
 """
 
+import argparse
 import os
 import statistics
 import sys
@@ -132,6 +133,7 @@ def measure(work: Work, bandwidth: float) -> list[dict[str, Any]]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if jax.default_backend() != "gpu":
         print("needs an NVIDIA GPU and jax[cuda13]", file=sys.stderr)
         return 2

@@ -257,14 +257,14 @@ def keep(row: dict, scorecard: bool) -> None:
 def main() -> None:
     """Measures, keeps each row as it comes, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--config", default="configs/gpt2-124m.yaml")
+    parser.add_argument("--processes", type=int, default=1, help="of the run")
+    parser.add_argument("--config", default="configs/gpt2-124m.yaml", help="of the run")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--step-seconds", type=float, default=30, help="after which a silent rank is stuck")
     parser.add_argument("--seconds", type=float, default=240, help="after which no more faults begin")
     parser.add_argument("--moves-only", action="store_true", help="no faults: only on to half of the devices, and back")
     parser.add_argument("--record", action="store_true", help=f"append the figures to {RESULTS.name}")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run")
     args = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # and the run with it
     rows = []

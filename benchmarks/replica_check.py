@@ -54,9 +54,9 @@ def count_named(check: ReplicaCheck, leaves: dict[str, jax.Array], flips: int) -
 def main() -> None:
     """Measures, prints a table and appends the row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="configs/gpt2-124m.yaml")
-    parser.add_argument("--flips", type=int, default=8)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--config", default="configs/gpt2-124m.yaml", help="of the run")
+    parser.add_argument("--flips", type=int, default=8, help="bits to change, each in a leaf of its own")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run")
     args = parser.parse_intermixed_args()
     trainer = open_trainer(args.config, args.overrides)
     leaves = name_leaves(trainer.state)[0]

@@ -42,10 +42,10 @@ def events(command: list[str], patience: float) -> Iterator[dict]:
                 yield json.loads(line)
         if process.wait():
             readers[1].join(timeout=5)
-            sys.stderr.write("".join(errors)[-4000:])
-            yield {
-                "failed": f"exit {process.returncode}: {' | '.join(''.join(errors).strip().splitlines()[-3:])[-500:]}"
-            }
+            said = "".join(errors)
+            if "Traceback" in said:  # else the last lines are the message
+                sys.stderr.write(said[-4000:])
+            yield {"failed": f"exit {process.returncode}: {' | '.join(said.strip().splitlines()[-3:])[-500:]}"}
     except queue.Empty:
         yield {"failed": f"hangs: not a word for {patience:.0f} s"}
     finally:

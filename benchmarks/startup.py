@@ -20,8 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table
-from benchmarks.steps import TINY, open_trainer
+from benchmarks.steps import open_trainer, run_as_command, tiny
 from benchmarks.train_step import WORKS
 
 PARTS = ("imports", "devices and model", "lowering", "compilation", "report", "state", "data", "first step")
@@ -85,7 +86,7 @@ def run_process(overrides: Sequence[str], cache: str, timeout: float) -> dict[st
     command = [sys.executable, __file__, *overrides, "--began", repr(time.time())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
     if done.returncode:
-        raise SystemExit(f"the start failed:\n{done.stderr[-2000:]}")
+        raise SystemExit(f"the start failed: {done.stderr[-2000:].strip()}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -94,22 +95,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", help=f"of: {', '.join(WORKS)}; default: llama3-8b fsdp4 bf16")
     parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="for every start")
-    parser.add_argument("--tiny", action="store_true", help="a model so small that a CPU starts it")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds a start may take")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
+    parser.add_argument("--timeout", type=positive(float), default=400, help="seconds a start may take")
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.began is not None:
-        print(json.dumps(start_up(args.began, args.works)))
-        return
+        run_as_command("startup.py", lambda: print(json.dumps(start_up(args.began, args.works))))
+    unknown = [work for work in args.works if work not in WORKS]
+    if unknown:
+        parser.error(f"unknown works: {', '.join(unknown)}; known: {', '.join(WORKS)}")
     for work in args.works or ["llama3-8b fsdp4 bf16"]:
-        overrides, rows = [*WORKS[work], *(TINY if args.tiny else ()), *args.set], []
+        overrides, rows = [*(tiny(WORKS[work]) if args.tiny else WORKS[work]), *args.set], []
         with tempfile.TemporaryDirectory() as cache:
             for start in ("first start", "second start"):
                 row = run_process(overrides, cache, args.timeout)
                 rows.append(
                     {"work": work, "implementation": "jaxstack", "variant": ", ".join([start, *args.set]), **row}
                 )
-        append_rows("startup", rows)
+        append_rows("tiny/startup" if args.tiny else "startup", rows)
         print_table(rows, COLUMNS)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table
-from benchmarks.steps import open_trainer, run_process, split_options
+from benchmarks.steps import open_trainer, run_as_command, run_process, split_options
 from benchmarks.train_step import VARIANTS, WORKS, parse_works
 
 STEPS = 3
@@ -126,8 +126,10 @@ def main() -> None:
     """Traces each work; a row is kept as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="+", help=f"of: {', '.join(WORKS)}")
-    parser.add_argument("--variants", nargs="+", default=["unrolled"], choices=VARIANTS, help="ways to run")
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="see steps.py")
+    parser.add_argument("--variants", nargs="+", default=["unrolled"], choices=VARIANTS, metavar="VARIANT",
+        help=f"ways to run, of: {'; '.join(VARIANTS)}")  # fmt: skip
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value",
+        help="of the configuration (section.key=value) or an option of XLA (xla_...=value)")  # fmt: skip
     parser.add_argument("--kernels", type=Path, help="folder for every kernel's row")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
     args = parse_works(parser)
@@ -151,6 +153,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(measure(sys.argv[2:])))
+        run_as_command("step_profile.py", lambda: print(json.dumps(measure(sys.argv[2:]))))
     else:
         main()

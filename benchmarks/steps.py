@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP, BLOCKS, BLOCK_SECONDS, LONG_STEP_SECONDS = 3, 5, 2.0, 8.0
@@ -24,7 +24,7 @@ COLUMNS = (
     "peak_memory_bytes", "compile_seconds", "last_loss",
 )  # fmt: skip
 TINY = ("model.preset=tiny", "model.num_heads=4", "model.vocab_size=512", "model.rope_scaling=null")
-"""Overrides that make any work small enough for simulated CPU devices."""
+"""Overrides that make any work's model small enough for simulated CPU devices."""
 
 
 def run_worker(
@@ -59,7 +59,7 @@ def run_process(
         print(f"{title}: no result within {timeout:.0f} s", flush=True)
         return None
     if done.returncode:
-        print(f"{title} failed:\n{done.stderr[-1500:]}", flush=True)
+        print(f"{title} failed: {done.stderr[-1500:].strip()}", flush=True)
         return None
     row = json.loads(done.stdout.splitlines()[-1])
     print(f"{title}: {row['tokens_per_second_per_device']:,.0f} tokens/s/device", flush=True)
@@ -143,6 +143,15 @@ def split_options(overrides: Sequence[str]) -> tuple[dict[str, str | bool], list
     options = dict(override.split("=", 1) for override in overrides if override.startswith("xla_"))
     values = {name: {"true": True, "false": False}.get(value, value) for name, value in options.items()}
     return values, [override for override in overrides if not override.startswith("xla_")]
+
+
+def tiny(overrides: Sequence[str]) -> list[str]:
+    """A work's overrides, so small that simulated CPU devices run it in the work's own layout."""
+    from jaxstack.run_config import load_config
+
+    small = [*overrides, *TINY, "train.sequence_length=64"]
+    devices = math.prod(load_config(None, small).parallel.degrees.values())
+    return [*small, f"parallel.simulate_devices={devices}"]
 
 
 def set_variables() -> dict[str, str]:
@@ -239,9 +248,16 @@ def main() -> None:
     """Measures one implementation; the last line printed is its row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("implementation", choices=IMPLEMENTATIONS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run")
     args = parser.parse_args()
-    print(json.dumps(IMPLEMENTATIONS[args.implementation](args.overrides)))
+    run_as_command("steps.py", lambda: print(json.dumps(IMPLEMENTATIONS[args.implementation](args.overrides))))
+
+
+def run_as_command(name: str, body: Callable[[], None]) -> NoReturn:
+    """Ends the process as a command of jaxstack does: a configuration that cannot be is one message, no traceback."""
+    from jaxstack.cli import run_command
+
+    sys.exit(run_command(name, body))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Whole training steps, ours and the peers in turn in one job: tokens/s, TFLOP/s, memory.
 
     python benchmarks/train_step.py "gpt2-124m bf16" "llama3-1b bf16"
+    python benchmarks/train_step.py "gpt2-124m bf16" --tiny    # a tiny model in its layout, on simulated CPU devices
 
 Every measurement runs in a process of its own, so that no framework holds memory while another runs. Tokens are random,
 weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Times are medians over blocks of steps. The
@@ -16,8 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table
-from benchmarks.steps import COLUMNS, run_worker
+from benchmarks.steps import COLUMNS, run_worker, tiny
 
 
 def tensor_work(devices: int) -> tuple[str, list[str]]:
@@ -113,11 +115,14 @@ def main() -> None:
     """Measures each work by each implementation in turn; a row is kept as soon as it is there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("works", nargs="*", help=f"of: {', '.join(WORKS)}")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each implementation takes its turn")
-    parser.add_argument("--variants", nargs="+", default=["unrolled", "scanned"], choices=VARIANTS, help="ways to run")
-    parser.add_argument("--set", nargs="*", default=[], metavar="key=value", help="for ours; see steps.py")
+    parser.add_argument("--rounds", type=positive(int), default=1, help="how often each implementation takes its turn")
+    parser.add_argument("--variants", nargs="+", default=["unrolled", "scanned"], choices=VARIANTS, metavar="VARIANT",
+        help=f"ways to run ours, of: {'; '.join(VARIANTS)}")  # fmt: skip
+    parser.add_argument("--set", nargs="*", default=[], metavar="key=value",
+        help="for ours: of the configuration (section.key=value) or an option of XLA (xla_...=value)")  # fmt: skip
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="that are measured beside it")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds a measurement may take")
+    parser.add_argument("--timeout", type=positive(float), default=400, help="seconds a measurement may take")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parse_works(parser)
     rows = []
     for work in args.works or list(WORKS):
@@ -128,10 +133,13 @@ def main() -> None:
             extra = [*args.set, *filter(None, [os.environ.get("XLA_FLAGS")])]
             named = ", ".join([variant, *extra]) if variant else None
             title = f"{work}, {named or implementation}"
-            row = run_worker(title, implementation, [*WORKS[work], *ours], args.timeout)
+            overrides = tiny(WORKS[work]) if args.tiny else WORKS[work]
+            row = run_worker(title, implementation, [*overrides, *ours], args.timeout)
             if row:
                 rows.append({"work": work, "variant": named, **row})
-                append_rows("train_step", rows[-1:])
+                append_rows("tiny/train_step" if args.tiny else "train_step", rows[-1:])
+    if not rows:
+        raise SystemExit(1)
     print_table(rows, COLUMNS)
 
 

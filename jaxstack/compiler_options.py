@@ -1,9 +1,14 @@
-"""XLA's options of a compiled train step on a GPU: data, each row with what it is for."""
+"""XLA's options of a compiled train step: data, each row with what it is for, and those that have another name now."""
 
 import functools
+import importlib.metadata
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+
+from jaxstack.errors import ConfigError
 
 
 class Option(NamedTuple):
@@ -36,20 +41,86 @@ PIPELINE = (
     ),
 )
 
+Setting = tuple[str, bool | int | float | str]
+_MODES = {True: "COLLECTIVE_PIPELINING_MODE_ON", False: "COLLECTIVE_PIPELINING_MODE_OFF"}
+_SPELLINGS = {True: "on", False: "off"}  # of the mode in XLA_FLAGS; YAML reads them as true and false
+_COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+ALIKE: tuple[tuple[Setting, ...], ...] = (
+    *(
+        (
+            (f"xla_gpu_pipeline_{name}", _MODES[on]),
+            (f"xla_gpu_pipeline_{name}", _SPELLINGS[on]),
+            (f"xla_gpu_pipeline_{name}", on),
+            (f"xla_gpu_enable_pipelined_{name}", on),
+        )
+        for name, on in itertools.product(_COLLECTIVES, (True, False))
+    ),
+    # Once a level of how much goes into CUDA graphs.
+    (("xla_gpu_enable_command_buffer", ""), ("xla_gpu_graph_level", 0)),
+)
+"""Settings that mean the same in different versions of jaxlib; the first that is known is taken."""
 
-def step_options(*, pipeline: bool = False) -> dict[str, bool | int]:
-    """Name -> value of the options that the installed jaxlib knows."""
-    wanted = (*ALWAYS, *(PIPELINE if pipeline else ()))
-    return {option.name: option.value for option in wanted if is_known(option.name, option.value)}
+
+def step_options(*, pipeline: bool = False) -> dict[str, Any]:
+    """Name -> value of our options that the installed jaxlib knows."""
+    return installed_options(own_options(pipeline=pipeline))[0]
 
 
-@functools.cache
+def own_options(*, pipeline: bool = False) -> dict[str, Any]:
+    """Name -> value of our options of a step for GPUs."""
+    return {option.name: option.value for option in (*ALWAYS, *(PIPELINE if pipeline else ()))}
+
+
+def installed_options(wanted: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The options as the installed jaxlib takes them, and a sentence for each that is translated or left out.
+
+    An unknown option would end the compilation, in the variable XLA_FLAGS the process.
+
+    Raises:
+      ConfigError: a known option cannot have its value.
+    """
+    chosen, said = {}, []
+    for name, value in wanted.items():
+        if is_known(name, value):
+            chosen[name] = value
+            continue
+        same = next((row for row in ALIKE if any(_equal(setting, (name, value)) for setting in row)), ())
+        found = next((setting for setting in same if is_known(*setting)), None)
+        if found is not None:
+            chosen[found[0]] = found[1]
+            said.append(f"XLA's option {name}={value} is {found[0]}={found[1]} in {_version()}")
+        elif has_option(name):
+            raise ConfigError(f"train.xla_options: {name}={value!r}: {_refusal(name, value)}")
+        else:
+            said.append(f"XLA's option {name}={value} is left out: {_version()} has none of this name")
+    return chosen, said
+
+
 def is_known(name: str, value: Any) -> bool:
-    """Whether the installed jaxlib takes this option; it is asked by compiling a program of one addition."""
+    """Whether the installed jaxlib takes this option with this value."""
+    return _refusal(name, value) is None
+
+
+def has_option(name: str) -> bool:
+    """Whether the installed jaxlib has an option of this name."""
+    return "No such compile option" not in (_refusal(name, "") or "")
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # True is not 1 here
+def _refusal(name: str, value: Any) -> str | None:
+    """What XLA says against it, if anything; it is asked by compiling a program of one addition."""
     try:
         jax.jit(lambda x: x + 1).lower(0.0).compile(compiler_options={name: value})
     except Exception as error:
         if name not in str(error):
             raise
-        return False
-    return True
+        return str(error).removeprefix("INVALID_ARGUMENT: ")
+    return None
+
+
+def _equal(one: Setting, other: Sequence[Any]) -> bool:
+    return one[0] == other[0] and type(one[1]) is type(other[1]) and one[1] == other[1]
+
+
+def _version() -> str:
+    return "jaxlib " + importlib.metadata.version("jaxlib")

@@ -1,6 +1,6 @@
 """The first parameters of a run, from another run's checkpoint or from Hugging Face files: `run.init_from`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import ConfigError
 from jaxstack.functional import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, add_adapters
+from jaxstack.models.adapters import AdapterRule
 from jaxstack.models.huggingface import check_model, read_parameters
+from jaxstack.models.restack import restack, restack_shapes, same_stacking
 from jaxstack.starting_point import is_run, read_adapters, read_model
 
 
@@ -29,13 +31,24 @@ def initial_parameters(directory: str, model: ModelConfig, abstract: Any, say: C
     if not is_run(directory):
         say(f"starting from the weights in {directory}")
         return read_parameters(directory, model, jax.tree.map(lambda x: x.sharding, abstract))
-    check_model(model, read_model(directory), directory)
+    stored = read_model(directory)
+    check_model(model, stored, directory)
     manager = CheckpointManager(Path(directory) / "checkpoints", report=say)
     step = manager.latest_step()
     if step is None:
         raise ConfigError(f"run.init_from: {directory} holds no checkpoint yet.")
     say(f"starting from the parameters of {directory}, step {step}")
-    adapters = read_adapters(directory)
+    if same_stacking(stored, model):
+        return _restore(manager, step, stored, abstract, read_adapters(directory))
+    params = _restore(manager, step, stored, restack_shapes(abstract, model, stored), read_adapters(directory))
+    layout = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(lambda params: restack(params, stored, model), out_shardings=layout)(params)
+
+
+def _restore(
+    manager: CheckpointManager, step: int, model: ModelConfig, abstract: Any, adapters: Sequence[AdapterRule]
+) -> Any:
+    """A checkpoint's parameters, laid out as `abstract`, with the adapters merged."""
     if not adapters:
         return manager.restore(step, {"params": abstract}, subset=True)[0]["params"]
     module = FunctionalModule(lambda rngs: add_adapters(Transformer(model, rngs), adapters, rngs))

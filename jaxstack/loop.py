@@ -184,6 +184,8 @@ class Loop:
         if self.settings.observe.fail_on_fallback:
             refuse_missing_fp8(ran)
         self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {in_short(ran)}")
+        for sentence in trainer.compiler_notes:
+            self._say(f"warning: {sentence}")
         for sentence in describe_unsplit(ran["sharding"]):
             self._say(f"note: {sentence}")
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()

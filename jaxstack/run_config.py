@@ -76,6 +76,9 @@ class TrainConfig(Component):
     """Tasks of the lm-evaluation-harness, by name or file, that every evaluation runs too."""
     eval_tasks_limit: int | None = Field(default=None, ge=1)
     """Questions of each task at most; left out: all."""
+    xla_options: dict[str, bool | int | float | str] = {}
+    """Options of XLA for the train step, `xla_gpu_...: value`, beside ours. One that the installed jaxlib has under
+    another name is translated, one that it has not is left out; both are said."""
 
 
 class RunConfig(Component):

@@ -59,8 +59,10 @@ def fill_in(tree: dict[str, Any], directory: str) -> dict[str, Any]:
         return tree
     model, data = tree.get("model") or {}, tree.get("data") or {}
     if isinstance(model, dict) and model.get("preset") is None:
-        tree = {**tree, "model": merge_trees(read_model(path).model_dump(mode="json"), model)}
-    folder, known = (path / "tokenizer", "jaxstack_tokenizer.json") if is_run(path) else (path, "tokenizer.json")
-    if isinstance(data, dict) and "tokenizer" not in data and (folder / known).is_file():
+        # How layers are stacked is the new run's own: with FP8 the first and the last stay out of the scan.
+        known = read_model(path).model_dump(mode="json", exclude={"single_layers"})
+        tree = {**tree, "model": merge_trees(known, model)}
+    folder, file = (path / "tokenizer", "jaxstack_tokenizer.json") if is_run(path) else (path, "tokenizer.json")
+    if isinstance(data, dict) and "tokenizer" not in data and (folder / file).is_file():
         tree = {**tree, "data": {**data, "tokenizer": {"name": "file", "path": str(folder)}}}
     return tree

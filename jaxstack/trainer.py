@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxstack.compiler_options import step_options
+from jaxstack.compiler_options import installed_options, own_options
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.errors import ConfigError
 from jaxstack.evaluation import Evaluator
@@ -208,10 +208,20 @@ class Trainer:
         self._compiled = lowered.compile(compiler_options=self.compiler_options)
         return self._compiled
 
-    @functools.cached_property
+    @property
     def compiler_options(self) -> dict[str, Any]:
         """XLA's options that the step is compiled with."""
-        return step_options(pipeline=self.pipeline is not None) if self._on_gpu else {}
+        return self._installed_options[0]
+
+    @property
+    def compiler_notes(self) -> list[str]:
+        """A sentence for each option that the installed jaxlib has under another name, or not."""
+        return self._installed_options[1]
+
+    @functools.cached_property
+    def _installed_options(self) -> tuple[dict[str, Any], list[str]]:
+        own = own_options(pipeline=self.pipeline is not None) if self._on_gpu else {}
+        return installed_options({**own, **self.train.xla_options})
 
     @property
     def _on_gpu(self) -> bool:
@@ -224,6 +234,8 @@ class Trainer:
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if counted else 0
         ran = describe_program(self._compiled, self.choices, dict(self.rules.mesh.shape), expected)
         ran["compiler_options"] = self.compiler_options
+        if self.compiler_notes:
+            ran["compiler_notes"] = self.compiler_notes
         ran["sharding"] = self.describe_sharding()
         return ran if self.pipeline is None else {**ran, "pipeline": self.describe_pipeline()}
 

@@ -88,6 +88,16 @@ def automatic_axes() -> dict[str, int]:
     return {name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes}
 
 
+def most_programs() -> int:
+    """How many programs a kernel starts at most whose programs loop over its tiles: one a multiprocessor, if alone.
+
+    In a mesh of several devices collective operations hold some multiprocessors for a while. Programs that find no
+    place would start when the others have ended, and the kernel take twice its time: there each tile has a program,
+    and the hardware deals them out.
+    """
+    return multiprocessors() if jax.sharding.get_abstract_mesh().size == 1 else 2**31 - 1
+
+
 def multiprocessors() -> int:
     """How many the target has, as far as this machine knows: those of its first GPU, else of an H100 or H200."""
     declared = _declared_target.value

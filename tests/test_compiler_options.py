@@ -1,6 +1,11 @@
-"""XLA's options of the step: those that are set are known, others are left out."""
+"""XLA's options of the step: those that are set are known, others are translated or left out, and it is said."""
 
-from jaxstack.compiler_options import ALWAYS, PIPELINE, is_known, step_options
+import pytest
+
+from jaxstack import compiler_options
+from jaxstack.compiler_options import ALWAYS, PIPELINE, installed_options, is_known, step_options
+from jaxstack.errors import ConfigError
+from tests.small_runs import make_trainer, small_config
 
 
 def test_options_follow_what_the_step_holds():
@@ -10,5 +15,27 @@ def test_options_follow_what_the_step_holds():
     assert pipeline == {**plain, **{option.name: option.value for option in PIPELINE}}
 
 
-def test_an_option_that_the_installed_jaxlib_lacks_is_told_apart():
+def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
     assert not is_known("xla_gpu_no_such_option", True)
+    chosen, said = installed_options({"xla_gpu_no_such_option": True, "xla_gpu_autotune_level": 0})
+    assert chosen == {"xla_gpu_autotune_level": 0}
+    assert len(said) == 1 and "xla_gpu_no_such_option=True is left out: jaxlib " in said[0]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_either_name_of_pipelined_collectives_is_translated(on):
+    spellings = [(name, value) for name, value in compiler_options.ALIKE[0 if on else 1]]
+    settings = [installed_options({name: value}) for name, value in spellings]
+    assert len({tuple(chosen.items()) for chosen, _ in settings}) == 1 and settings[0][0]
+    assert sorted(len(said) for _, said in settings) == [0, 1, 1, 1], "one is this jaxlib's own"
+
+
+def test_a_wrong_value_is_an_error():
+    with pytest.raises(ConfigError, match=r"xla_gpu_autotune_level='high': .*not a valid int32"):
+        installed_options({"xla_gpu_autotune_level": "high"})
+
+
+def test_a_runs_own_options_are_used_and_described():
+    trainer = make_trainer(small_config("train.xla_options={xla_gpu_no_such: 1, xla_gpu_autotune_level: 0}"))
+    assert trainer.compiler_options == {"xla_gpu_autotune_level": 0}
+    assert [line for line in trainer.compiler_notes if "xla_gpu_no_such" in line] == trainer.compiler_notes

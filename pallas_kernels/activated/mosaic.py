@@ -11,7 +11,7 @@ from pallas_kernels.activated import mosaic_kernel
 from pallas_kernels.activated.activations import ACTIVATIONS
 from pallas_kernels.activated.request import Request
 from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling
-from pallas_kernels.target import multiprocessors
+from pallas_kernels.target import most_programs
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
@@ -48,7 +48,7 @@ def make_product(rows: int, width: int, depth: int) -> Product:
         axis_name=None,
         transposed=True,
         tiling=_TILING,
-        programs=2 if INTERPRET else multiprocessors(),
+        programs=2 if INTERPRET else min(most_programs(), rows // ROWS * (width // _TILING.columns)),
         interpret=INTERPRET,
     )
 

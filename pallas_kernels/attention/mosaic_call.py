@@ -21,7 +21,7 @@ from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
-from pallas_kernels.target import multiprocessors
+from pallas_kernels.target import most_programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Plan:
             key_block,
             stages,
             warpgroups,
-            programs=2 if self.interpret else multiprocessors(),
+            programs=2 if self.interpret else most_programs(),
             interpret=self.interpret,
         )
 

@@ -32,7 +32,7 @@ class Config:
         query_block: queries of a tile.
         stages: tiles that are in flight from global memory.
         warpgroups: that compute; one more loads.
-        programs: that run at a time, one on each multiprocessor.
+        programs: to start at most; each takes every so manieth tile.
         interpret: whether the kernel is interpreted on a CPU.
         turns: whether the forward's warpgroups give the tensor cores work in turn.
     """

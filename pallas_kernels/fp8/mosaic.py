@@ -9,7 +9,7 @@ from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.hopper import refuses_target
-from pallas_kernels.target import Target, multiprocessors
+from pallas_kernels.target import Target, most_programs
 
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
@@ -41,7 +41,7 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
         halves=2 if tall else 1,
         columns_scaled=columns_scaled,
         output=jnp.dtype(dtype).name,
-        programs=2 if INTERPRET else multiprocessors(),
+        programs=2 if INTERPRET else most_programs(),
         interpret=INTERPRET,
     )
     return mosaic_product.product(config, a, b)

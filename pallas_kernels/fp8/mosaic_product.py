@@ -35,7 +35,7 @@ class Config:
     Attributes:
         halves: 64-row parts of the tile that each warpgroup computes one after the other.
         columns_scaled: whether every row of b has its own scales (else every 128 rows share them).
-        programs: that run at a time.
+        programs: to start at most; each takes every so manieth tile.
     """
 
     rows: int

@@ -70,6 +70,13 @@ def test_a_longer_run_than_bfloat16_has_no_ratio():
     assert "loss_ratio" not in longer
 
 
+def test_a_recipe_that_did_not_reach_the_end_is_said(capsys):
+    convergence.say_whether_cut({"variant": "float32", "tokens": 900}, 1000, 2.0)
+    assert "float32 stopped at 900 of 1,000 tokens" in capsys.readouterr().out
+    convergence.say_whether_cut({"variant": "bf16", "tokens": 1000}, 1000, 2.0)
+    assert not capsys.readouterr().out
+
+
 def test_picture_has_a_line_for_each_curve_and_panel():
     curves = {"a < b": [(0.0, 3.0), (1.0, 2.0)], "c": [(0.0, 3.0), (2.0, 1.0)]}
     root = xml.fromstring(draw([Panel("Loss", "tokens", curves), Panel("Loss", "time", curves)], "a & b"))

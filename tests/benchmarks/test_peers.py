@@ -38,6 +38,13 @@ def test_maxtext_runs_the_same_work():
         maxtext_step.arguments_of(config_of("qwen3-30b-a3b of 6 layers bf16"), "folder")
 
 
+def test_maxtext_has_the_options_of_its_recipe_unless_some_are_set(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    assert "--xla_gpu_enable_triton_gemm=false" in maxtext_step.environment()["XLA_FLAGS"].split()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
+    assert maxtext_step.environment()["XLA_FLAGS"] == "--xla_gpu_autotune_level=4"
+
+
 def test_torchtitan_runs_the_same_work():
     settings = settings_of(torchtitan_step.arguments_of(config_of("llama3-8b context4 65536 bf16")))
     assert settings["parallelism.context_parallel_degree"] == "4" and settings["training.local_batch_size"] == "1"

@@ -25,7 +25,8 @@ HARMLESS = frozenset(
 
 # Not a part of what the model computes, or known under another name in the comparison below.
 _NOT_COMPARED = frozenset(
-    ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "scan_layers", "remat"]
+    ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "remat"]
+    + ["scan_layers", "single_layers"]
     + ["num_kv_heads", "head_dim", "intermediate_size", "query_pre_attn_scalar", "layer_types", "sliding_window"]
 )
 _NOT_COMPARED_OF_EXPERTS = frozenset(
