@@ -3,7 +3,7 @@
 The train state holds dicts, not modules: they flatten fast, checkpoint without classes, and need no NNX in a step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -138,34 +138,29 @@ class FunctionalModule:
         return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape), rules)
 
 
-def make_functional(module: Any, example: Mapping[str, Any] | None = None) -> FunctionalModule:
-    """A FunctionalModule of an NNX module, of a function `rngs -> NNX module`, or of a Linen module.
-
-    Args:
-      module: an NNX module's own values are kept as the initial ones.
-      example: keyword or positional arguments a Linen module is called with once, to learn its shapes:
-        a mapping with "args" (tuple) and optionally "kwargs".
+def make_functional(module: Any) -> FunctionalModule:
+    """A FunctionalModule of an NNX module, whose own values are kept as the initial ones, or of a function `rngs -> NNX
+    module`.
 
     Raises:
-      TypeError: the module is none of these, or a Linen module comes without an example.
+      TypeError: the module is neither.
     """
-    if isinstance(module, nn.Module):
-        if example is None:
-            raise TypeError("a Linen module needs example_inputs=(...) to learn its shapes; NNX modules do not.")
-        return FunctionalModule(lambda rngs: _from_linen(module, example, rngs))
     if isinstance(module, nnx.Module):
         graphdef, state = nnx.split(module)
         return FunctionalModule(lambda rngs: nnx.merge(graphdef, state))
+    if isinstance(module, nn.Module):
+        raise TypeError(
+            "a Linen module learns its shapes from inputs: give jaxstack.functional.from_linen(module, *inputs) in its "
+            "place."
+        )
     if callable(module):
         return FunctionalModule(cast(NNXFactory, module))
-    raise TypeError(
-        f"module must be a flax.nnx.Module, a flax.linen.Module or a function of nnx.Rngs; not {type(module).__name__}."
-    )
+    raise TypeError(f"module must be a flax.nnx.Module or a function of nnx.Rngs; not {type(module).__name__}.")
 
 
-def _from_linen(module: nn.Module, example: Mapping[str, Any], rngs: nnx.Rngs) -> nnx.Module:
-    wrapped = nnx.bridge.ToNNX(module, rngs=rngs)
-    return cast(nnx.Module, nnx.bridge.lazy_init(wrapped, *example.get("args", ()), **example.get("kwargs", {})))
+def from_linen(module: nn.Module, *inputs: Any) -> NNXFactory:
+    """A Linen module as a function `rngs -> NNX module`. It is called with `inputs` once, to learn its shapes."""
+    return lambda rngs: cast(nnx.Module, nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs))
 
 
 def _nested(flat: Any) -> Dict:

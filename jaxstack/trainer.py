@@ -35,8 +35,8 @@ class Trainer:
     """Trains a module.
 
     Args:
-      module: a `flax.nnx.Module`, a function `rngs -> nnx.Module` (created sharded, for large models), or a
-        `flax.linen.Module` (then give `example_inputs`).
+      module: a `flax.nnx.Module`, or a function `rngs -> nnx.Module` (created sharded, for large models), such as
+        `jaxstack.functional.from_linen` makes of a `flax.linen.Module`.
       loss_fn: `loss_fn(module, batch)` or `loss_fn(module, batch, key)`: a scalar mean over the batch, or a
         `jaxstack.loss.LossSum` where items weigh differently. `key` is None in evaluation.
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
@@ -46,7 +46,6 @@ class Trainer:
         stages of a pipeline (only for `jaxstack.models.Transformer`); default: all devices on `data`.
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
-      example_inputs: positional arguments that a Linen module is called with to learn its shapes.
       seed: of initial weights and of the loss function's keys.
 
     Raises:
@@ -64,14 +63,12 @@ class Trainer:
         mesh: Mesh | AxisRules | None = None,
         train: TrainConfig | None = None,
         eval_data: Any = None,
-        example_inputs: Sequence[Any] | None = None,
         seed: int = 0,
     ):
         self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
         self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.pipeline = self.rules.pipeline or self._default_pipeline()
-        example = None if example_inputs is None else {"args": tuple(example_inputs)}
-        self.module = make_functional(module, example)
+        self.module = make_functional(module)
         if self.pipeline is not None:
             self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
         self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None

@@ -141,7 +141,7 @@ def test_z_loss_adds_the_square_of_the_normaliser(model):
 
 
 def test_modules_are_told_from_what_is_none():
-    with pytest.raises(TypeError, match="example_inputs"):
+    with pytest.raises(TypeError, match="from_linen"):
         make_functional(linen.Dense(3))
     with pytest.raises(TypeError, match="int"):
         make_functional(3)

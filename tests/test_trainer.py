@@ -15,6 +15,7 @@ from jaxstack import Trainer
 from jaxstack.checkpoint import CheckpointManager
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.errors import JaxstackError
+from jaxstack.functional import from_linen
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import LossSum
 from jaxstack.observe.config import ObserveConfig
@@ -98,7 +99,7 @@ def test_linen_module_with_batch_statistics_learns():
     def loss(model, batch):
         return jnp.mean((model(batch["x"], mutable=["batch_stats"]) - batch["y"]) ** 2)
 
-    trainer = own_trainer(LinenNetwork(), steps=80, loss=loss, example_inputs=(POINTS[:1],))
+    trainer = own_trainer(from_linen(LinenNetwork(), POINTS[:1]), steps=80, loss=loss)
     before = jax.device_get(_plain(trainer.state.rest))
     first = run_steps(trainer, 1)[0]
     assert trainer.fit()["loss"] < 0.8 * first
@@ -167,7 +168,7 @@ def test_wrong_batches_are_explained(data, said):
 def test_wrong_arguments_are_explained():
     with pytest.raises(TypeError, match="batches"):
         Trainer(Network, squares, 3)
-    with pytest.raises(TypeError, match="example_inputs"):
+    with pytest.raises(TypeError, match="from_linen"):
         Trainer(LinenNetwork(), squares, [{}])
 
 

@@ -12,6 +12,7 @@ import optax
 from flax import linen, nnx
 
 from jaxstack import Trainer
+from jaxstack.functional import from_linen
 from jaxstack.optim import AdamW
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import numpy_batches
@@ -95,12 +96,11 @@ def main(steps: int = 100) -> dict[str, float]:
     )
     rows = series(512)
     recurrent = Trainer(
-        Recurrent(),
+        from_linen(Recurrent(), rows["series"][:1]),
         regression,
         numpy_batches(rows, 64),
         optimizer=optimizer,
         train=train,
-        example_inputs=[rows["series"][:1]],
     )
     found = {"vision Transformer": vision.fit()["loss"], "LSTM": recurrent.fit()["loss"]}
     print(", ".join(f"{name}: {loss:.4f}" for name, loss in found.items()))

@@ -19,6 +19,7 @@ from jaxstack.precision.recipe import Fp8Matmul
 from jaxstack.run_config import load_config
 from jaxstack.staged_module import StagedModule
 from pallas_kernels import record_choices
+from tests.reliability.states import read_checkpoint
 from tests.small_runs import make_trainer, run_steps, small_config
 
 STEPS = 3
@@ -272,4 +273,6 @@ def test_a_delayed_run_resumes_bit_for_bit(tmp_path):
 
     whole = state_after(tmp_path / "whole", 4)
     state_after(tmp_path / "cut", 2)
+    saved, wanted = (read_checkpoint(tmp_path / name, 2) for name in ("cut", "whole"))
+    assert [name for name in wanted if saved[name] != wanted[name]] == [], "before anything is resumed"
     jax.tree.map(np.testing.assert_array_equal, state_after(tmp_path / "cut", 4), whole)
