@@ -197,7 +197,7 @@ What bounds the steps on one GPU, by profiles of the step before the loss's logi
   product, whose tiles it keeps waiting (2.3 over), the loss's pass over its logits (4.5, which is gone), LayerNorm 4.5
   (0.9 over), sums of bias gradients 2.4, and 2.9 in which nothing runs. Our goal of 700,000 tokens/s is 93.6 ms.
 - llama3-1b: 544 ms: matmuls 315, attention 153, SwiGLU's gradient inside of a product 33 (cuBLAS would take 23 for the
-  product alone), SwiGLU 6.8 and AdamW 9.4, both at the rate of a copy, the loss's pass over its logits 6, which is gone.
+  product alone), SwiGLU 6.8, AdamW 9.4, both at the rate of a copy, the loss's pass over its logits 6, which is gone.
   Our goal of 64,000 (512 ms) needs attention faster, or that product.
 - llama3-1b in FP8: half of the matmuls' 216 ms is left in bfloat16: the head (66) and the first and last layer (34).
   With delayed scaling maxima cost no pass of their own, and with all layers in FP8 only the head is left: the fastest
