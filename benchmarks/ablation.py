@@ -131,7 +131,7 @@ def main() -> None:
     overrides = [
         *MODEL, "data.packing=false", "train.global_batch_size=8", "train.sequence_length=2048",
         *(TINY if args.tiny else ()), f"train.steps={steps}", "schedule.name=constant",
-        f"schedule.warmup_steps={steps // 4}", "optimizer.learning_rate=5.0e-4",
+        f"schedule.warmup_steps={steps // 4}", "optimizer.learning_rate=3.0e-4",
     ]  # fmt: skip
     work = "tiny llama" if args.tiny else f"half of llama3-1b, {steps} steps of 8 x 2048 tokens of real text"
     rows: list[dict[str, Any]] = []

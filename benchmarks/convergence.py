@@ -39,10 +39,11 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "fp8 blockwise": ("precision.compute=bfloat16", "precision.fp8=blockwise"),
     "float32": ("precision.compute=float32",),
 }
+RATE = 5e-4
 MODEL = (
     "model.num_layers=12", "model.hidden_size=768", "model.num_heads=12", "model.num_kv_heads=4",
     "model.intermediate_size=2048", "model.scan_layers=false", "train.global_batch_size=64",
-    "train.sequence_length=1024", "optimizer.learning_rate=5.0e-4",
+    "train.sequence_length=1024", f"optimizer.learning_rate={RATE}",
 )  # fmt: skip
 TINY = (
     "model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.num_kv_heads=2",
@@ -173,7 +174,8 @@ def main() -> None:
     source = [f"data.sources=[{{path: {json.dumps(args.text)}}}]", "data.packing=false"]
     overrides = [*MODEL, *source, *(TINY if args.tiny else ()), f"train.steps={steps}"]
     overrides.append(f"schedule.warmup_steps={steps // 10}")
-    work = f"llama 82M, {steps} steps of 64 x 1024 tokens of {args.text}" if not args.tiny else "tiny llama"
+    work = f"llama 82M, {steps} steps of 64 x 1024 tokens of {args.text}, learning rate {RATE:g}"
+    work = "tiny llama" if args.tiny else work
     name = "tiny/convergence" if args.tiny else "convergence"
     rows = []
     for recipe in args.recipes:

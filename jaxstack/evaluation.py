@@ -1,5 +1,6 @@
 """Held-out evaluation: the exact mean loss over all items, and bits per byte."""
 
+import collections
 import contextlib
 import math
 import time
@@ -15,6 +16,9 @@ from jaxstack.errors import JaxstackError
 from jaxstack.feed import BatchShardings, arrange, batch_sharding, check_batch, check_rows
 from jaxstack.loss import LossSum
 from jaxstack.step import StepFunctions
+
+_QUEUED = 4
+"""Batches that wait for the devices. With hundreds, simulated CPU devices run out of threads, and hang."""
 
 
 class Evaluator:
@@ -56,10 +60,14 @@ class Evaluator:
         began, sums = time.perf_counter(), self._zero()
         arranged = (arrange(batch, rules) for batch in host)
         batches = device_batches(arranged, BatchShardings(rules, self._batch_size), global_batch_size=size)
+        queued: collections.deque[LossSum] = collections.deque()
         with contextlib.closing(cast(Any, batches)):
             for batch, _ in batches:
                 with jax.set_mesh(rules.mesh):  # as `Trainer.compile`
                     sums = self._step(params, rest, batch, sums)
+                queued.append(sums)
+                if len(queued) > _QUEUED:
+                    jax.block_until_ready(queued.popleft())
                 if stop():
                     return None
         total, weight = (float(x) for x in jax.device_get(sums))

@@ -1,8 +1,16 @@
 """What is set before JAX touches a device."""
 
 import os
+import stat
+from pathlib import Path
 
-from jaxstack.startup import DEVICE_MEMORY, HOST_MEMORY, use_whole_memory
+import jax
+import pytest
+
+from jaxstack import language_run
+from jaxstack.startup import DEVICE_MEMORY, HOST_MEMORY, cache_compilations, use_whole_memory
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 
 def test_a_command_may_use_nearly_all_memory(monkeypatch):
@@ -20,3 +28,36 @@ def test_the_users_own_settings_win(monkeypatch):
     monkeypatch.setenv(HOST_MEMORY, "7")
     use_whole_memory()
     assert (os.environ[DEVICE_MEMORY], os.environ[HOST_MEMORY]) == ("0.5", "7")
+
+
+@pytest.fixture
+def cache_setting(monkeypatch):
+    """No directory of the tests' own; what JAX is told is taken back."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch, cache_setting):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = cache_compilations()
+    assert path == tmp_path / "jaxstack" / "compiled" and jax.config.jax_compilation_cache_dir == str(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    assert cache_compilations() == Path("/elsewhere") and jax.config.jax_compilation_cache_dir == str(path)
+
+
+def test_a_run_keeps_its_compiled_programs_without_being_asked(monkeypatch):
+    class AskedForError(Exception):
+        pass
+
+    def asked():
+        raise AskedForError
+
+    monkeypatch.setattr(language_run, "cache_compilations", asked)
+    with pytest.raises(AskedForError):
+        language_run.train_language_model(CONFIG, ["parallel.data=4", "parallel.tensor=2"])

@@ -5,8 +5,9 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from benchmarks import convergence, learning, rows
+from benchmarks import ablation, convergence, learning, rows
 from benchmarks.picture import Panel, draw
+from jaxstack.run_config import load_config
 
 
 class Train:
@@ -93,3 +94,18 @@ def test_rows_are_kept_where_the_variable_says(tmp_path, monkeypatch):
     rows.append_rows("tiny/x", [{"work": "b"}])
     kept = [json.loads(line) for line in (tmp_path / "kept" / "tiny" / "x.jsonl").read_text().splitlines()]
     assert [row["work"] for row in kept] == ["a", "b"] and kept[0]["versions"]["jax"] and "date" in kept[0]
+
+
+def test_every_row_of_the_ablation_has_what_the_rows_before_it_have():
+    configs = [load_config(None, [*ablation.MODEL, *ablation.overrides_of(name)]) for name in ablation.TECHNIQUES]
+    found = [
+        (c.precision.compute, c.model.attention_implementation, c.precision.fp8, c.model.scan_layers, c.model.remat)
+        for c in configs
+    ]
+    plain = ("float32", "xla_dense", "none", False, "none")
+    assert found[:2] == [plain, plain], "TF32 is no part of the configuration"
+    half = ("bfloat16", *plain[1:])
+    assert found[2:5] == [half, ("bfloat16", None, *half[2:]), ("bfloat16", None, *half[2:])], "nor is the loss"
+    assert [row[2:] for row in found[5:]] == [
+        ("current", False, "none"), ("delayed", False, "none"), ("delayed", True, "none"), ("delayed", True, "full")
+    ]  # fmt: skip
