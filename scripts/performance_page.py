@@ -215,16 +215,17 @@ than in the untraced steps of `train_step`.
     "train_step": """\
 `scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
 
-What bounds the steps on one GPU, by the profiles above (of the step before the residuals were added inside of matmuls,
-the loss and the gradients of norms had kernels of their own, and the activation's gradient was part of a product; the
-rows below are of the step after that, and nothing of it was profiled by the script yet):
+What bounds the steps on one GPU, by profiles of the step before the loss's logits left their product as exponentials:
 
-- gpt2-124m: the matmuls run at 752 TFLOP/s, what cuBLAS reaches; they and attention (head dim 64, 1,024 tokens: 244
-  TFLOP/s forward, 286 backward) leave 13 of the 93.6 ms of our goal of 700,000 tokens/s. The rest took 35: GELU's
-  backward with the bias sum 5.3 (at 2.7 of 4.2 TB/s), the loss 6.9, LayerNorm about 8, and 6.5 in which nothing runs
-  (most of it waits for the host around the loop of the loss, which are gone).
-- llama3-1b: matmuls 322 ms (755 TFLOP/s), attention 149; of the fusions SwiGLU takes 16.5 and AdamW 9.7, both at the
-  rate of a copy. Our goal of 64,000 (512 ms) needs attention 10 % faster, or SwiGLU inside of the matmuls.
+- gpt2-124m: 106.9 ms, of which the matmuls take 63.9 at 500 to 750 TFLOP/s, attention 15.7 (head dim 64, 1,024 tokens)
+  and what surrounds its dQ, which is summed up in float32, 2.3. The largest gaps to what the memory or the tensor cores
+  allow: the up-projection, whose GELU cuBLAS takes in, at 528 TFLOP/s (2 ms over 750), GELU's gradient inside of a
+  product, whose tiles it keeps waiting (2.3 over), the loss's pass over its logits (4.5; in turns in one process the
+  step took 111.6 ms with it and 109.7 without, as our product is slower than cuBLAS's), LayerNorm 4.5 (0.9 over), sums
+  of bias gradients 2.4, and 2.9 in which nothing runs. Our goal of 700,000 tokens/s is 93.6 ms.
+- llama3-1b: 544 ms: matmuls 315, attention 153, SwiGLU's gradient inside of a product 33 (cuBLAS would take 23 for the
+  product alone), SwiGLU 6.8, AdamW 9.4, both at the rate of a copy, the loss's pass over its logits 6, which is gone.
+  Our goal of 64,000 (512 ms) needs attention faster, or that product.
 - llama3-1b in FP8: half of the matmuls' 216 ms is left in bfloat16: the head (66) and the first and last layer (34).
   With delayed scaling maxima cost no pass of their own, and with all layers in FP8 only the head is left: the fastest
   row, 2 % below our goal of 80,000.
@@ -232,7 +233,8 @@ rows below are of the step after that, and nothing of it was profiled by the scr
 
 Tried, slower and dropped: a Triton kernel for the gradients of norms in blocks of four rows (one row by a few warps is
 faster than XLA), the gradient of the activation beside the next tile's product, concurrent command buffers,
-XLA's own double-buffered loops and pipelined all-gathers.
+XLA's own double-buffered loops and pipelined all-gathers. An activation inside of the product before it, by a kernel of
+our own: SwiGLU 1.73 ms against 1.80 of XLA's two kernels, too little for its code; GELU 0.60 against cuBLAS's 0.59.
 """,
 }
 """Section -> what a reader of its table should know."""

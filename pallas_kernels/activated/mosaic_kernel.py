@@ -88,10 +88,20 @@ def _body(product: Product, gradient: Gradient, count: int, d_out: Any, weight: 
     @pl.when(warpgroup == COMPUTING)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        number = claims.claim_tiles(product, None, None, functools.partial(_load, product, arrays, buffers))
-        products.drain(product, buffers.operands, number)
-        for slot in range(COMPUTING * _slots(product, count)):
-            plgpu.barrier_wait(buffers.free.at[slot])
+
+        @plgpu.warp_map
+        def _(warp: Any) -> None:
+            # By two warps: pieces wait for the tile that is being finished, operands of the next one do not.
+            @pl.when(warp == 0)
+            def _():
+                number = claims.claim_tiles(product, None, None, functools.partial(_load, product, arrays, buffers))
+                products.drain(product, buffers.operands, number)
+
+            @pl.when(warp == 1)
+            def _():
+                claims.claim_tiles(product, None, None, functools.partial(_load_pieces, product, arrays, buffers))
+                for slot in range(COMPUTING * _slots(product, count)):
+                    plgpu.barrier_wait(buffers.free.at[slot])
 
 
 def _part(product: Product, tile: tiles.Tile, warpgroup: Any, piece: int) -> tuple[Any, Any]:
@@ -103,6 +113,9 @@ def _part(product: Product, tile: tiles.Tile, warpgroup: Any, piece: int) -> tup
 def _load(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile) -> None:
     rows = pl.ds(tile.row * ROWS, ROWS)
     products.load_tile(product, buffers.operands, number, tile, (arrays.d_out.at[rows],), (arrays.weight,))
+
+
+def _load_pieces(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile) -> None:
     slots = _slots(product, len(arrays.inputs))
     for piece in range(product.tiling.columns // PIECE):
         for warpgroup in range(COMPUTING):

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.cross_entropy import reference, triton, xla, xla_dense
+from pallas_kernels.cross_entropy import mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.cross_entropy.request import Options, make_request
 from pallas_kernels.dispatch import Backend, select
 
@@ -21,6 +21,10 @@ BACKENDS = (
 )
 SUM_BACKENDS = (
     Backend("xla_dense", _DENSE, xla_dense.refuses, xla_dense.loss_sum, xla_dense.yields),
+    Backend(
+        "mosaic", "no pass over the logits: their exponentials come from the product", mosaic.refuses, mosaic.loss_sum,
+        opaque=True,
+    ),
     Backend("triton", "a chunk's logits travel once less", triton.refuses, triton.loss_sum, opaque=True),
     Backend("xla", "logits of one chunk only, the gradients computed beside them", xla.refuses, xla.loss_sum),
     Backend("reference", _REFERENCE, reference.refuses, reference.loss_sum, _by_name_only),

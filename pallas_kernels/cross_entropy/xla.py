@@ -9,16 +9,16 @@ XLA has sharded stays where it is: the batch always, the sequence because it is 
 Further dimensions: D model, V vocabulary.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy import triton_launch
+from pallas_kernels.cross_entropy import mosaic_chunk, triton_launch
 from pallas_kernels.cross_entropy.logits import (
     accumulator_dtype,
     capped,
@@ -47,7 +47,7 @@ Chunk = Callable[[jax.Array], jax.Array]
 """Cuts a chunk [B, P, C, ...] out of an array [B, P, S, ...]."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Plan:
     """How a call is computed, hashable."""
 
@@ -59,6 +59,8 @@ class _Plan:
     """Dtype of the sum of the chunks' gradients of the weight."""
     capability: int | None
     """Of the GPU whose Triton kernel makes a chunk's logits their gradient, 90 for 9.0; None: XLA does."""
+    exponentials: bool = False
+    """Whether a product of our own gives a chunk's exponentials in place of its logits."""
 
 
 def refuses(request: Request) -> str | None:
@@ -78,15 +80,25 @@ def loss_sum(request: Request) -> jax.Array:
     return sum_of_chunks(request, None)
 
 
-def sum_of_chunks(request: Request, capability: int | None) -> jax.Array:
-    """`loss_sum`, with the gradients of logits by XLA, or by the Triton kernel for a GPU of this capability."""
+def sum_of_chunks(request: Request, capability: int | None, *, exponentials: bool = False) -> jax.Array:
+    """`loss_sum`, with the gradients of logits by XLA, or by the Triton kernel for a GPU of this capability.
+
+    With `exponentials` by our Hopper kernel, and by the other way once more where that does not hold the logits.
+    """
     plan, hidden, labels, token_weights = _cut(request, capability)
+    plan = dataclasses.replace(plan, exponentials=exponentials)
     return _differentiable_sum(plan, hidden, request.weight, labels, token_weights)
 
 
-def _cut(request: Request, capability: int | None = None) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
-    """The plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
-    labels, weight, token_weights = request.labels, request.weight, request.token_weights
+def rows_of_chunks(request: Request) -> list[int]:
+    """How many tokens the chunks of a call have."""
+    plan, (batch, pieces, _) = _plan(request, None)
+    return [batch * pieces * size for _, size in plan.sizes]
+
+
+def _plan(request: Request, capability: int | None) -> tuple[_Plan, tuple[int, int, int]]:
+    """The plan, and (B, P, S)."""
+    labels, weight = request.labels, request.weight
     # XLA may spread tokens and vocabulary over all devices of the mesh that no shard_map has taken.
     devices = math.prod(automatic_axes().values())
     most = CHUNK_BYTES * devices // (weight.shape[1] * request.hidden.dtype.itemsize)
@@ -106,10 +118,15 @@ def _cut(request: Request, capability: int | None = None) -> tuple[_Plan, jax.Ar
     # A vocabulary that XLA partitions cannot always be regrouped.
     grouped = request.target.platform == "cuda" and devices == 1 and weight.shape[1] % GROUP == 0
     plan = _Plan(request.options, sizes, GROUP if grouped else 1, accumulator, capability)
+    return plan, (batch, pieces, length // pieces)
 
+
+def _cut(request: Request, capability: int | None = None) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
+    """The plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
+    labels, token_weights = request.labels, request.token_weights
+    plan, shape = _plan(request, capability)
     if token_weights is None:
         token_weights = jnp.ones_like(labels, accumulator_dtype(request.hidden.dtype))
-    shape = (batch, pieces, length // pieces)
     hidden = request.hidden.reshape(*shape, request.hidden.shape[-1])
     return plan, hidden, labels.reshape(shape), token_weights.reshape(shape)
 
@@ -192,10 +209,25 @@ def _logits_gradient(plan: _Plan, logits: jax.Array, lse: jax.Array, labels: jax
     return jax.lax.fori_loop(0, blocks, visit, logits)
 
 
-def _add_gradients(gradients: tuple, rows: jax.Array, matrix: jax.Array, d_logits: jax.Array, start: Any) -> tuple:
-    """(d_hidden, d_weight) with those of a chunk: put in its place, and added, which XLA makes part of the matmul."""
+def _add_gradients(
+    gradients: tuple,
+    rows: jax.Array,
+    matrix: jax.Array,
+    d_logits: jax.Array,
+    start: Any,
+    factor: jax.Array | None = None,
+) -> tuple:
+    """(d_hidden, d_weight) with those of a chunk: put in its place, and added, which XLA makes part of the matmul.
+
+    The gradient of the logits is d_logits, times factor [B, P, C] float32 where there is one.
+    """
     d_hidden, d_weight = gradients
-    d_hidden = _put(d_hidden, jnp.einsum("bpcv,dv->bpcd", d_logits, matrix), start)
+    if factor is None:
+        part = jnp.einsum("bpcv,dv->bpcd", d_logits, matrix)
+    else:
+        part = jnp.einsum("bpcv,dv->bpcd", d_logits, matrix, preferred_element_type=factor.dtype) * factor[..., None]
+        rows = (rows * factor[..., None]).astype(rows.dtype)
+    d_hidden = _put(d_hidden, part.astype(d_hidden.dtype), start)
     return d_hidden, d_weight + jnp.einsum("bpcd,bpcv->dv", rows, d_logits, preferred_element_type=d_weight.dtype)
 
 
@@ -241,22 +273,44 @@ def _sum(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, t
 def _sum_forward(
     plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
 ) -> tuple:
-    matrix = weight.astype(hidden.dtype)
+    arrays = (hidden, weight.astype(hidden.dtype), labels, token_weights)
+    found = _losses_and_gradients(plan, weight, *arrays)
+    if plan.exponentials:
+        # A loop of no or one turn, in whose memory the results stay: a conditional would copy them.
+        again = lambda found: _losses_and_gradients(dataclasses.replace(plan, exponentials=False), weight, *arrays)  # noqa: E731
+        _, found = jax.lax.while_loop(
+            lambda carry: carry[0], lambda carry: (jnp.bool_(False), again(carry[1])), (_some_missing(found[0]), found)
+        )
+    losses, d_hidden, d_weight = found
+    return jnp.sum(losses * token_weights), (d_hidden, d_weight.astype(weight.dtype), losses, token_weights)
+
+
+def _losses_and_gradients(
+    plan: _Plan, weight: jax.Array, hidden: jax.Array, matrix: jax.Array, labels: jax.Array, token_weights: jax.Array
+) -> tuple:
+    """Each token's loss, d_hidden and d_weight; `matrix` is the weight in the dtype of `hidden`."""
+
+    average = matrix.mean(axis=1, dtype=accumulator_dtype(matrix.dtype)) if plan.exponentials else None
 
     def visit(carry: tuple, chunk: Chunk, start: Any) -> tuple:
         losses, *gradients = carry
-        rows, here, d_loss = chunk(hidden), chunk(labels), chunk(token_weights)
-        if plan.capability is None:
+        rows, here, d_loss, factor = chunk(hidden), chunk(labels), chunk(token_weights), None
+        if average is not None:
+            loss, d_logits, factor = mosaic_chunk.loss_and_gradient(plan.options, rows, matrix, average, here, d_loss)
+        elif plan.capability is None:
             logits, lse, loss = _chunk_loss(plan, rows, matrix, here)
             d_logits = _logits_gradient(plan, logits, lse, here, d_loss)
         else:
             logits = jnp.matmul(rows, matrix)
             loss, d_logits = triton_launch.loss_and_gradient(plan.options, logits, here, d_loss, plan.capability)
-        return _put(losses, loss, start), *_add_gradients(tuple(gradients), rows, matrix, d_logits, start)
+        return _put(losses, loss, start), *_add_gradients(tuple(gradients), rows, matrix, d_logits, start, factor)
 
     nothing = jnp.zeros_like(labels, accumulator_dtype(hidden.dtype)), *_no_gradients(plan, hidden, weight)
-    losses, d_hidden, d_weight = _for_each_chunk(plan, visit, nothing)
-    return jnp.sum(losses * token_weights), (d_hidden, d_weight.astype(weight.dtype), losses, token_weights)
+    return _for_each_chunk(plan, visit, nothing)
+
+
+def _some_missing(losses: jax.Array) -> jax.Array:
+    return ~jnp.isfinite(losses).all()
 
 
 def _sum_backward(plan: _Plan, residuals: tuple, d_sum: jax.Array) -> tuple:

@@ -1,0 +1,23 @@
+"""The chunks of `xla`, with exponentials in place of logits from a product of our own on Hopper.
+
+The product and the pass over the logits are one kernel. Where the exponentials do not hold (`mosaic_chunk`), all is
+computed once more with logits.
+"""
+
+import jax
+
+from pallas_kernels.cross_entropy import mosaic_chunk, triton, xla
+from pallas_kernels.cross_entropy.request import Request
+
+
+def refuses(request: Request) -> str | None:
+    """The first rule that the request breaks."""
+    reason = mosaic_chunk.refuses(request)
+    return reason or next(filter(None, map(mosaic_chunk.refuses_rows, xla.rows_of_chunks(request))), None)
+
+
+def loss_sum(request: Request) -> jax.Array:
+    """Sum of the losses in float32."""
+    major, minor = request.target.compute_capability or (0, 0)
+    capability = None if triton.refuses(request) else 10 * major + minor
+    return xla.sum_of_chunks(request, capability, exponentials=True)

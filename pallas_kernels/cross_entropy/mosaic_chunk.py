@@ -1,0 +1,107 @@
+"""Loss and gradient of a chunk of tokens from the exponentials of its logits.
+
+Softmax less the label, times each token's factor, is (exponentials - total at the label) * factor / total. So nothing
+has to pass over the logits once they are multiplied: the entry of the label is set, and the rest is a factor of a row.
+The logits are never rounded.
+
+Of no token need the largest logit be known before: its mean logit, which is its product with the mean of the weight's
+columns, is subtracted. By Jensen's inequality the total is V at least then, and bfloat16 has room for logits that are
+80 above the mean. A token with more gets the loss infinity here.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import hopper
+from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling
+from pallas_kernels.cross_entropy import mosaic_kernel
+from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.target import most_programs
+
+# Tests set this to run the kernel on a CPU.
+INTERPRET = False
+_STAGES = {256: 3, 192: 4, 128: 4}
+"""That memory has room for, by the columns of a tile: the most that the vocabulary is a multiple of."""
+_GROUP = 64
+_LARGEST = math.exp(80)
+
+
+def refuses(request: Request) -> str | None:
+    """The first rule that the request breaks."""
+    reason = hopper.refuses_target(request.target, INTERPRET)
+    if reason is not None:
+        return reason
+    (depth, vocabulary), options = request.weight.shape, request.options
+    if request.hidden.dtype != jnp.bfloat16:
+        return f"takes bfloat16, whose range the exponentials need, got {request.hidden.dtype}"
+    if options.soft_cap is not None or options.axis_name is not None:
+        return f"knows no soft cap and no sharded vocabulary, got {options}"
+    if abs(options.z_loss) > 1e-3:
+        return f"divides by 1 + 2 * z_loss * log-sum-exp: for a z_loss up to 0.001, got {options.z_loss}"
+    if depth % DEPTH or vocabulary % min(_STAGES):
+        return f"D and V must be multiples of {DEPTH} and {min(_STAGES)}, got {depth} and {vocabulary}"
+    return None
+
+
+def refuses_rows(rows: int) -> str | None:
+    """Whether a chunk has a number of tokens that the kernel takes."""
+    return None if rows % ROWS == 0 else f"needs chunks of a multiple of {ROWS} tokens, got one of {rows}"
+
+
+def make_product(rows: int, depth: int, vocabulary: int) -> Product:
+    """hidden [rows, D] times weight [D, V]."""
+    columns = next(width for width in _STAGES if vocabulary % width == 0)
+    tiling = Tiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
+    return Product(
+        rows=rows,
+        depths=(depth,),
+        columns=(vocabulary,),
+        devices=1,
+        axis_name=None,
+        transposed=False,
+        tiling=tiling,
+        programs=2 if INTERPRET else min(most_programs(), rows // ROWS * (vocabulary // columns)),
+        interpret=INTERPRET,
+    )
+
+
+def loss_and_gradient(
+    options: Options,
+    hidden: jax.Array,
+    weight: jax.Array,
+    average: jax.Array,
+    labels: jax.Array,
+    d_losses: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The loss of each token, float32 [...]; and gradient [..., V], factor [...]: of the logits, gradient * factor.
+
+    Args:
+        hidden: [..., D].
+        weight: [D, V].
+        average: [D] float32, of the columns of the weight.
+        labels, d_losses: [...], the gradient of each loss.
+    """
+
+    @jax.custom_batching.sequential_vmap
+    def launch(hidden: jax.Array, weight: jax.Array, labels: jax.Array, shift: jax.Array) -> tuple:
+        product = make_product(labels.size, *weight.shape)
+        found = mosaic_kernel.exponentials(product, hidden, weight, labels, shift)
+        return found.values, found.totals.sum(0), found.chosen.sum(0)
+
+    shape, (depth, vocabulary) = labels.shape, weight.shape
+    hidden, labels, d_losses = hidden.reshape(-1, depth), labels.reshape(-1), d_losses.reshape(-1)
+    shift = (hidden.astype(average.dtype) * average).sum(axis=1)
+    values, total, chosen = launch(hidden, weight, labels, shift)
+
+    lse, known = shift + jnp.log(total), (labels >= 0) & (labels < vocabulary)
+    loss = jnp.where(known, lse + options.z_loss * lse * lse - chosen, jnp.nan)
+    loss = jnp.where(total < _LARGEST, jnp.where(labels == options.ignore_index, 0.0, loss), jnp.inf)
+
+    slope = 1.0 + 2.0 * options.z_loss * lse
+    of_label = (jnp.exp(chosen - shift) - total / slope).astype(values.dtype)
+    rows, columns = jnp.arange(labels.size, dtype=labels.dtype), jnp.where(known, labels, vocabulary)
+    values = values.at[rows, columns].set(of_label, mode="drop", unique_indices=True, indices_are_sorted=True)
+    factor = jnp.where(labels == options.ignore_index, 0.0, d_losses) * slope / total
+    return loss.reshape(shape), values.reshape(*shape, vocabulary), factor.reshape(shape)
