@@ -18,7 +18,7 @@ from pallas_kernels import hopper
 from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling
 from pallas_kernels.cross_entropy import mosaic_kernel
 from pallas_kernels.cross_entropy.request import Options, Request
-from pallas_kernels.target import most_programs
+from pallas_kernels.target import multiprocessors
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
@@ -62,7 +62,7 @@ def make_product(rows: int, depth: int, vocabulary: int) -> Product:
         axis_name=None,
         transposed=False,
         tiling=tiling,
-        programs=2 if INTERPRET else min(most_programs(), rows // ROWS * (vocabulary // columns)),
+        programs=2 if INTERPRET else min(multiprocessors(), rows // ROWS * (vocabulary // columns)),
         interpret=INTERPRET,
     )
 
