@@ -15,7 +15,7 @@ class Option(NamedTuple):
     """One option of XLA and why it is set."""
 
     name: str
-    value: bool | int
+    value: bool | int | str
     reason: str
 
 
@@ -40,6 +40,15 @@ PIPELINE = (
         "Else permutes between stages wait for collectives of other axes that run within a stage.",
     ),
 )
+NARROW_ON_CPU = (
+    Option(
+        "xla_cpu_experimental_ynn_fusion_type",
+        "",
+        "On CPUs with instructions for bfloat16 XLA leaves its products to a library, but for some, which then nothing "
+        "computes: the step would end with `Unsupported element type for DotThunk`.",
+    ),
+)
+"""Of steps that compute in less than 32 bits."""
 
 Setting = tuple[str, bool | int | float | str]
 _MODES = {True: "COLLECTIVE_PIPELINING_MODE_ON", False: "COLLECTIVE_PIPELINING_MODE_OFF"}
@@ -64,6 +73,11 @@ ALIKE: tuple[tuple[Setting, ...], ...] = (
 def step_options(*, pipeline: bool = False) -> dict[str, Any]:
     """Name -> value of our options that the installed jaxlib knows."""
     return installed_options(own_options(pipeline=pipeline))[0]
+
+
+def narrow_cpu_options() -> dict[str, Any]:
+    """Name -> value of our options of a step on CPUs in less than 32 bits that the installed jaxlib knows."""
+    return {option.name: option.value for option in NARROW_ON_CPU if is_known(option.name, option.value)}
 
 
 def own_options(*, pipeline: bool = False) -> dict[str, Any]:

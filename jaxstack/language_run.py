@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
+from jaxstack.compiler_options import narrow_cpu_options
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, available_cores, compression_baselines, open_data
 from jaxstack.data.atomic import write_file
@@ -100,6 +101,9 @@ def make_trainer(
         mesh = mesh or make_mesh(config.parallel, devices)
         platform = mesh.devices.flat[0].platform
     dtype = jnp.dtype(config.precision.compute_dtype(platform))
+    train = config.train
+    if platform == "cpu" and dtype.itemsize < 4:
+        train = train.model_copy(update={"xla_options": {**narrow_cpu_options(), **train.xla_options}})
     # The z-loss shapes training only: a held-out loss is comparable between runs.
     loss = functools.partial(_loss, z_loss=config.train.z_loss)
     return Trainer(
@@ -109,7 +113,7 @@ def make_trainer(
         optimizer=config.optimizer,
         schedule=config.schedule,
         mesh=layout_rules(config, mesh),
-        train=config.train,
+        train=train,
         seed=config.run.seed,
     )
 

@@ -1,11 +1,14 @@
 """XLA's options of the step: those that are set are known, others are translated or left out, and it is said."""
 
+import jax
+import numpy as np
 import pytest
 
-from jaxstack import compiler_options
-from jaxstack.compiler_options import ALWAYS, PIPELINE, installed_options, is_known, step_options
+from jaxstack import compiler_options, language_run
+from jaxstack.compiler_options import ALWAYS, NARROW_ON_CPU, PIPELINE, installed_options, is_known, step_options
 from jaxstack.errors import ConfigError
-from tests.small_runs import make_trainer, small_config
+from jaxstack.run_config import load_config
+from tests.small_runs import make_trainer, run_steps, small_config, unpacked_batch_at
 
 
 def test_options_follow_what_the_step_holds():
@@ -39,3 +42,14 @@ def test_a_runs_own_options_are_used_and_described():
     trainer = make_trainer(small_config("train.xla_options={xla_gpu_no_such: 1, xla_gpu_autotune_level: 0}"))
     assert trainer.compiler_options == {"xla_gpu_autotune_level": 0}
     assert [line for line in trainer.compiler_notes if "xla_gpu_no_such" in line] == trainer.compiler_notes
+
+
+def test_a_step_in_bfloat16_runs_on_any_cpu():
+    """Of this model some products were left to nobody on a CPU with instructions for bfloat16."""
+    sizes = ["model.vocab_size=512", "model.num_layers=1", "parallel.data=1"]
+    config = load_config("configs/quickstart.yaml", ["precision.compute=bfloat16", *sizes])
+    rows, length = config.train.global_batch_size, config.train.sequence_length
+    data = lambda step: unpacked_batch_at(step, rows, length, 512)  # noqa: E731
+    trainer = language_run.make_trainer(config, data, jax.devices()[:1])
+    assert trainer.compiler_options == {option.name: option.value for option in NARROW_ON_CPU}
+    assert run_steps(trainer, 1) == [pytest.approx(np.log(512), rel=0.02)]
