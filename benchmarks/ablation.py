@@ -1,7 +1,7 @@
 """What each technique is worth: from plain float32 to everything, one technique a row, on real text.
 
-    python benchmarks/ablation.py            # about eight minutes on an H200
-    python benchmarks/ablation.py --quick    # 30 steps instead of 100, about six minutes
+    python benchmarks/ablation.py
+    python benchmarks/ablation.py --quick    # 30 steps instead of 100
     python benchmarks/ablation.py --tiny     # tiny sizes on simulated CPU devices
 
 The first 8 of the 16 layers of llama3-1b, with a vocabulary of 32,768 (620 million parameters), train on Python's
@@ -11,7 +11,7 @@ optimizer (AdamW, float32 weights and moments, clipping).
 The first row is what a JAX program does without a library's help: one jitted step, layers in a Python loop, nothing
 rematerialised, attention and loss of XLA's own operations, all logits at once. Two things of ours it has already: the
 attention leaves out keys that a block of queries cannot see, and recomputes its weights in the backward; with all
-scores kept for the backward this model would need 97 GiB in place of 52. The last two rows give speed back, for memory
+scores kept for the backward XLA counts 97 GiB in place of 52 for it. The last two rows give speed back, for memory
 and compile time.
 
 `final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first

@@ -1,7 +1,7 @@
 """Loss against tokens and against time in bfloat16, in each FP8 recipe and in float32, on real text.
 
-    python benchmarks/convergence.py                                        # about half an hour on an H200
-    python benchmarks/convergence.py --tokens 10e6                          # under ten minutes
+    python benchmarks/convergence.py
+    python benchmarks/convergence.py --tokens 10e6 --minutes 5              # short
     python benchmarks/convergence.py --text '/usr/lib/python3/**/*.py' --tokens 200e6 --minutes 60
     python benchmarks/convergence.py --tiny                                 # tiny sizes on simulated CPU devices
 

@@ -76,6 +76,7 @@ VARIANTS = {
     "unrolled, save_attention": [UNROLLED, "model.remat=save_attention"],
     "unrolled, sums in bfloat16": [UNROLLED, BFLOAT16_SUMS],
     "scanned, sums in bfloat16": [SCANNED, BFLOAT16_SUMS],
+    "prefetched, sums in bfloat16": [SCANNED, "parallel.prefetch=true", BFLOAT16_SUMS],
     "unrolled, all layers in FP8": [UNROLLED, ALL_LAYERS],
     "unrolled, all layers in FP8, sums in bfloat16": [UNROLLED, ALL_LAYERS, BFLOAT16_SUMS],
     "unrolled, gathered once": [UNROLLED, *WHOLE],

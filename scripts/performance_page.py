@@ -124,8 +124,8 @@ of the steps, `loss ratio` and `speedup` are against the first row. The script s
 In the rows of a llama with 337M parameters the first three had full rematerialisation, a scan, and attention in full
 float32 without tensor cores, which the rows after them take back: the total is of a slower start than need be. They
 reach a learning rate of 1e-3 after 5 steps, where FP8's loss is 3 % up after 20 steps; longer runs are under
-`convergence`. The script now trains half of llama3-1b from a first row without such a handicap, at a lower rate; nobody
-has run that on a GPU yet.
+`convergence`. The script now trains half of llama3-1b from a first row without such a handicap, at a lower rate; it
+has no row of a GPU yet.
 """,
     "attention": """\
 `jaxstack mosaic` is the default on Hopper, but at head dim 256, where cuDNN is faster and is taken. Implementations of

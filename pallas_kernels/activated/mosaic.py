@@ -10,8 +10,7 @@ from pallas_kernels import hopper
 from pallas_kernels.activated import mosaic_kernel
 from pallas_kernels.activated.activations import ACTIVATIONS
 from pallas_kernels.activated.request import Request
-from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling
-from pallas_kernels.target import multiprocessors
+from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
@@ -40,17 +39,7 @@ def refuses(request: Request) -> str | None:
 
 def make_product(rows: int, width: int, depth: int) -> Product:
     """d_out [rows, D] times weight [F, D] transposed."""
-    return Product(
-        rows=rows,
-        depths=(depth,),
-        columns=(width,),
-        devices=1,
-        axis_name=None,
-        transposed=True,
-        tiling=_TILING,
-        programs=2 if INTERPRET else multiprocessors(),
-        interpret=INTERPRET,
-    )
+    return on_one_device(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
 
 
 def multiply(request: Request) -> jax.Array:

@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_kernels.collective_matmul import tiles
 from pallas_kernels.mosaic_api import pl, plgpu
+from pallas_kernels.target import multiprocessors
 
 COMPUTING = 2  # warpgroups, each with one half of a tile's rows
 ROWS = 128
@@ -118,6 +119,15 @@ class Product:
             interpret=plgpu.InterpretGPUParams(detect_races=True) if self.interpret else None,
             **parameters,
         )
+
+
+def on_one_device(
+    rows: int, depth: int, columns: int, tiling: Tiling, *, transposed: bool = False, interpret: bool = False
+) -> Product:
+    """[rows, depth] times [depth, columns], or [columns, depth] transposed: a program for each multiprocessor."""
+    tiles_in_all = rows // ROWS * (columns // tiling.columns)
+    programs = 2 if interpret else min(multiprocessors(), tiles_in_all)
+    return Product(rows, (depth,), (columns,), 1, None, transposed, tiling, programs, interpret)
 
 
 def _visit_part(sizes: list[int], place: Any, visit: Callable[[int, Any], None]) -> None:

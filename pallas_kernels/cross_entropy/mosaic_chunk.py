@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
-from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling
+from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
 from pallas_kernels.cross_entropy import mosaic_kernel
 from pallas_kernels.cross_entropy.request import Options, Request
-from pallas_kernels.target import multiprocessors
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
@@ -54,17 +53,7 @@ def make_product(rows: int, depth: int, vocabulary: int) -> Product:
     """hidden [rows, D] times weight [D, V]."""
     columns = next(width for width in _STAGES if vocabulary % width == 0)
     tiling = Tiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
-    return Product(
-        rows=rows,
-        depths=(depth,),
-        columns=(vocabulary,),
-        devices=1,
-        axis_name=None,
-        transposed=False,
-        tiling=tiling,
-        programs=2 if INTERPRET else min(multiprocessors(), rows // ROWS * (vocabulary // columns)),
-        interpret=INTERPRET,
-    )
+    return on_one_device(rows, depth, vocabulary, tiling, interpret=INTERPRET)
 
 
 def loss_and_gradient(

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.fp8.formats import E4M3, Quantized, keep, power_of_two_scale, saturating_cast
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source, input_source
+from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Raw, Source, input_source
 from pallas_kernels.target import automatic_axes
 
 BLOCK = 128
@@ -122,8 +122,6 @@ def multiply(
     return tuple(y.reshape(*rows, *dims) for y, dims in zip(results, outputs, strict=True))
 
 
-Raw = tuple[jax.Array, ...]
-"""What the input is the RMSNorm of, [rows, D] and a gain [D] float32; or nothing."""
 Given = tuple[tuple[Quantized, jax.Array], ...]
 """Weights, quantised, and the transposes of their values."""
 
@@ -152,7 +150,7 @@ def _backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[j
     turned_x, weights = saved
     both = [operations.quantize_both(GIVEN, (gradient,))[0] for gradient in gradients]
     d_x, d_weights = _gradients(operations, plan, turned_x, weights, both)
-    return d_x, plan.none_of_raw, d_weights, _no_gradients(weights)
+    return d_x, plan.none_of_raw, d_weights, (None,) * len(weights)
 
 
 _multiply.defvjp(_forward, _backward)
@@ -182,7 +180,7 @@ def _mlp_backward(operations: Operations, plan: Plan, saved: Any, gradients: tup
     d_hidden, d_down = _gradients(operations, plan, turned_hidden, weights[2:], of_out)
     of_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
     d_x, d_first = _gradients(operations, plan, turned_x, weights[:2], of_wide)
-    return d_x, plan.none_of_raw, (*d_first, *d_down), _no_gradients(weights)
+    return d_x, plan.none_of_raw, (*d_first, *d_down), (None,) * len(weights)
 
 
 _swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
@@ -207,10 +205,6 @@ def _gradients(
     d_weights = tuple(operations.product(turned_x, turned, plan.dtype) for _, turned in gradients)
     total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
     return total.astype(plan.dtype), d_weights
-
-
-def _no_gradients(weights: Sequence[Quantized]) -> tuple[None, ...]:
-    return (None,) * len(weights)
 
 
 XLA = Operations(quantize_both, quantize_weight_both, multiply_dequantized)

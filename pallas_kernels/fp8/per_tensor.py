@@ -28,7 +28,7 @@ from pallas_kernels.fp8.formats import (
     quantize,
 )
 from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Source, input_source
+from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Raw, Source, input_source
 from pallas_kernels.fp8.state import Seen
 from pallas_kernels.fp8.triton import Both, cast_both, state_gradient
 from pallas_kernels.target import automatic_axes
@@ -38,8 +38,6 @@ Values = tuple[Quantized | jax.Array, ...]
 """Of the weights, in E4M3 or to be rounded here, from whatever dtype."""
 States = tuple[jax.Array | None, ...]
 """Of delayed scaling, one a weight, or all None for current scaling."""
-Raw = tuple[jax.Array, ...]
-"""What the input is the RMSNorm of, [rows, D] and a gain [D] float32; or nothing."""
 
 
 class Used(NamedTuple):

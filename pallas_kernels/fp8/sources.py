@@ -1,12 +1,15 @@
 """What FP8 operands are rounded from: an array, or what is computed of others on the way and never stored itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.pointwise.gated import swiglu, swiglu_gradients
+
+Raw = tuple[jax.Array, ...]
+"""What a product's input is the RMSNorm of, [..., D] and a gain [D] float32; or nothing."""
 
 
 class Source(NamedTuple):
@@ -34,8 +37,6 @@ SWIGLU_GRADIENTS = Source(
     "swiglu_gradients_blocks_kernel",
     64,
 )
-
-
 NORM = Source(
     lambda x, inverse_rms, gain: ((x.astype(jnp.float32) * inverse_rms[..., None] * gain).astype(x.dtype),),
     "norm_kernel",
@@ -45,8 +46,8 @@ NORM = Source(
 )
 
 
-def input_source(epsilon: float | None, x: jax.Array, raw: Sequence[jax.Array]) -> tuple[Source, tuple[jax.Array, ...]]:
-    """Of a product's input x, which with an epsilon is the RMSNorm of `raw`: [..., D], and a gain [D] in float32."""
+def input_source(epsilon: float | None, x: jax.Array, raw: Raw) -> tuple[Source, tuple[jax.Array, ...]]:
+    """Of a product's input x, which with an epsilon is the RMSNorm of `raw`."""
     if epsilon is None:
         return GIVEN, (x,)
     raw_x, gain = raw
