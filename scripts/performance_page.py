@@ -157,7 +157,7 @@ below one is not to FP8's credit.
 
 The rows of 1,221 steps were cut off by their time, after 59 to 80 % of a schedule with a learning rate of 1e-3 and 61
 steps of warm-up. With 32 steps to that rate, losses jumped, those of some recipes more than others'; the script now
-warms up longer, to half of it.
+goes to half of it, over a tenth of the schedule.
 
 ![Training loss of each precision, against tokens and against time](pictures/{PICTURE.name})
 """,
