@@ -40,6 +40,20 @@ PIPELINE = (
         "Else permutes between stages wait for collectives of other axes that run within a stage.",
     ),
 )
+COPIES = (
+    Option(
+        "xla_gpu_collective_permute_mode",
+        "COLLECTIVES_PEER_MEMORY",
+        "Permutes between GPUs of one process are copies by the copy engines; NCCL's kernels would take "
+        "multiprocessors from matmuls.",
+    ),
+    Option(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        8,
+        "Else a permute would begin only when the one before it has ended and was used.",
+    ),
+)
+"""Of steps whose weights travel by copies, see `jaxstack.parallel.transfers`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
@@ -70,9 +84,9 @@ ALIKE: tuple[tuple[Setting, ...], ...] = (
 """Settings that mean the same in different versions of jaxlib; the first that is known is taken."""
 
 
-def step_options(*, pipeline: bool = False) -> dict[str, Any]:
+def step_options(*, pipeline: bool = False, copies: bool = False) -> dict[str, Any]:
     """Name -> value of our options that the installed jaxlib knows."""
-    return installed_options(own_options(pipeline=pipeline))[0]
+    return installed_options(own_options(pipeline=pipeline, copies=copies))[0]
 
 
 def narrow_cpu_options() -> dict[str, Any]:
@@ -80,9 +94,15 @@ def narrow_cpu_options() -> dict[str, Any]:
     return {option.name: option.value for option in NARROW_ON_CPU if is_known(option.name, option.value)}
 
 
-def own_options(*, pipeline: bool = False) -> dict[str, Any]:
+def copies_known() -> bool:
+    """Whether the installed jaxlib can make copies of permutes."""
+    return all(is_known(option.name, option.value) for option in COPIES)
+
+
+def own_options(*, pipeline: bool = False, copies: bool = False) -> dict[str, Any]:
     """Name -> value of our options of a step for GPUs."""
-    return {option.name: option.value for option in (*ALWAYS, *(PIPELINE if pipeline else ()))}
+    chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(COPIES if copies else ()))
+    return {option.name: option.value for option in chosen}
 
 
 def installed_options(wanted: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -243,7 +243,7 @@ class LocalGradients:
         parts = _parts_of(layout)
         if not parts:
             return x
-        how = Exchange(layout.dtype, self._rules.reduce, gathered=parts)
+        how = Exchange(layout.dtype, self._rules.reduce, gathered=parts, copies=self._rules.copies)
         return exchange_weight(x, how, layout.spec, self._inner)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: Layout) -> jax.Array | Held:
@@ -253,7 +253,7 @@ class LocalGradients:
         if layout.summed_by_module:
             return held
         lacking = self._rules.lacking(layout.spec, self._split)
-        how = Exchange(str(copy.dtype), self._rules.reduce, scattered=parts, summed=lacking)
+        how = Exchange(str(copy.dtype), self._rules.reduce, (), parts, lacking, self._rules.copies)
         return exchange_weight(held, how, layout.spec, self._inner)
 
     def _sum(self, gradient: jax.Array, layout: Layout) -> jax.Array:
@@ -262,7 +262,7 @@ class LocalGradients:
         lacking = self._rules.lacking(layout.stored, self._split)
         if not parts and not lacking:
             return gradient
-        how = Exchange("", self._rules.reduce, scattered=parts, summed=lacking)
+        how = Exchange("", self._rules.reduce, (), parts, lacking, self._rules.copies)
         add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, self._inner)
         return add(gradient).astype(jnp.float32)
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.cluster import find_place
-from jaxstack.compiler_options import narrow_cpu_options
+from jaxstack.compiler_options import copies_known, narrow_cpu_options
 from jaxstack.config import dump_yaml
 from jaxstack.data import Data, available_cores, compression_baselines, open_data
 from jaxstack.data.atomic import write_file
@@ -33,6 +33,7 @@ from jaxstack.models import (
 )
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.parallel.transfers import in_one_process
 from jaxstack.processes import join
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run_config import RunConfig, load_config, resolve_layout
@@ -77,8 +78,17 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
         context_method=parallel.context_method,
         overlap=parallel.overlap,
         prefetch=parallel.prefetch,
+        copies=_by_copies(config, mesh),
         pipeline=config.pipeline_plan(),
     )
+
+
+def _by_copies(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether weights travel by copies: always, never, or where that was measured faster."""
+    if config.parallel.copy_engines != "auto":
+        return config.parallel.copy_engines == "always"
+    unrolled = not config.model.scan_layers and config.parallel.pipeline == 1
+    return unrolled and in_one_process(mesh) and copies_known()
 
 
 def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:

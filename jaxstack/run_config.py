@@ -123,6 +123,11 @@ class RunConfig(Component):
                 f"model.scan_layers=true ({str(scanned).lower()}), a model.remat without offload ({remat}) and "
                 f"parallel.pipeline=1 ({stages}); or leave it out, unrolled layers are gathered ahead without it."
             )
+        if self.parallel.copy_engines == "always" and stages > 1:
+            raise ValueError(
+                f"parallel.copy_engines=always is for layouts without stages: it needs parallel.pipeline=1 ({stages}); "
+                f"or leave it out."
+            )
         if all(degree != -1 for degree in self.parallel.degrees.values()):
             problems = layout_problems(self)
             if problems:

@@ -220,7 +220,7 @@ class Trainer:
 
     @functools.cached_property
     def _installed_options(self) -> tuple[dict[str, Any], list[str]]:
-        own = own_options(pipeline=self.pipeline is not None) if self._on_gpu else {}
+        own = own_options(pipeline=self.pipeline is not None, copies=self.rules.copies) if self._on_gpu else {}
         return installed_options({**own, **self.train.xla_options})
 
     @property

@@ -40,6 +40,10 @@ class ParallelConfig(Component):
     """With `fsdp` or `context` and `model.scan_layers`: an iteration gathers the next layer's weights, and scatters the
     last one's gradients, while it computes. Two layers' weights and gradients in memory; a step of
     llama3-8b on two H200s took 3 % less."""
+    copy_engines: Literal["auto", "always", "never"] = "auto"
+    """Whether weights and gradients travel between the GPUs of one process by their copy engines, which leave the
+    multiprocessors to matmuls, and not by NCCL's kernels. auto: with unrolled layers, where it was measured faster;
+    always: by permutes whatever the layers and devices."""
     zero: Literal[0, 1, 2] = 0
     """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = Field(default=None, ge=1)

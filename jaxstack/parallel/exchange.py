@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxstack.parallel.transfers import gather, scatter
+
 Dims = tuple[tuple[tuple[str, ...], int], ...]
 """Mesh axes, major to minor, and the dim of the array that they split."""
 
@@ -28,6 +30,8 @@ class Exchange(NamedTuple):
     """Splits of the gradient that the weight does not have: it comes as a `Held`."""
     summed: tuple[str, ...] = ()
     """Further axes that the gradient is summed over, where the weight is the same everywhere."""
+    copies: bool = False
+    """Whether it travels by copies instead of collectives, see `transfers`."""
 
 
 @jax.tree_util.register_dataclass
@@ -87,13 +91,13 @@ _use_held.defvjp(_use_held_forward, _use_held_backward)
 def _gather(weight: jax.Array, how: Exchange) -> jax.Array:
     weight = weight.astype(how.dtype)
     for axes, dim in how.gathered:
-        weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
+        weight = gather(weight, axes, dim, copies=how.copies)
     return weight
 
 
 def sum_gradient(gradient: jax.Array, how: Exchange) -> jax.Array:
     """The gradient of a used weight, as the stored weight lies, in the dtype `how.reduce`."""
-    gradient = gradient.astype(how.reduce)
     for axes, dim in (*how.gathered, *how.scattered):
-        gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+        gradient = scatter(gradient, axes, dim, how.reduce, copies=how.copies)
+    gradient = gradient.astype(how.reduce)
     return jax.lax.psum(gradient, how.summed) if how.summed else gradient

@@ -74,6 +74,8 @@ class AxisRules:
     """As `ParallelConfig.overlap`."""
     prefetch: bool = False
     """As `ParallelConfig.prefetch`."""
+    copies: bool = False
+    """Whether weights and their gradients travel by copies between devices, see `transfers`."""
     pipeline: "PipelinePlan | None" = None
     """How a batch goes through the stages of `pipeline`; None: 1F1B, see `plan_pipeline`."""
 
@@ -243,6 +245,7 @@ def make_rules(
     context_method: str | None = None,
     overlap: str = "auto",
     prefetch: bool = False,
+    copies: bool = False,
     pipeline: "PipelinePlan | None" = None,
     overrides: Mapping[str, tuple[str, ...]] | None = None,
 ) -> AxisRules:
@@ -254,6 +257,7 @@ def make_rules(
       zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
       context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
       overlap, prefetch: as in `ParallelConfig`.
+      copies: whether weights and their gradients travel by copies, see `transfers`.
       pipeline: schedule and microbatches where the mesh has stages; None: 1F1B.
       overrides: rows of the table to change or add.
     """
@@ -264,7 +268,7 @@ def make_rules(
     method = None if context_method == "auto" else context_method
     return AxisRules(
         mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, prefetch=prefetch,
-        pipeline=pipeline,
+        copies=copies, pipeline=pipeline,
     )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
         gathered=dims_of(spec, rules.weight_axes),
         scattered=dims_of(rules.stored_spec(names, shape), ("data",)) if isinstance(value, Held) else (),
         summed=rules.lacking(spec, rules.summed) if known.get("sum_where_used") else (),
+        copies=rules.copies,
     )
     return exchange_weight(value, how, spec, rules)
 
@@ -69,8 +70,8 @@ _OF_ELEMENTS = """
     random_bits random_fold_in random_split random_unwrap random_wrap reshape rev rsqrt select_n shift_left
     shift_right_logical sign sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor
 """
-_COMPUTED_AGAIN = frozenset(("all_gather", *_OF_ELEMENTS.split()))
-"""The gather of weights, and operations of elements: to repeat them costs little beside keeping their results."""
+_COMPUTED_AGAIN = frozenset(("all_gather", "ppermute", "axis_index", *_OF_ELEMENTS.split()))
+"""The gather of weights, by either way, and operations of elements: to repeat them costs little beside keeping their results."""
 
 
 def gathers_ahead() -> bool:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxstack.parallel.exchange import Held
 from jaxstack.parallel.rules import AxisRules, Names, current_rules, placed, restrict
+from jaxstack.parallel.transfers import gather
 from jaxstack.parallel.weights import beside_tensor, dims_of, gather_parameter
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.fp8.blockwise import BLOCK, quantize_weight
@@ -49,8 +50,8 @@ def _gather_whole(own: jax.Array, rules: AxisRules, names: Names | None, shape: 
         ((axes, dim),) = dims_of(spec, rules.weight_axes)
         amax = jax.lax.pmax(absolute_maximum(own), axes)
         values, inverse_scale = quantize(own, E4M3, amax)
-        gather = beside_tensor(lambda x: jax.lax.all_gather(x, axes, axis=dim, tiled=True), spec, rules)
-        return Quantized(gather(values), inverse_scale)
+        whole = beside_tensor(lambda x: gather(x, axes, dim, copies=rules.copies), spec, rules)
+        return Quantized(whole(values), inverse_scale)
     stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - set(rules.weight_axes))
     # Pinned twice, as a plain gather: XLA would move the values before they are rounded.
     values, inverse_scale = quantize(jax.lax.with_sharding_constraint(own, placed(rules, stored)), E4M3)
@@ -70,5 +71,5 @@ def _gather_blocks(
     axis = 0 if dim < contracted else 1
     if matrix.shape[axis] % BLOCK:
         return None
-    values, inverse_scale = (jax.lax.all_gather(x, axes, axis=axis, tiled=True) for x in quantize_weight(matrix))
+    values, inverse_scale = (gather(x, axes, axis, copies=rules.copies) for x in quantize_weight(matrix))
     return Quantized(values.reshape(shape), inverse_scale)
