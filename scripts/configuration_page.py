@@ -29,6 +29,7 @@ SEE = {
     "model.remat": "[Models](models.md#memory)",
     "train.eval_tasks": "[Evaluation](evaluation.md)",
     "parallel.overlap": "[Overlap](parallelism.md#overlap)",
+    "parallel.copy_engines": "[Copy engines](parallelism.md#copy-engines)",
     "precision.fp8": "[Precision and FP8](precision.md)",
 }
 """Key -> where there is more about it."""

@@ -142,8 +142,8 @@ can be won. `gather`, `scatter` and `forward` are the two parts and the whole fo
 on one device beside XLA's.
 
 Since these rows were measured a program of our kernels claims its tiles while it runs, see `docs/kernels.md`. Two forms
-were measured and are gone: `pair`, in which two multiprocessors share an operand, was no faster, and chunks sent by the
-copy engines beside XLA's matmuls were slower than the serialised form.
+were measured and are gone: `pair`, in which two multiprocessors share an operand, was no faster, and chunks sent by
+NCCL's permutes beside XLA's matmuls were slower than the serialised form.
 """,
     "convergence": f"""\
 Every precision sees the same batches in the same order. `loss` is the mean over the last tenth of a row's tokens, `loss

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxstack import compiler_options, language_run
-from jaxstack.compiler_options import ALWAYS, NARROW_ON_CPU, PIPELINE, installed_options, is_known, step_options
+from jaxstack.compiler_options import ALWAYS, COPIES, NARROW_ON_CPU, PIPELINE, installed_options, is_known, step_options
 from jaxstack.errors import ConfigError
 from jaxstack.run_config import load_config
 from tests.small_runs import make_trainer, run_steps, small_config, unpacked_batch_at
@@ -16,6 +16,7 @@ def test_options_follow_what_the_step_holds():
     assert plain == {option.name: option.value for option in ALWAYS}
     assert plain["xla_gpu_enable_triton_gemm"] is False
     assert pipeline == {**plain, **{option.name: option.value for option in PIPELINE}}
+    assert step_options(copies=True) == {**plain, **{option.name: option.value for option in COPIES}}
 
 
 def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():

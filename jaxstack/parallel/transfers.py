@@ -7,6 +7,8 @@ is a permute to each other device (`COPIES` of `jaxstack.compiler_options` makes
 parts in order, a scatter a pass that takes the gradient apart, the permutes, and a sum.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
@@ -44,12 +46,9 @@ def scatter(x: jax.Array, axes: tuple[str, ...], dim: int, dtype: str, *, copies
         return jax.lax.psum_scatter(x.astype(dtype), axes, scatter_dimension=dim, tiled=True)
     devices, own, size = jax.lax.axis_size(axes), jax.lax.axis_index(axes), x.shape[dim] // jax.lax.axis_size(axes)
     sent = x.astype(dtype) if jnp.dtype(dtype).itemsize < x.dtype.itemsize else x
-    total = None
-    for shift in range(devices):
-        part = jax.lax.dynamic_slice_in_dim(sent, (own - shift) % devices * size, size, dim)
-        part = (_from(part, axes, shift) if shift else part).astype(jnp.float32)
-        total = part if total is None else total + part
-    return total.astype(dtype)
+    part = lambda shift: jax.lax.dynamic_slice_in_dim(sent, (own - shift) % devices * size, size, dim)  # noqa: E731
+    parts = [part(0), *(_from(part(shift), axes, shift) for shift in range(1, devices))]
+    return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(dtype)
 
 
 def _from(x: jax.Array, axes: tuple[str, ...], shift: int) -> jax.Array:

@@ -71,7 +71,8 @@ _OF_ELEMENTS = """
     shift_right_logical sign sin slice split sqrt square squeeze sub tanh threefry2x32 transpose xor
 """
 _COMPUTED_AGAIN = frozenset(("all_gather", "ppermute", "axis_index", *_OF_ELEMENTS.split()))
-"""The gather of weights, by either way, and operations of elements: to repeat them costs little beside keeping their results."""
+"""The gather of weights, by collectives or copies, and operations of elements: to repeat them costs little beside
+keeping their results."""
 
 
 def gathers_ahead() -> bool:

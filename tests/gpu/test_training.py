@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.step_profile import device_events
 from tests.small_runs import make_trainer, run_steps, small_config
 
 pytestmark = pytest.mark.gpu
@@ -50,11 +51,26 @@ def test_fp8_trains_as_float32(exact, recipe):
     [
         ("parallel.data=2",),
         ("parallel.fsdp=2",),
+        ("parallel.fsdp=2", "model.scan_layers=false"),
+        ("parallel.data=2", "parallel.zero=2", "model.scan_layers=false"),
         ("parallel.tensor=2", "parallel.sequence=true"),
         ("parallel.context=2",),
         ("parallel.pipeline=2", "train.gradient_accumulation=4"),
     ],
-    ids=lambda layout: layout[0],
+    ids=" ".join,
 )
 def test_a_layout_on_two_gpus_trains_the_same_model(two_gpus, exact, layout):
     np.testing.assert_allclose(float32_losses(*layout), exact, rtol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["auto", "never"])
+def test_weights_and_gradients_travel_by_the_copy_engines(two_gpus, tmp_path, way):
+    shape = ("parallel.fsdp=2", "model.scan_layers=false", f"parallel.copy_engines={way}")
+    trainer = make_trainer(small_config(*WIDE, *shape), dtype=jnp.bfloat16)
+    run_steps(trainer, 2)
+    with jax.profiler.trace(str(tmp_path)):
+        run_steps(trainer, 2)
+    kernels = [kernel.lower() for _, _, kernel, _ in device_events(tmp_path)]
+    copies = sum("memcpyp2p" in kernel for kernel in kernels)
+    moved = sum("nccl" in kernel and "allreduce" not in kernel for kernel in kernels)
+    assert (copies > 0, moved > 0) == (way == "auto", way == "never")

@@ -20,9 +20,9 @@ SHAPE = (
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\b([a-z][a-z\-]+)\(")
 
 
-def schedule_of_the_step() -> str:
+def schedule_of_the_step(*overrides: str) -> str:
     """The scheduled instructions of a step's main computation."""
-    text = str(compile_step(small_config(*SHAPE))[1].as_text())
+    text = str(compile_step(small_config(*SHAPE, *overrides))[1].as_text())
     return text[text.index("\nENTRY ") :]
 
 
@@ -48,13 +48,23 @@ def matmuls_meanwhile(schedule: str, kind: str) -> list[int]:
 
 @pytest.mark.slow
 def test_weights_are_gathered_while_matmuls_run():
-    schedule = schedule_of_the_step()
+    schedule = schedule_of_the_step("parallel.copy_engines=never")
     gathers = matmuls_meanwhile(schedule, "all-gather")
     # Seven matrices a layer, forward and again backward (XLA may combine small ones); embedding and head once.
     assert len(gathers) >= 2 * 3 * 6 + 1
     assert sum(count > 0 for count in gathers) >= 2 / 3 * len(gathers), gathers
     scatters = matmuls_meanwhile(schedule, "reduce-scatter")
     assert sum(count > 0 for count in scatters) >= 2 / 3 * len(scatters), scatters
+
+
+@pytest.mark.slow
+def test_weights_are_copied_while_matmuls_run():
+    schedule = schedule_of_the_step()
+    assert not re.search("all-gather|reduce-scatter", schedule)
+    copies = matmuls_meanwhile(schedule, "collective-permute")
+    # To three other devices; what is gathered again in the backward pass, and gradients, beside that.
+    assert len(copies) >= 3 * (3 * 3 * 4 + 3)
+    assert sum(count > 0 for count in copies) >= 2 / 3 * len(copies), copies
 
 
 SCANNED = (

@@ -120,6 +120,16 @@ def test_zero_2_scatters_the_gradients_of_a_layer_as_its_backward_pass_ends():
     assert volume(*over) == pytest.approx(2 * PARAMETERS, rel=1e-3), "2P, as data parallelism"
 
 
+def test_copies_send_weights_and_gradients_in_bfloat16_once():
+    over = ("parallel.data=4", "parallel.zero=2", "model.scan_layers=false")
+    assert kinds(*over) == {"collective-permute", "all-reduce"}
+    assert {row[1] for row in table(*over) if row[0] == "collective-permute"} == {"bf16"}
+    sent = total_bytes("collective-permute", *over)
+    assert sent == 3 / 4 * 2 * 2 * MATRICES, "a copy of every weight and its gradient, but for each device's own part"
+    reduced = total_bytes("all-reduce", *over)
+    assert 4 * VECTORS <= reduced <= 4 * (VECTORS + SCALARS), "vectors are whole on every device"
+
+
 @pytest.mark.slow
 def test_zero_2_scatters_every_microbatch():
     over = ("parallel.data=4", "parallel.zero=2", "train.gradient_accumulation=2")

@@ -68,7 +68,6 @@ LAYOUTS = [
     ("parallel.data=4", "parallel.zero=2"),
     pytest.param(("parallel.fsdp=2", "parallel.context=2", "parallel.tensor=2"), marks=pytest.mark.slow),
     pytest.param(("parallel.data=2", "parallel.zero=1", "parallel.fsdp=2"), marks=pytest.mark.slow),
-    pytest.param(("parallel.fsdp=2", "model.scan_layers=false", "model.remat=full"), marks=pytest.mark.slow),
     pytest.param(("parallel.fsdp=2", "parallel.data=2", "train.gradient_accumulation=2"), marks=pytest.mark.slow),
 ]
 
@@ -76,6 +75,12 @@ LAYOUTS = [
 @pytest.mark.parametrize("overrides", LAYOUTS, ids=" ".join)
 def test_a_layout_by_copies_trains_as_one_device(overrides):
     assert_trains_as_one_device(*overrides, "parallel.copy_engines=always")
+
+
+@pytest.mark.slow
+def test_unrolled_layers_by_copies_train_as_one_device():
+    shape = ("model.scan_layers=false", "model.remat=full")
+    assert_trains_as_one_device("parallel.fsdp=2", "parallel.copy_engines=always", shape=shape)
 
 
 @pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=pytest.mark.slow)])
