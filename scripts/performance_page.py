@@ -235,12 +235,19 @@ What bounds the steps on one GPU, by profiles of the step before the loss's logi
   takes 151 and the FP8 products 142. In turns in one process the step took 424.4 ms before, and 421.6 ms since the
   norm is computed where it is rounded and maxima and scales in the kernels; 80,000 tokens/s are 409.6. With blocks of
   128 the products take 202 ms, at 946 TFLOP/s: faster than bfloat16 by 7 %, slower than one scale a tensor.
-- llama3-8b on four GPUs: 846 ms with `fsdp: 4`, 498 TFLOP/s a GPU where llama3-1b alone reaches 560. A GPU receives
-  about 36 GB a step, 0.1 s, and that is about what is lost, though collectives run beside matmuls: both cuBLAS's and
-  our own kernels start one program a multiprocessor, and those for which NCCL leaves no place run afterwards. Gathered
-  once a step (`data: 4`, `zero: 2`), which sends a third less and keeps 12 GiB more, it takes 818 ms. On two GPUs and
-  eight layers, in turns: 252.9 ms; 252.8 with our kernels' tiles dealt out by the hardware; 250.9 with NCCL's symmetric
-  buffers and its policy of no multiprocessors (in a process of its own).
+- llama3-8b on four GPUs: 764 ms gathered once (`data: 4`, `zero: 2`), weights and gradients by the copy engines. By a
+  profile of the first GPU matmuls take 446 ms at about 730 TFLOP/s, attention 141, SwiGLU's gradient inside of a product
+  49, passes that take gradients apart and put weights in order 16, AdamW 14, copies run for 68 ms beside them; in 24
+  nothing runs, and in 8 it waits in the last sum for slower GPUs. Our goal of 11,800 is 694 ms, less than its kernels
+  take. With NCCL's collectives the step took 818 ms on another machine, 846 with `fsdp: 4`: a GPU receives 24 or 36 GB a
+  step, and about that time was lost, though collectives run beside matmuls: both cuBLAS's and our own kernels start one
+  program a multiprocessor, and those for which NCCL leaves no place run afterwards. In turns in one process, eight
+  layers on four GPUs, `delayed` FP8 in all layers and `fsdp: 4`: 187.9 ms by NCCL, 176.9 by copies; bfloat16 gathered
+  once: 233.4 by NCCL with sums in bfloat16, 230.4 by copies with sums in float32; the same permutes by NCCL's kernels
+  255.6, gradients by an all-to-all of copies 239.0. On two GPUs before: 252.9 ms; 252.8 with our kernels' tiles dealt
+  out by the hardware; 250.9 with NCCL's symmetric buffers and its policy of no multiprocessors.
+- llama3-8b in FP8 on four GPUs (`fsdp: 4`, 2 x 8192): 1,066 ms, while other programs were compiled on the same machine;
+  1,094 with NCCL's collectives, on another machine. Our goal of 16,000 is 1,024.
 
 Ours and compiled peers in turn on one GPU, in tokens/s: llama3-1b in bfloat16 60,901, torch 2.11 56,100, torchtitan
 0.2.2 54,596; in FP8 77,881 (delayed scaling) and torchtitan 62,963 (its default, dynamic scaling), both in every layer
@@ -249,8 +256,11 @@ torchtitan 55,662, in a run that was cut off before it wrote its rows.
 
 Tried, slower and dropped: a Triton kernel for the gradients of norms in blocks of four rows (one row by a few warps is
 faster than XLA), the gradient of the activation beside the next tile's product, concurrent command buffers,
-XLA's own double-buffered loops and pipelined all-gathers. An activation inside of the product before it, by a kernel of
-our own: SwiGLU 1.73 ms against 1.80 of XLA's two kernels, too little for its code; GELU 0.60 against cuBLAS's 0.59.
+XLA's own double-buffered loops and pipelined all-gathers. In turns, one process a model: the state's small arrays in
+one kernel each, LayerNorm's forward by a Triton kernel, biases' gradients where LayerNorm's backward reads them, and
+dQ's zeros in the pass before took gpt2-124m from 107.7 to 107.0 ms, llama3-1b from 531.8 to 531.7: too little for
+their code. An activation inside of the product before it, by a kernel of our own: SwiGLU 1.73 ms against 1.80 of
+XLA's two kernels, too little for its code; GELU 0.60 against cuBLAS's 0.59.
 Attention at head dim 64 (llama3-1b's, forward 2.43 ms, backward 6.01, alone on a cool GPU): the scores of the next tile
 and the products of the one before beside a tile's softmax (2.63 to 2.82; backward 6.33 to 6.78), and an eighth to three
 eighths of the exponentials as polynomials (2.46 to 2.83). No unit of a multiprocessor is its limit by counting. An
