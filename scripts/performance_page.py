@@ -236,16 +236,17 @@ What bounds the steps on one GPU, by profiles of the step before the loss's logi
   norm is computed where it is rounded and maxima and scales in the kernels; 80,000 tokens/s are 409.6. With blocks of
   128 the products take 202 ms, at 946 TFLOP/s: faster than bfloat16 by 7 %, slower than one scale a tensor.
 - llama3-8b on four GPUs: 764 ms gathered once (`data: 4`, `zero: 2`), weights and gradients by the copy engines. By a
-  profile of the first GPU matmuls take 446 ms at about 730 TFLOP/s, attention 141, SwiGLU's gradient inside of a product
-  49, passes that take gradients apart and put weights in order 16, AdamW 14, copies run for 68 ms beside them; in 24
-  nothing runs, and in 8 it waits in the last sum for slower GPUs. Our goal of 11,800 is 694 ms, less than its kernels
-  take. With NCCL's collectives the step took 818 ms on another machine, 846 with `fsdp: 4`: a GPU receives 24 or 36 GB a
-  step, and about that time was lost, though collectives run beside matmuls: both cuBLAS's and our own kernels start one
-  program a multiprocessor, and those for which NCCL leaves no place run afterwards. In turns in one process, eight
-  layers on four GPUs, `delayed` FP8 in all layers and `fsdp: 4`: 187.9 ms by NCCL, 176.9 by copies; bfloat16 gathered
-  once: 233.4 by NCCL with sums in bfloat16, 230.4 by copies with sums in float32; the same permutes by NCCL's kernels
-  255.6, gradients by an all-to-all of copies 239.0. On two GPUs before: 252.9 ms; 252.8 with our kernels' tiles dealt
-  out by the hardware; 250.9 with NCCL's symmetric buffers and its policy of no multiprocessors.
+  profile of the first GPU matmuls take 446 ms at about 730 TFLOP/s, attention 141, SwiGLU's gradient inside of a
+  product 49, passes that take gradients apart and put weights in order 16, AdamW 14, copies run for 68 ms beside
+  them; in 24 nothing runs, and in 8 it waits in the last sum for slower GPUs. Our goal of 11,800 is 694 ms, less than
+  its kernels take. With NCCL's collectives the step took 818 ms on another machine, 846 with `fsdp: 4`: a GPU
+  receives 24 or 36 GB a step, and about that time was lost, though collectives run beside matmuls: both cuBLAS's and
+  our own kernels start one program a multiprocessor, and those for which NCCL leaves no place run afterwards. In
+  turns in one process, eight layers on four GPUs, `delayed` FP8 in all layers and `fsdp: 4`: 187.9 ms by NCCL, 176.9
+  by copies; bfloat16 gathered once: 233.4 by NCCL with sums in bfloat16, 230.4 by copies with sums in float32; the
+  same permutes by NCCL's kernels 255.6, gradients by an all-to-all of copies 239.0. On two GPUs before: 252.9 ms;
+  252.8 with our kernels' tiles dealt out by the hardware; 250.9 with NCCL's symmetric buffers and its policy of no
+  multiprocessors.
 - llama3-8b in FP8 on four GPUs (`fsdp: 4`, 2 x 8192): 1,066 ms, while other programs were compiled on the same machine;
   1,094 with NCCL's collectives, on another machine. Our goal of 16,000 is 1,024.
 
