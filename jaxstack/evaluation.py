@@ -29,9 +29,12 @@ class Evaluator:
       data: has `held_out_batches(batch_size=, rows=, max_tokens=)` as `jaxstack.data.Data`, or is an iterable of
         batches (dicts of arrays); None: there is nothing to evaluate on.
       batch_size: rows of a global batch, where the data can choose it.
+      compiler_options: XLA's, as for the train step.
     """
 
-    def __init__(self, steps: StepFunctions, data: Any, batch_size: int):
+    def __init__(
+        self, steps: StepFunctions, data: Any, batch_size: int, compiler_options: dict[str, Any] | None = None
+    ):
         if isinstance(data, Iterator):  # every evaluation reads it anew
             data = list(data)
         self._steps, self._data = steps, data
@@ -43,7 +46,7 @@ class Evaluator:
         def add_batch(params: Any, rest: Any, batch: Any, sums: LossSum) -> LossSum:
             return jax.tree.map(jnp.add, sums, steps.eval_step(params, rest, batch))
 
-        self._step = jax.jit(add_batch, out_shardings=whole)
+        self._step = jax.jit(add_batch, out_shardings=whole, compiler_options=compiler_options)
         self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)
 
     def run(

@@ -173,6 +173,7 @@ class LocalGradients:
         # Where XLA has nothing to partition, no axis is left to it: a kernel then needs no shard_map of its own.
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         self._split = rules.batch_axes
+        self._exchange = Exchange("", rules.reduce, copies=rules.copies)
         self._at_use = rules.zero == 2 or (rules.zero == 0 and microbatches.count == 1)
         summed = self._split if self._at_use else ()
         self._inner = dataclasses.replace(rules.within(self._taken), summed=summed)
@@ -243,7 +244,7 @@ class LocalGradients:
         parts = _parts_of(layout)
         if not parts:
             return x
-        how = Exchange(layout.dtype, self._rules.reduce, gathered=parts, copies=self._rules.copies)
+        how = self._exchange._replace(dtype=layout.dtype, gathered=parts)
         return exchange_weight(x, how, layout.spec, self._inner)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: Layout) -> jax.Array | Held:
@@ -253,7 +254,7 @@ class LocalGradients:
         if layout.summed_by_module:
             return held
         lacking = self._rules.lacking(layout.spec, self._split)
-        how = Exchange(str(copy.dtype), self._rules.reduce, (), parts, lacking, self._rules.copies)
+        how = self._exchange._replace(dtype=str(copy.dtype), scattered=parts, summed=lacking)
         return exchange_weight(held, how, layout.spec, self._inner)
 
     def _sum(self, gradient: jax.Array, layout: Layout) -> jax.Array:
@@ -262,7 +263,7 @@ class LocalGradients:
         lacking = self._rules.lacking(layout.stored, self._split)
         if not parts and not lacking:
             return gradient
-        how = Exchange("", self._rules.reduce, (), parts, lacking, self._rules.copies)
+        how = self._exchange._replace(scattered=parts, summed=lacking)
         add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, self._inner)
         return add(gradient).astype(jnp.float32)
 

@@ -77,7 +77,7 @@ class TrainConfig(Component):
     eval_tasks_limit: int | None = Field(default=None, ge=1)
     """Questions of each task at most; left out: all."""
     xla_options: dict[str, bool | int | float | str] = {}
-    """Options of XLA for the train step, `xla_gpu_...: value`, beside ours. One that the installed jaxlib has under
+    """Options of XLA for the train step and evaluation, `xla_gpu_...: value`, beside ours. One that the installed jaxlib has under
     another name is translated, one that it has not is left out; both are said."""
 
 

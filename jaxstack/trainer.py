@@ -83,10 +83,15 @@ class Trainer:
         if eval_data is None and hasattr(data, "held_out_batches"):
             eval_data = data
         eval_size = self.train.eval_batch_size or self.train.global_batch_size // accumulation
-        self.evaluator = Evaluator(self.steps, eval_data, eval_size)
+        self._held_out = eval_data, eval_size
         self.choices: list[Choice] = []
         self._state: TrainState | None = None
         self._compiled: Any = None
+
+    @functools.cached_property
+    def evaluator(self) -> Evaluator:
+        """Evaluates on the held-out data."""
+        return Evaluator(self.steps, *self._held_out, self.compiler_options)
 
     def _scheduled(self, optimizer: Optimizer, schedule: Schedule) -> optax.GradientTransformation:
         """Sets the learning rate, freezes what the optimizer's groups freeze, and builds it for the rest."""
