@@ -77,8 +77,8 @@ class TrainConfig(Component):
     eval_tasks_limit: int | None = Field(default=None, ge=1)
     """Questions of each task at most; left out: all."""
     xla_options: dict[str, bool | int | float | str] = {}
-    """Options of XLA for the train step and evaluation, `xla_gpu_...: value`, beside ours. One that the installed jaxlib has under
-    another name is translated, one that it has not is left out; both are said."""
+    """Options of XLA for the train step and evaluation, `xla_gpu_...: value`, beside ours. One that the installed
+    jaxlib has under another name is translated, one that it has not is left out; both are said."""
 
 
 class RunConfig(Component):
