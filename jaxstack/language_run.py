@@ -87,8 +87,9 @@ def _by_copies(config: RunConfig, mesh: Mesh) -> bool:
     """Whether weights travel by copies: always, never, or where that was measured faster."""
     if config.parallel.copy_engines != "auto":
         return config.parallel.copy_engines == "always"
-    unrolled = not config.model.scan_layers and config.parallel.pipeline == 1
-    return unrolled and in_one_process(mesh) and copies_known()
+    split = {axis for axis, degree in mesh.shape.items() if degree > 1}
+    measured = not config.model.scan_layers and split <= {"data", "fsdp"}
+    return measured and in_one_process(mesh) and copies_known()
 
 
 def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
