@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.fp8.formats import E4M3, Quantized, keep, power_of_two_scale, saturating_cast
+from pallas_kernels.fp8.formats import E4M3, Quantized, as_bytes, from_bytes, keep, power_of_two_scale, saturating_cast
 from pallas_kernels.fp8.plan import Plan
 from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Raw, Source, input_source
 from pallas_kernels.target import automatic_axes
@@ -143,11 +143,11 @@ def _forward(
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
     ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
-    return _products(operations, plan.output, by_rows, given), (keep(turned), [w for w, _ in given])
+    return _products(operations, plan.output, by_rows, given), (keep(turned), as_bytes([w for w, _ in given]))
 
 
 def _backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    turned_x, weights = saved
+    turned_x, weights = from_bytes(saved)
     both = [operations.quantize_both(GIVEN, (gradient,))[0] for gradient in gradients]
     d_x, d_weights = _gradients(operations, plan, turned_x, weights, both)
     return d_x, plan.none_of_raw, d_weights, (None,) * len(weights)
@@ -171,11 +171,11 @@ def _mlp_forward(
     wide = _products(operations, plan.dtype, by_rows, given[:2])
     ((hidden, turned_hidden),) = operations.quantize_both(SWIGLU, wide)
     outs = _products(operations, plan.output, hidden, given[2:])
-    return outs, (keep(turned), wide, keep(turned_hidden), [w for w, _ in given])
+    return outs, (keep(turned), wide, keep(turned_hidden), as_bytes([w for w, _ in given]))
 
 
 def _mlp_backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    turned_x, wide, turned_hidden, weights = saved
+    turned_x, wide, turned_hidden, weights = from_bytes(saved)
     of_out = operations.quantize_both(GIVEN, gradients)
     d_hidden, d_down = _gradients(operations, plan, turned_hidden, weights[2:], of_out)
     of_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))

@@ -4,12 +4,14 @@ Scales are powers of two: of a floating-point format that costs nothing but the 
 the FP8 numbers stand for is then exact in bfloat16 (so is what the plain form computes with).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.target import current_target
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
@@ -55,8 +57,24 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None =
 
 
 def keep(x: Quantized) -> Quantized:
-    """x, named for `jax.checkpoint`'s policies: saved as it is, and not what it was rounded from."""
-    return Quantized(*(checkpoint_name(array, "fp8_input") for array in x))
+    """x, named for `jax.checkpoint`'s policies: saved as it is, and not what it was rounded from; see `as_bytes`."""
+    return Quantized(*(checkpoint_name(array, "fp8_input") for array in as_bytes(x)))
+
+
+def as_bytes(tree: Any) -> Any:
+    """On a CPU E4M3 arrays as bytes, in which a backward pass keeps them; see `from_bytes`.
+
+    What it keeps `jax.checkpoint` rounds once more, to its format. On a CPU XLA computes 8-bit floats in wider ones,
+    and rounds there as if E4M3 had infinities: numbers over 240 would become nan.
+    """
+    if current_target().platform != "cpu":
+        return tree
+    return jax.tree.map(lambda x: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == E4M3 else x, tree)
+
+
+def from_bytes(tree: Any) -> Any:
+    """What `as_bytes` was given."""
+    return jax.tree.map(lambda x: lax.bitcast_convert_type(x, E4M3) if x.dtype == jnp.uint8 else x, tree)
 
 
 def dequantize(x: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:

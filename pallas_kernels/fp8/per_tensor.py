@@ -23,7 +23,9 @@ from pallas_kernels.fp8.formats import (
     GRADIENT_FORMATS,
     Quantized,
     absolute_maximum,
+    as_bytes,
     dequantize,
+    from_bytes,
     keep,
     quantize,
 )
@@ -64,11 +66,11 @@ def multiply(
 def _forward(plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
     both = _quantize_input(plan, x, raw, states)
     outs, used = _products(plan, both, values, states)
-    return outs, (keep(both.turned), used)
+    return outs, (keep(both.turned), as_bytes(used))
 
 
 def _backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    x, used = saved
+    x, used = from_bytes(saved)
     rows = x.values.ndim - plan.contracted
     both = _quantize_gradients(plan, gradients, rows, [u.state for u in used])
     d_x, d_weights, d_states = _gradients(plan, x, used, both, rows)
@@ -97,11 +99,11 @@ def _mlp_forward(
     wide, used = _products(dataclasses.replace(plan, output=plan.dtype), both, values[:2], states[:2])
     (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_expected(states[2], 0),))
     outs, last = _products(plan, hidden, values[2:], states[2:])
-    return outs, (keep(both.turned), keep(hidden.turned), wide, (*used, *last))
+    return outs, (keep(both.turned), keep(hidden.turned), wide, as_bytes((*used, *last)))
 
 
 def _mlp_backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    x, hidden, wide, used = saved
+    x, hidden, wide, used = from_bytes(saved)
     rows, states = x.values.ndim - 1, tuple(u.state for u in used)
     of_out = _quantize_gradients(plan, gradients, rows, states[2:])
     d_hidden, d_down, d_last = _gradients(plan, hidden, used[2:], of_out, rows)

@@ -151,7 +151,7 @@ def test_fsdp_gathers_weights_in_bfloat16_and_scatters_gradients_in_float32():
 
 @pytest.mark.parametrize("scan", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_fsdp_without_rematerialisation_gathers_weights_again_instead_of_keeping_them(scan):
-    over = ("parallel.fsdp=4", "model.remat=none", f"model.scan_layers={scan}")
+    over = ("parallel.fsdp=4", "model.remat=none", f"model.scan_layers={scan}", "parallel.copy_engines=never")
     assert total_bytes("all-gather", *over, dtype="bf16") == 2 * (2 * LAYERS * LAYER + 2 * V * D)
 
 
