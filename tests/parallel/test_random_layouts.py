@@ -1,11 +1,13 @@
 """Layouts that nobody chose: drawn at random, each trains as one device does, or is refused with a way out."""
 
+import contextlib
 import random
 import re
 
 import pytest
 
 from jaxstack.errors import ConfigError
+from tests.compilation import fully_optimized
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import small_config
 
@@ -83,4 +85,6 @@ def test_a_random_layout_trains_as_one_device_or_is_refused_with_a_way_out(seed)
     except ConfigError as refusal:
         assert re.search(r"nearest|that fit|leave|; use|; set", str(refusal)), str(refusal)
         return
-    assert_trains_as_one_device(*layout, shape=shape, packed=packed)
+    # In a mixture a rounding can choose another expert. Compiled as in a run layouts round more alike.
+    with fully_optimized() if any("model.moe" in setting for setting in shape) else contextlib.nullcontext():
+        assert_trains_as_one_device(*layout, shape=shape, packed=packed)
