@@ -11,6 +11,7 @@ Parts:
     collective   all-reduce, all-gather, reduce-scatter, permute, all-to-all over all devices
     limit        the fastest possible step of each work, from the rates measured before in the same run
 
+Each is called for two seconds, as GPUs at their limit of power lower their clocks; `sm_mhz` and `watts` say how far.
 The limit takes every matmul at the best rate of its dtype and attention at its best rate; nothing else takes time.
 `update_milliseconds` is what reading and writing weights, gradient and moments once (28 bytes a parameter) takes at the
 speed of a copy: it is not part of the limit. GB/s of a collective are bus bandwidth as NCCL's tests count it: of an
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.clocks import GpuClocks
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import rates
 from benchmarks.timing import median_seconds
@@ -55,13 +57,15 @@ GEMMS = (
     (8192, 4096, 128256),
 )
 """Rows, summed dim, columns."""
+SUSTAINED_SECONDS = 0.4
+"""Of each of five blocks of calls: at their limit of power, GPUs lower their clocks within less."""
 COPY_BYTES = 2**31
 COLLECTIVE_BYTES = 2**29
 ATTENTION_TOKENS = 32768
 """A device's most tokens where attention is measured, but for a single longer sequence."""
 COLUMNS = (
     "work", "implementation", "devices", "milliseconds", "tflops_per_device", "gigabytes_per_second",
-    "tokens_per_second_per_device", "mfu", "update_milliseconds",
+    "tokens_per_second_per_device", "mfu", "update_milliseconds", "sm_mhz", "watts",
 )  # fmt: skip
 
 Row = dict[str, Any]
@@ -75,20 +79,26 @@ class Device:
         self.on_gpu = jax.default_backend() == "gpu"
         self.best: dict[Any, float] = {}
         """FLOP/s by dtype and by attention shape, bytes/s of `copy`."""
+        self.clocks: dict[str, float] = {}
+        """Of the last measurement."""
 
     def seconds(self, function: Callable[..., Any], *arrays: Any) -> float:
-        """Median time of a call of the compiled function."""
+        """Median time of a call of the compiled function, one after the other for two seconds; `clocks` meanwhile."""
         options: Any = step_options() if self.on_gpu else None
         compiled = jax.jit(function).lower(*arrays).compile(compiler_options=options)
         if self.on_gpu:
-            return median_seconds(functools.partial(compiled, *arrays), jax.block_until_ready)
+            call = functools.partial(compiled, *arrays)
+            with GpuClocks() as clocks:
+                seconds = median_seconds(call, jax.block_until_ready, SUSTAINED_SECONDS, most_calls=10_000)
+            self.clocks = clocks.row
+            return seconds
         # Simulated devices share a few threads: collectives of several calls would wait for one another.
         return median_seconds(lambda: jax.block_until_ready(compiled(*arrays)), lambda result: result)
 
     def row(self, work: str, implementation: str, seconds: float, **values: Any) -> Row:
         """A row of one device."""
         described = {"work": work, "implementation": implementation, "device": self.kind, "devices": 1}
-        return {**described, "milliseconds": 1e3 * seconds, **values}
+        return {**described, "milliseconds": 1e3 * seconds, **values, **self.clocks}
 
     def keep(self, key: Any, rate: float) -> float:
         """Notes a rate where it is the best one so far, and returns it."""

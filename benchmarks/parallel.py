@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[s
     elif devices < args.devices:
         settings = first_gpus(devices)
     row = run_worker(f"{work}, {variant}", "jaxstack", [*overrides, *args.set], args.timeout, settings)
-    return row and {"work": work, "variant": variant, **row}
+    return row and {"work": work, "variant": ", ".join([variant, *args.set]), **row}
 
 
 def measure_tensor(args: argparse.Namespace) -> Iterator[Row | None]:

@@ -16,12 +16,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.clocks import GpuClocks
+
 WARMUP, BLOCKS, BLOCK_SECONDS, LONG_STEP_SECONDS = 3, 5, 2.0, 8.0
 SYNTHETIC = ("data.sources=[{path: synthetic}]", "data.packing=false")
 COLUMNS = (
     "work", "implementation", "variant", "tokens_per_second_per_device", "tflops_per_device", "mfu", "milliseconds",
-    "peak_memory_bytes", "compile_seconds", "last_loss",
+    "sm_mhz", "watts", "peak_memory_bytes", "compile_seconds", "last_loss",
 )  # fmt: skip
 TINY = ("model.preset=tiny", "model.num_heads=4", "model.vocab_size=512", "model.rope_scaling=null")
 """Overrides that make any work's model small enough for simulated CPU devices."""
@@ -74,7 +77,8 @@ def first_gpus(count: int) -> dict[str, str]:
 
 
 def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
-    """Median time of a step over blocks of two seconds, which are queued together; `float(step())` is the loss.
+    """Median time of a step over blocks of two seconds, which are queued together, and the GPUs' clock and power
+    meanwhile; `float(step())` is the loss.
 
     After each block the device runs empty for a moment, which is no part of training: blocks are long. A step that is
     long itself is taken twice, each a block.
@@ -89,13 +93,15 @@ def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
         losses.append(float(step()))
         count = max(2, min(20, int(BLOCK_SECONDS / (time.perf_counter() - began))))
     seconds = []
-    for _ in range(2 if long else BLOCKS):
-        began = time.perf_counter()
-        for _ in range(count):
-            loss = step()
-        losses.append(float(loss))
-        seconds.append((time.perf_counter() - began) / count)
-    return {"milliseconds": 1e3 * median(seconds), "first_loss": losses[0], "last_loss": losses[-1]}
+    with GpuClocks() as clocks:
+        for _ in range(2 if long else BLOCKS):
+            began = time.perf_counter()
+            for _ in range(count):
+                loss = step()
+            losses.append(float(loss))
+            seconds.append((time.perf_counter() - began) / count)
+    milliseconds = 1e3 * median(seconds)
+    return {"milliseconds": milliseconds, "first_loss": losses[0], "last_loss": losses[-1], **clocks.row}
 
 
 def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[str, Any]:
@@ -261,5 +267,4 @@ def run_as_command(name: str, body: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -6,17 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 
-def median_seconds(run: Callable[[], Any], wait: Callable[[Any], Any], block_seconds: float = 0.03) -> float:
-    """Median over five blocks of the seconds of one call; a block has about `block_seconds`, 2 to 50 calls.
+def median_seconds(
+    run: Callable[[], Any], wait: Callable[[Any], Any], block_seconds: float = 0.03, most_calls: int = 50
+) -> float:
+    """Median over five blocks of the seconds of one call; a block has about `block_seconds`, 2 to `most_calls` calls.
 
     Args:
         run: starts one call and returns its result.
         wait: returns when a result, and so all calls before it, are complete.
+        block_seconds: a GPU lowers its clocks under load within tenths of a second; the default mostly ends before.
+        most_calls: of a block.
     """
     wait(run())
     begin = time.perf_counter()
     wait(run())
-    calls = max(2, min(50, int(block_seconds / max(time.perf_counter() - begin, 1e-5))))
+    calls = max(2, min(most_calls, int(block_seconds / max(time.perf_counter() - begin, 1e-5))))
     samples = []
     for _ in range(5):
         begin = time.perf_counter()

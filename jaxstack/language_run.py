@@ -88,7 +88,7 @@ def _by_copies(config: RunConfig, mesh: Mesh) -> bool:
     if config.parallel.copy_engines != "auto":
         return config.parallel.copy_engines == "always"
     split = {axis for axis, degree in mesh.shape.items() if degree > 1}
-    measured = not config.model.scan_layers and split <= {"data", "fsdp"}
+    measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
     return measured and in_one_process(mesh) and copies_known()
 
 

@@ -177,7 +177,7 @@ class Loop:
         abstract = trainer.peek_batch(start)
         self.items = items_in_batch(abstract)
         began = time.perf_counter()
-        trainer.compile(abstract)
+        trainer.compile(abstract, create_state=True)
         if self.settings.observe.fail_on_fallback:
             refuse_fallbacks(trainer.choices)
         ran = trainer.describe()

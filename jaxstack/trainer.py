@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,18 @@ class Trainer:
         """The train state; created, sharded, at its first use."""
         state = self._state
         if state is None:
-            create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
-            state = self._state = create(jax.random.key(self.seed))
+            state = self._state = self._create_state(jax.random.key(self.seed))
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
+
+    @functools.cached_property
+    def _create_state(self) -> jax.stages.Compiled:
+        """Key -> a fresh state."""
+        create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
+        return create.lower(jax.eval_shape(lambda: jax.random.key(self.seed))).compile()
 
     def start_from(self, params: Any) -> None:
         """A fresh state at step 0 with these parameters, as in `abstract_stored_state`, but without those of adapters,
@@ -194,8 +200,15 @@ class Trainer:
         """The rows of a global batch that this process's devices need."""
         return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
 
-    def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Compiled:
+    def compile(
+        self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False
+    ) -> jax.stages.Compiled:
         """Compiles the train step ahead of its first use; `choices` then tells which kernels it took.
+
+        Args:
+          batch: shapes and layouts, as from `peek_batch`.
+          create_state: also creates the state, where there is none. Its program is compiled beside the step's, and it
+            is not waited for.
 
         Raises:
           ConfigError: a kernel or method that was asked for by name cannot compute what the model needs.
@@ -210,7 +223,13 @@ class Trainer:
         except NotSupported as error:
             raise ConfigError(str(error)) from None
         self.choices = list(choices)
-        self._compiled = lowered.compile(compiler_options=self.compiler_options)
+        with ThreadPoolExecutor(1) as beside:  # XLA compiles without Python's lock
+            if create_state and self._state is None:
+                beside.submit(lambda: self._create_state)
+            self._compiled = lowered.compile(compiler_options=self.compiler_options)
+        if create_state:
+            # It runs only now: what XLA times while it compiles has the devices to itself.
+            self._state = self.state
         return self._compiled
 
     @property

@@ -88,6 +88,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
     "forward ms": _number("forward_milliseconds", "{:.3f}"),
     "ms": _number("milliseconds", "{:,.4g}"),
+    "SM MHz": _number("sm_mhz", "{:,.0f}"),
+    "W": _number("watts", "{:.0f}"),
     "update ms": _number("update_milliseconds", "{:,.3g}"),
     **{f"{name} ms": _number(name, "{:.1f}") for name in PARTS_OF_A_STEP},
     "start to first step s": _number("seconds", "{:.1f}"),

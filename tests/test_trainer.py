@@ -135,6 +135,30 @@ def test_own_module_on_a_mesh_trains_as_on_one_device(degrees):
     np.testing.assert_allclose(run(make_mesh(ParallelConfig(**degrees))), one, rtol=1e-5)
 
 
+def test_a_state_is_created_while_the_step_is_compiled_and_an_existing_one_is_kept():
+    trainer, lazy = own_trainer(), own_trainer()
+    batch = trainer.peek_batch()
+    trainer.compile(batch, create_state=True)
+    created = trainer.state
+    jax.tree.map(np.testing.assert_array_equal, created.params, lazy.state.params)
+    trainer.compile(batch, create_state=True)
+    assert trainer.state is created
+
+
+def test_a_state_that_cannot_be_created_says_why():
+    def explodes(rngs):
+        if started:
+            raise RuntimeError("no such weights")
+        return Network(rngs)
+
+    started = []
+    trainer = own_trainer(explodes)
+    batch = trainer.peek_batch()
+    started.append(True)
+    with pytest.raises(RuntimeError, match="no such weights"):
+        trainer.compile(batch, create_state=True)
+
+
 def test_an_iterable_is_skipped_forward_on_resuming(tmp_path):
     batches = [{"x": POINTS[i : i + 8], "y": ROWS["y"][i : i + 8]} for i in range(0, 80, 8)]
 

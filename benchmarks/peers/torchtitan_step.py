@@ -18,6 +18,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.clocks import GpuClocks
+
 WARMUP, BLOCKS, STEPS = 3, 5, 3
 MULTIPLE = 256
 """torchtitan rounds a Llama's inner width up to a multiple of this."""
@@ -132,7 +136,8 @@ def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
     steps(1)
     losses = [loss()]
     steps(WARMUP - 1)
-    seconds = [steps(STEPS) for _ in range(BLOCKS)]
+    with GpuClocks() as clocks:
+        seconds = [steps(STEPS) for _ in range(BLOCKS)]
     losses.append(loss())
     mode = trainer.job_config.activation_checkpoint.mode
     if torch.distributed.get_rank() == 0:
@@ -140,7 +145,7 @@ def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
             "implementation": f"torchtitan {torchtitan.__version__}, compiled, recompute {mode}",
             "device": torch.cuda.get_device_name(0) if on_gpu else "cpu", "milliseconds": 1e3 * median(seconds),
             "first_loss": losses[0], "last_loss": losses[1],
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, **clocks.row,
         }  # fmt: skip
         Path(output).write_text(json.dumps(found), encoding="utf-8")
     trainer.close()

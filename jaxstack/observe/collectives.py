@@ -78,7 +78,7 @@ def collectives(text: str | Module, mesh_axes: Mapping[str, int] | None = None) 
     module = _module(text)
     return [
         _collective(execution, module.num_devices, mesh_axes)
-        for execution in module.executions()
+        for execution in module.executions
         if _kind(execution) in KINDS
     ]
 
@@ -159,12 +159,12 @@ def matmuls(text: str | Module) -> int:
 
     Other kernels than that for FP8 count as none: what they multiply inside is not visible.
     """
-    return sum(execution.calls for execution in _module(text).executions() if _is_matmul(execution))
+    return sum(execution.calls for execution in _module(text).executions if _is_matmul(execution))
 
 
 def fp8_matmuls(text: str | Module) -> int:
     """How many of `matmuls(text)` multiply in FP8: cuBLAS's calls, our own kernel's, and dots of two FP8 operands."""
-    executions = _module(text).executions()
+    executions = _module(text).executions
     return sum(execution.calls for execution in executions if _is_matmul(execution) and _is_fp8(execution))
 
 

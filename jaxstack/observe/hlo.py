@@ -108,9 +108,10 @@ class Module:
     entry: str
     num_devices: int
 
-    def executions(self) -> Iterator[Execution]:
+    @functools.cached_property
+    def executions(self) -> tuple[Execution, ...]:
         """Every instruction that a run of the program reaches, also inside fusions and async wrappers."""
-        yield from self._walk(self.entry, Execution(_NOTHING, {}))
+        return tuple(self._walk(self.entry, Execution(_NOTHING, {})))
 
     def _walk(self, name: str, context: Execution) -> Iterator[Execution]:
         computation = self.computations.get(name, {})
@@ -144,10 +145,9 @@ def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
         for name in instruction.computations("to_apply"):
             yield name, here
     elif not instruction.opcode.endswith(("-done", "-update")):  # which name their start's computation again
-        started = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
-        inside = replace(here, asynchronous=here.asynchronous or started, wrapper=instruction)
         for name in instruction.computations("calls"):
-            yield name, inside
+            started = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+            yield name, replace(here, asynchronous=here.asynchronous or started, wrapper=instruction)
 
 
 def parse_module(text: str) -> Module:

@@ -1,11 +1,37 @@
 """A whole step is measured, and XLA's options are told apart from the configuration."""
 
 import math
+import time
 
 import jax
 import pytest
 
 from benchmarks import steps
+from benchmarks.clocks import GpuClocks, read_samples
+
+
+def test_clock_of_the_slowest_gpu_and_power_of_all():
+    text = "0, 1500, 690.5\n1, 1980, 600\n0, 1600, 689.5\n1, 1980, [N/A]\n1, 19"
+    assert read_samples(text) == {"sm_mhz": 1550, "watts": 645}
+    assert read_samples("NVIDIA-SMI has failed") == {}
+
+
+def test_clocks_are_left_out_where_nothing_tells_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with GpuClocks() as clocks:
+        pass
+    assert clocks.row == {}
+
+
+def test_clocks_are_asked_of_the_visible_gpus(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\ncase "$*" in *--id=3*) echo "3, 1400, 700";; esac\nexec sleep 60\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with GpuClocks() as clocks:
+        time.sleep(0.5)
+    assert clocks.row == {"sm_mhz": 1400, "watts": 700}
 
 
 def test_options_of_xla_are_no_configuration():

@@ -103,7 +103,8 @@ def test_where_weights_travel_by_copies():
     assert copies(gpus)
     assert not copies(gpus, "model.scan_layers=true")
     assert not copies(gpus, "parallel.copy_engines=never")
-    assert not copies(gpus, "parallel.fsdp=2", "parallel.context=2")
+    assert copies(gpus, "parallel.fsdp=2", "parallel.context=2")
+    assert not copies(gpus, "parallel.fsdp=2", "parallel.tensor=2")
     assert not copies(cpu[:4]) and copies(cpu[:4], "parallel.copy_engines=always")
     assert not in_one_process(Mesh(np.array(gpus[:1]), ("data",)))
 
