@@ -116,18 +116,13 @@ class Trainer:
         """The train state; created, sharded, at its first use."""
         state = self._state
         if state is None:
-            state = self._state = self._create_state(jax.random.key(self.seed))
+            create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
+            state = self._state = create(jax.random.key(self.seed))
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
-
-    @functools.cached_property
-    def _create_state(self) -> jax.stages.Compiled:
-        """Key -> a fresh state."""
-        create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
-        return create.lower(jax.eval_shape(lambda: jax.random.key(self.seed))).compile()
 
     def start_from(self, params: Any) -> None:
         """A fresh state at step 0 with these parameters, as in `abstract_stored_state`, but without those of adapters,
@@ -207,12 +202,21 @@ class Trainer:
 
         Args:
           batch: shapes and layouts, as from `peek_batch`.
-          create_state: also creates the state, where there is none. Its program is compiled beside the step's, and it
-            is not waited for.
+          create_state: also creates the state, where there is none, while Python traces the step.
 
         Raises:
           ConfigError: a kernel or method that was asked for by name cannot compute what the model needs.
         """
+        with ThreadPoolExecutor(1) as beside:
+            # Waited for before the step is compiled: what XLA times then has the devices to itself.
+            created = [beside.submit(lambda: jax.block_until_ready(self.state))] if create_state else []
+            lowered = self._lower(batch)
+        for state in created:
+            state.result()
+        self._compiled = lowered.compile(compiler_options=self.compiler_options)
+        return self._compiled
+
+    def _lower(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
         step = jax.jit(
             self.steps.train_step, donate_argnums=0, out_shardings=(self.shardings, self.rules.sharding(jax.P()))
         )
@@ -223,14 +227,7 @@ class Trainer:
         except NotSupported as error:
             raise ConfigError(str(error)) from None
         self.choices = list(choices)
-        with ThreadPoolExecutor(1) as beside:  # XLA compiles without Python's lock
-            if create_state and self._state is None:
-                beside.submit(lambda: self._create_state)
-            self._compiled = lowered.compile(compiler_options=self.compiler_options)
-        if create_state:
-            # It runs only now: what XLA times while it compiles has the devices to itself.
-            self._state = self.state
-        return self._compiled
+        return lowered
 
     @property
     def compiler_options(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def test_own_module_on_a_mesh_trains_as_on_one_device(degrees):
     np.testing.assert_allclose(run(make_mesh(ParallelConfig(**degrees))), one, rtol=1e-5)
 
 
-def test_a_state_is_created_while_the_step_is_compiled_and_an_existing_one_is_kept():
+def test_a_state_is_created_while_the_step_is_traced_and_an_existing_one_is_kept():
     trainer, lazy = own_trainer(), own_trainer()
     batch = trainer.peek_batch()
     trainer.compile(batch, create_state=True)
