@@ -168,9 +168,25 @@ The ceilings of the device, and in the rows of `limit` the step that they allow:
 dtype, attention at its best rate, nothing else taking time. In other tables `of the limit` is the share of that which
 was reached. GB/s of collectives are bus bandwidth as NCCL's tests count it. `update ms` is what reading and writing
 weights, gradient and moments once would take at the speed of the copy; it is not part of the limit.
+
+The rows below were measured in bursts, on GPUs that had not yet reached their limit of power. The script now measures
+each kernel over two seconds of load, in which an H200 draws its 700 W and lowers its clock from 1,980 MHz to 1,440 to
+1,700. So measured, in a run of which only these figures were kept (2026-11-22): matmuls in bfloat16 662 to 692
+TFLOP/s, in FP8 1,233 to 1,332, in int8 1,213 to 1,343; a copy 4.28 TB/s; attention forward and backward 510 (8,192
+tokens) and 539 (65,536) at head dim 128, 443 (8,192) and 263 (1,024) at 64. The limits in tokens/s are then 777,255
+for gpt2-124m, 69,677 and 97,123 (FP8) for llama3-1b, 12,868 and 20,566 (FP8) for llama3-8b on four GPUs, 6,238 for it
+at 65,536 tokens. `of the limit` in other tables still divides by the rows below.
 """,
     "parallel": """\
 Whole steps in parallel layouts. `efficiency` is tokens/s a device against one device with as many tokens a device.
+
+Our goal for llama3-8b at 65,536 tokens on four GPUs, 5,500 tokens/s, is missed: unrolled and without
+rematerialisation it makes 4,950 to 4,977 with weights and gradients by the copy engines, in turns with 4,740 to 4,790
+with NCCL's collectives, and compiles in 139 s in place of 98 (2026-11-22, of which only these figures were kept). By a
+profile of that step attention takes 1,933 of 3,205 ms, matmuls 900, XLA's own kernels 313, and in 31 nothing runs; the
+GPUs draw 675 of their 700 W, at 1,592 MHz. At its kernels' rates under load the limit is 6,238 (`device` above).
+1,048,576 tokens over four GPUs, two layers with `save_attention_offload`, in the same run: 7,724 tokens/s (33.9 s a
+step), 41.6 GiB a GPU.
 """,
     "pipeline": """\
 The gradients of a step, without optimizer. `bubble` is the time in which stages wait, in parts of the work: the work of
@@ -209,7 +225,14 @@ it; since these rows were measured the norm's is a kernel of our own.
 From the start of the process to the end of the first step, as `python -m jaxstack.train` does it, with an empty cache
 of compiled programs and with what the first start left there. The cache is on in every command
 (`~/.cache/jaxstack/compiled`). `lowering` is tracing in Python, which a second start repeats; `state` creates the
-weights and moments. Our goals for llama3-8b are 120 s for the first start and 30 s for the second.
+weights and moments, which a start now does while Python traces the step. Our goals for llama3-8b are 120 s for the
+first start and 30 s for the second.
+
+On four GPUs, unrolled, by copies (2026-11-22, of which only these figures were kept): 78.3 s and 34.0 s. With the
+compiled program read once for the report, and the state's program compiled beside the step's, 87.1 s and 32.8 s; of the
+second 9.3 s were tracing, 4.3 the step from the cache, 3.1 the report, 2.0 the first step, and 6.7 the state, whose
+program neither traces nor compiles that long: on two GPUs it takes half of that. Since then the state is created beside
+the tracing, which leaves the time of this to be measured again.
 """,
     "replica_check": """\
 What comparing the copies of the train state costs (`resilience.checksum_every_steps`).
@@ -217,10 +240,32 @@ What comparing the copies of the train state costs (`resilience.checksum_every_s
     "step_profile": """\
 Milliseconds of a traced step by what its kernels are: `fusions` are XLA's own kernels (norms, rotations, activations,
 casts, the softmax of the loss, the optimizer). Under the profiler XLA launches kernel by kernel, so that `idle` is more
-than in the untraced steps of `train_step`.
+than in the untraced steps of `train_step`. The row of llama3-8b is of a machine on which the step took 764 ms.
 """,
     "train_step": """\
 `scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
+
+What bounds all of these steps is power. Under matmuls an H200 draws its 700 W after a fraction of a second and lowers
+its clock, from 1,980 MHz to 1,440 to 1,600 by the machine, which is why machines differ by several percent. A step
+that hides communication, or closes gaps between kernels, then runs at a lower clock, and gains less than the time it
+hid; what takes less energy gains. `SM MHz` and `W` are the clock and the power of a row's measurement, of the slowest
+GPU; rows without them are older. The figures of the next table are of a run whose rows were not kept.
+
+| work, in turns on one machine, 2026-11-22 | tokens/s/GPU | MHz, W | goal |
+| --- | --- | --- | --- |
+| gpt2-124m | 607,939 | 1,559, 693 | 700,000 |
+| the same, torch 2.11 compiled | 536,874 | 1,910 | |
+| llama3-1b bf16 | 61,391 | 1,556 | 64,000 |
+| the same, torch 2.11 compiled / torchtitan 0.2.2 / MaxText 0.2.5 | 56,265 / 54,627 / 47,080 | | |
+| llama3-1b FP8, `delayed` in all layers / `current` | 77,157 / 73,248 | | 80,000 |
+| the same, torchtitan 0.2.2 | 62,626 | | |
+| llama3-8b bf16, gathered once, by copies | 10,047, 9,984; later 9,846 | later 1,581, 632 | 11,800 |
+| the same by NCCL, sums in bfloat16 | 10,077 and 10,127 | | |
+| llama3-8b FP8, `fsdp: 4`, by copies | 15,229 and 15,065 | the latter 1,471 | 16,000 |
+| the same by NCCL, sums in bfloat16 | 14,867 | | |
+
+MaxText ran unrolled, without rematerialisation, with cuDNN's attention; 56,400 was measured of it elsewhere, with other
+flags, so that the figure here is of our settings for it rather than of its best.
 
 What bounds the steps on one GPU, by profiles of the step before the loss's logits left their product as exponentials:
 
@@ -237,25 +282,24 @@ What bounds the steps on one GPU, by profiles of the step before the loss's logi
   takes 151 and the FP8 products 142. In turns in one process the step took 424.4 ms before, and 421.6 ms since the
   norm is computed where it is rounded and maxima and scales in the kernels; 80,000 tokens/s are 409.6. With blocks of
   128 the products take 202 ms, at 946 TFLOP/s: faster than bfloat16 by 7 %, slower than one scale a tensor.
-- llama3-8b on four GPUs: 764 ms gathered once (`data: 4`, `zero: 2`), weights and gradients by the copy engines. By a
-  profile of the first GPU matmuls take 446 ms at about 730 TFLOP/s, attention 141, SwiGLU's gradient inside of a
-  product 49, passes that take gradients apart and put weights in order 16, AdamW 14, copies run for 68 ms beside
-  them; in 24 nothing runs, and in 8 it waits in the last sum for slower GPUs. Our goal of 11,800 is 694 ms, less than
-  its kernels take. With NCCL's collectives the step took 818 ms on another machine, 846 with `fsdp: 4`: a GPU
-  receives 24 or 36 GB a step, and about that time was lost, though collectives run beside matmuls: both cuBLAS's and
-  our own kernels start one program a multiprocessor, and those for which NCCL leaves no place run afterwards. In
-  turns in one process, eight layers on four GPUs, `delayed` FP8 in all layers and `fsdp: 4`: 187.9 ms by NCCL, 176.9
-  by copies; bfloat16 gathered once: 233.4 by NCCL with sums in bfloat16, 230.4 by copies with sums in float32; the
-  same permutes by NCCL's kernels 255.6, gradients by an all-to-all of copies 239.0. On two GPUs before: 252.9 ms;
-  252.8 with our kernels' tiles dealt out by the hardware; 250.9 with NCCL's symmetric buffers and its policy of no
-  multiprocessors.
-- llama3-8b in FP8 on four GPUs (`fsdp: 4`, 2 x 8192): 1,066 ms, while other programs were compiled on the same machine;
-  1,094 with NCCL's collectives, on another machine. Our goal of 16,000 is 1,024.
+- llama3-8b on four GPUs, gathered once (`data: 4`, `zero: 2`), by copies: 764 ms on one machine, 809 to 832 on another.
+  By a profile of the first GPU of the former matmuls take 446 ms at about 730 TFLOP/s, attention 141, SwiGLU's gradient
+  inside of a product 49, passes that take gradients apart and put weights in order 16, AdamW 14, copies run for 68 ms
+  beside them; in 24 nothing runs, and in 8 it waits in the last sum for slower GPUs. Our goal of 11,800 is 694 ms, less
+  than its kernels take. A GPU receives 24 or 36 GB a step; both cuBLAS's and our own kernels start one program a
+  multiprocessor, and those for which NCCL leaves no place run afterwards. By copies, which take no multiprocessor, the
+  step is nevertheless as fast as with NCCL's sums in bfloat16 (the table above), and sums in float32. In turns in one
+  process, eight layers: `delayed` FP8 in all layers and `fsdp: 4` 187.9 ms by NCCL, 176.9 by copies; bfloat16 gathered
+  once 233.4 by NCCL with sums in bfloat16, 230.4 by copies; the same permutes by NCCL's kernels 255.6, gradients by an
+  all-to-all of copies 239.0. On two GPUs before: 252.9 ms; 252.8 with our kernels' tiles dealt out by the hardware;
+  250.9 with NCCL's symmetric buffers and its policy of no multiprocessors.
+- llama3-8b in FP8 on four GPUs (2 x 8192 a GPU): 1,066 to 1,088 ms by copies, 1.3 % less than by NCCL in the same run.
+  Our goal of 16,000 is 1,024.
 
-Ours and compiled peers in turn on one GPU, in tokens/s: llama3-1b in bfloat16 60,901, torch 2.11 56,100, torchtitan
-0.2.2 54,596; in FP8 77,881 (delayed scaling) and torchtitan 62,963 (its default, dynamic scaling), both in every layer
-but not in the head; gpt2-124m 612,939 and torch 546,471. On another machine llama3-1b in bfloat16 made 62,287 and
-torchtitan 55,662, in a run that was cut off before it wrote its rows.
+Earlier runs of ours and compiled peers in turn on one GPU, in tokens/s: llama3-1b in bfloat16 60,901, torch 2.11
+56,100, torchtitan 0.2.2 54,596; in FP8 77,881 (delayed scaling) and torchtitan 62,963 (its default, dynamic scaling),
+both in every layer but not in the head; gpt2-124m 612,939 and torch 546,471. On another machine llama3-1b in bfloat16
+made 62,287 and torchtitan 55,662, in a run that was cut off before it wrote its rows.
 
 Tried, slower and dropped: a Triton kernel for the gradients of norms in blocks of four rows (one row by a few warps is
 faster than XLA), the gradient of the activation beside the next tile's product, concurrent command buffers,
