@@ -164,6 +164,7 @@ def test_notebook_of_the_first_hour_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # of the commands that it runs, as a reader does
     notebook = load_script("run_notebook").run_notebook(ROOT / "docs" / "first_hour.ipynb")
     outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
     texts = ["".join(output["text"]) for output in outputs]

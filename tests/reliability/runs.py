@@ -134,7 +134,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def ranks(launcher: subprocess.Popen) -> dict[int, int]:
-    """Rank -> process id, of a launcher's processes."""
+    """Rank -> process id, of a launcher's processes; fails with what it said where none is running."""
     found = {}
     for pid in descendants(launcher.pid):
         try:
@@ -144,6 +144,9 @@ def ranks(launcher: subprocess.Popen) -> dict[int, int]:
         named = dict(one.partition(b"=")[::2] for one in variables)
         if b"JAXSTACK_PROGRESS_FILE" in named:
             found[int(named.get(b"JAX_PROCESS_ID", b"0"))] = pid
+    if not found:
+        end(launcher)
+        raise AssertionError(f"no rank is running: {launcher.communicate()[0]}")
     return found
 
 
