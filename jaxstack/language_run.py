@@ -84,7 +84,7 @@ def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
 
 
 def _by_copies(config: RunConfig, mesh: Mesh) -> bool:
-    """Whether weights travel by copies: always, never, or where that was measured faster."""
+    """Whether weights travel by copies: always, never, or where that was measured no slower."""
     if config.parallel.copy_engines != "auto":
         return config.parallel.copy_engines == "always"
     split = {axis for axis, degree in mesh.shape.items() if degree > 1}

@@ -209,10 +209,9 @@ class Trainer:
         """
         with ThreadPoolExecutor(1) as beside:
             # Waited for before the step is compiled: what XLA times then has the devices to itself.
-            created = [beside.submit(lambda: jax.block_until_ready(self.state))] if create_state else []
+            created = beside.submit(lambda: jax.block_until_ready(self.state) if create_state else None)
             lowered = self._lower(batch)
-        for state in created:
-            state.result()
+        created.result()
         self._compiled = lowered.compile(compiler_options=self.compiler_options)
         return self._compiled
 

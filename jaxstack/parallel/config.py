@@ -42,8 +42,8 @@ class ParallelConfig(Component):
     llama3-8b on two H200s took 3 % less."""
     copy_engines: Literal["auto", "always", "never"] = "auto"
     """Whether weights and gradients travel between the GPUs of one process by their copy engines, which leave the
-    multiprocessors to matmuls, and not by NCCL's kernels. auto: where it was measured faster, with unrolled layers over
-    `data`, `fsdp` and `context` alone; always: by permutes whatever the layers, axes and devices."""
+    multiprocessors to matmuls, and not by NCCL's kernels. auto: where it was measured no slower, with unrolled layers
+    over `data`, `fsdp` and `context` alone; always: by permutes whatever the layers, axes and devices."""
     zero: Literal[0, 1, 2] = 0
     """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = Field(default=None, ge=1)
