@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -136,13 +137,22 @@ def test_own_module_on_a_mesh_trains_as_on_one_device(degrees):
 
 
 def test_a_state_is_created_while_the_step_is_traced_and_an_existing_one_is_kept():
-    trainer, lazy = own_trainer(), own_trainer()
+    creating = []
+
+    def make(rngs):
+        creating.append(threading.current_thread())
+        return Network(rngs)
+
+    trainer, lazy = own_trainer(make), own_trainer()
     batch = trainer.peek_batch()
+    creating.clear()
     trainer.compile(batch, create_state=True)
+    assert set(creating) - {threading.main_thread()}
+    creating.clear()
     created = trainer.state
     jax.tree.map(np.testing.assert_array_equal, created.params, lazy.state.params)
     trainer.compile(batch, create_state=True)
-    assert trainer.state is created
+    assert trainer.state is created and not set(creating) - {threading.main_thread()}
 
 
 def test_a_state_that_cannot_be_created_says_why():

@@ -131,6 +131,14 @@ def test_copies_send_weights_and_gradients_in_bfloat16_once():
 
 
 @pytest.mark.slow
+def test_copies_send_weights_and_gradients_where_sequences_are_split():
+    over = ("parallel.context=4", "model.scan_layers=false")
+    assert "reduce-scatter" not in kinds(*over)
+    gathered = {row[1] for row in table(*over) if row[0] == "all-gather"}
+    assert "bf16" not in gathered and "collective-permute" in kinds(*over), "only segment ids by NCCL"
+
+
+@pytest.mark.slow
 def test_zero_2_scatters_every_microbatch():
     over = ("parallel.data=4", "parallel.zero=2", "train.gradient_accumulation=2")
     assert total_bytes("all-gather", *over, in_loop=False) == 2 * MATRICES, "the copy is made once a step"

@@ -66,6 +66,7 @@ def test_gradients_in_bfloat16_are_summed_in_float32_by_copies():
 LAYOUTS = [
     ("parallel.fsdp=4",),
     ("parallel.data=4", "parallel.zero=2"),
+    ("parallel.context=4",),
     pytest.param(("parallel.fsdp=2", "parallel.context=2", "parallel.tensor=2"), marks=pytest.mark.slow),
     pytest.param(("parallel.data=2", "parallel.zero=1", "parallel.fsdp=2"), marks=pytest.mark.slow),
     pytest.param(("parallel.fsdp=2", "parallel.data=2", "train.gradient_accumulation=2"), marks=pytest.mark.slow),

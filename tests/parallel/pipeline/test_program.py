@@ -17,7 +17,7 @@ from tests.hopper import hopper_topology
 from tests.small_runs import make_trainer, small_config
 
 pytestmark = pytest.mark.slow
-needs_newer_xla = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies what this is about")
+needs_newer_xla = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies them")
 
 STAGES, T, D, F = 4, 256, 256, 512
 
@@ -69,12 +69,18 @@ def test_memory_of_1f1b_does_not_grow_with_the_microbatches_and_that_of_gpipe_do
     assert temporary_bytes("1f1b", 16) < temporary_bytes("gpipe", 16)
 
 
-@needs_newer_xla
+WAITING = (2 * STAGES - 1) * (8 // STAGES) * 2 * 2 * T * D
+"""Bytes of the inputs of layers that wait for their backward pass."""
+
+
 def test_the_inputs_of_layers_wait_in_host_memory():
-    waiting = (2 * STAGES - 1) * (8 // STAGES) * 2 * 2 * T * D
+    assert compiled("1f1b", 8, "offload")[0].memory_analysis().host_temp_size_in_bytes >= WAITING
+
+
+@needs_newer_xla
+def test_inputs_in_host_memory_take_none_of_the_devices():
     memory = compiled("1f1b", 8, "offload")[0].memory_analysis()
-    assert memory.host_temp_size_in_bytes >= waiting
-    assert temporary_bytes("1f1b", 8) - memory.temp_size_in_bytes > 0.8 * waiting
+    assert temporary_bytes("1f1b", 8) - memory.temp_size_in_bytes > 0.8 * WAITING
 
 
 def test_zero_bubble_keeps_the_operands_of_waiting_weight_gradients_once():
@@ -85,8 +91,7 @@ def test_zero_bubble_keeps_the_operands_of_waiting_weight_gradients_once():
     assert temporary_bytes("zero_bubble", 8) - temporary_bytes("1f1b", 8) < 1.15 * waiting
 
 
-@needs_newer_xla
-@pytest.mark.parametrize("layers", [8, 16])
+@pytest.mark.parametrize("layers", [pytest.param(8, marks=needs_newer_xla), 16])
 def test_interleaved_stages_multiply_by_the_weights_where_they_are(layers):
     program, _ = compiled("interleaved", 8, "none", layers)
     # XLA's own kernels; in its dynamic-slice fusions, of kind kCustom, a matmul reads the slice in place.
