@@ -245,11 +245,11 @@ than in the untraced steps of `train_step`. The row of llama3-8b is of a machine
     "train_step": """\
 `scanned` at 8B runs one compiled layer in a loop, and gathers each layer's weights again in the backward.
 
-What bounds all of these steps is power. Under matmuls an H200 draws its 700 W after a fraction of a second and lowers
+Power bounds most of these steps. Under matmuls an H200 draws its 700 W after a fraction of a second and lowers
 its clock, from 1,980 MHz to 1,440 to 1,600 by the machine, which is why machines differ by several percent. A step
 that hides communication, or closes gaps between kernels, then runs at a lower clock, and gains less than the time it
-hid; what takes less energy gains. `SM MHz` and `W` are the clock and the power of a row's measurement, of the slowest
-GPU; rows without them are older. The figures of the next table are of a run whose rows were not kept.
+hid; what takes less energy gains. `SM MHz` is the slowest GPU's clock during a row's measurement, `W` the mean power
+of a GPU; rows without them are older. The figures of the next table are of runs whose rows were not kept.
 
 | each work in turns on one machine, 2026-11-22 | tokens/s/GPU | of the limit under load | MHz, W | goal |
 | --- | --- | --- | --- | --- |
