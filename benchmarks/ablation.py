@@ -84,8 +84,8 @@ def measure(variant: str, overrides: list[str]) -> dict[str, Any]:
     """The row of one variant, in this process."""
     import jax
 
-    from jaxstack.language_run import make_trainer
     from jaxstack.observe.memory import peak_memory_bytes
+    from jaxstack.run.build import make_trainer
     from jaxstack.trainer import Trainer
 
     reached = list(TECHNIQUES)[: list(TECHNIQUES).index(variant) + 1]

@@ -64,7 +64,7 @@ def train(recipe: str, minutes: float, overrides: list[str]) -> None:
     """Trains one recipe in this process, and reports every point, then the row."""
     import jax
 
-    from jaxstack.language_run import make_trainer
+    from jaxstack.run.build import make_trainer
 
     if recipe == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")

@@ -40,10 +40,10 @@ from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import rates
 from benchmarks.timing import median_seconds
 from benchmarks.train_step import WORKS
-from jaxstack.compiler_options import step_options
+from jaxstack.distributed.devices import start_devices
+from jaxstack.distributed.xla_options import step_options
 from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.run_config import RunConfig, load_config
-from jaxstack.startup import start_devices
 from pallas_kernels import flash_attention
 from pallas_kernels.fp8.formats import E4M3, dequantize, quantize
 

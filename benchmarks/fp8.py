@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from benchmarks.arguments import positive
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
-from jaxstack.compiler_options import step_options
+from jaxstack.distributed.xla_options import step_options
 from pallas_kernels import empty_fp8_state, fp8_multiply, record_choices
 from pallas_kernels.fp8 import blockwise, mosaic
 from pallas_kernels.fp8.api import RECIPES as FP8_RECIPES

@@ -24,14 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rows import append_rows, print_table
-from jaxstack.functional import FunctionalModule
-from jaxstack.generate import Decoder, Sampling
+from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.observe.memory import peak_memory_bytes
-from jaxstack.opened_run import decoding_layout
 from jaxstack.parallel import make_mesh, make_rules
+from jaxstack.run.load import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
-from jaxstack.startup import cache_compilations, start_devices
 
 CALLS, VARIANTS = 3, {"unrolled": False, "scanned": True}
 VOCABULARY = 4096
@@ -46,13 +47,13 @@ def make_decoder(config: RunConfig, given: bool) -> Decoder:
     rules, dtype = make_rules(mesh), jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
     shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
-    params, rest = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
-    return Decoder(module, params, rest, rules)
+    params, non_params = jax.jit(module.init, out_shardings=(shardings, None))(jax.random.key(0))
+    return Decoder(module, params, non_params, rules)
 
 
 def bytes_read(decoder: Decoder, batch: int, prompt: int, tokens: int) -> int:
     """What one step reads at least, on all devices: the weights but for the input embedding, and the cache."""
-    model = decoder.module.merge(decoder.params, decoder.rest)
+    model = decoder.module.merge(decoder.params, decoder.non_params)
     room = decoder.width(prompt) + -(-tokens // 64) * 64
     cache = jax.eval_shape(lambda: model.make_cache(batch, room).layers)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((decoder.params, cache)))

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from pallas_kernels import grouped_matmul, grouped_matmul_alignment
-from pallas_kernels.grouped.groups import aligned_rows, realign
+from pallas_kernels.grouped_gemm.groups import aligned_rows, realign
 
 WORKS = {
     "grouped matmul mixtral 16384 tokens up": (32768, 8, 4096, 14336),
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "panels of 8": {"PANEL": 8},
     "panels of 32": {"PANEL": 32},
 }
-"""Values of pallas_kernels.grouped.mosaic_kernels."""
+"""Values of pallas_kernels.grouped_gemm.mosaic_kernels."""
 
 
 def group_sizes(rows: int, groups: int) -> np.ndarray:
@@ -142,7 +142,7 @@ def largest_error() -> float:
 
 def run_variants(work: str, shape: tuple[int, int, int, int]) -> list[dict[str, Any]]:
     """Our kernels with each variant's constants."""
-    from pallas_kernels.grouped import mosaic_kernels
+    from pallas_kernels.grouped_gemm import mosaic_kernels
 
     rows = []
     for name, values in VARIANTS.items():

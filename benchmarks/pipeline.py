@@ -29,15 +29,16 @@ import numpy as np
 
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
+from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
 from jaxstack.observe.ran import predicted_memory
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
-from jaxstack.parallel.pipeline import plan_pipeline, simulate
+from jaxstack.parallel.pipeline.plan import plan_pipeline
 from jaxstack.parallel.pipeline.schedule import SCHEDULES
+from jaxstack.parallel.pipeline.simulate import simulate
 from jaxstack.run_config import TrainConfig
-from jaxstack.startup import cache_compilations, start_devices
 from jaxstack.trainer import Trainer
 
 COLUMNS = ("variant", "milliseconds", "milliseconds_a_microbatch", "bubble", "simulated_bubble", "tflops_per_device")
@@ -90,7 +91,7 @@ def compile_program(args: argparse.Namespace, program: Program) -> tuple[Any, fl
     state = program.trainer.abstract_state
     step = jax.jit(lambda *arguments: program.trainer.steps.gradients(*arguments)[0])
     began = time.perf_counter()
-    lowered = step.lower(state.params, state.rest, make_batch(args, program), jax.random.key(1))
+    lowered = step.lower(state.params, state.non_params, make_batch(args, program), jax.random.key(1))
     compiled = lowered.compile(compiler_options=program.trainer.compiler_options)
     return compiled, time.perf_counter() - began
 
@@ -98,7 +99,7 @@ def compile_program(args: argparse.Namespace, program: Program) -> tuple[Any, fl
 def measure(args: argparse.Namespace, program: Program, compiled: Any) -> float:
     """Milliseconds of the gradients of one global batch."""
     shardings = program.trainer.shardings
-    create = jax.jit(program.trainer.module.init, out_shardings=(shardings.params, shardings.rest))
+    create = jax.jit(program.trainer.module.init, out_shardings=(shardings.params, shardings.non_params))
     inputs = *create(jax.random.key(0)), make_batch(args, program), jax.random.key(1)
     # The queue is as long as one call: gradients of several would not fit beside one another.
     run = lambda: jax.block_until_ready(compiled(*inputs)).loss  # noqa: E731

@@ -20,9 +20,9 @@ import jax
 from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from jaxstack.checkpoint.leaves import name_leaves
-from jaxstack.data import open_data
-from jaxstack.language_run import make_trainer, resolve_model
+from jaxstack.data.loader import open_data
 from jaxstack.resilience.replicas import ReplicaCheck
+from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import load_config, resolve_layout
 from jaxstack.trainer import Trainer
 from tests.resilience.bits import flip_copy

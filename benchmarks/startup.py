@@ -53,7 +53,7 @@ def start_up(began: float, overrides: Sequence[str]) -> dict[str, Any]:
     """A row: everything from the start of the process to the end of the first step."""
     import jax
 
-    import jaxstack.language_run  # noqa: F401 - what a run imports
+    import jaxstack.run.build  # noqa: F401 - what a run imports
 
     marks, compilations = Marks(began), []
     jax.monitoring.register_event_duration_secs_listener(

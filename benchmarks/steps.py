@@ -121,10 +121,11 @@ def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[s
 
 def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """The resolved configuration of a run, and its data."""
-    from jaxstack.data import available_cores, open_data
-    from jaxstack.language_run import resolve_model
+    from jaxstack.data.build import available_cores
+    from jaxstack.data.loader import open_data
+    from jaxstack.distributed.devices import cache_compilations, start_devices
+    from jaxstack.run.build import resolve_model
     from jaxstack.run_config import load_config, resolve_layout
-    from jaxstack.startup import cache_compilations, start_devices
 
     config = load_config(None, list(overrides))
     config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
@@ -136,7 +137,7 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
 
 def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
     """The resolved configuration of a run on synthetic tokens, and its trainer."""
-    from jaxstack.language_run import make_trainer
+    from jaxstack.run.build import make_trainer
     from jaxstack.run_config import load_config
 
     vocabulary = load_config(None, [*SYNTHETIC, *overrides]).model.vocab_size

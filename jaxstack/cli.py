@@ -14,10 +14,10 @@ from jaxstack.errors import JaxstackError, nearest
 
 COMMANDS = {
     "train": ("jaxstack.train", "train a model from a configuration file"),
-    "launch": ("jaxstack.launch.command", "start, watch and restart the processes of a node"),
-    "generate": ("jaxstack.generate.command", "sample text from a trained run"),
+    "launch": ("jaxstack.launch.__main__", "start, watch and restart the processes of a node"),
+    "generate": ("jaxstack.generate", "sample text from a trained run"),
     "evaluate": ("jaxstack.evaluate", "loss, perplexity and bits per byte of a trained run on held-out data"),
-    "plan": ("jaxstack.plan.command", "show how a configuration lies on a mesh, without its devices"),
+    "plan": ("jaxstack.plan.__main__", "show how a configuration lies on a mesh, without its devices"),
     "convert": ("jaxstack.convert", "Hugging Face checkpoint -> run directory, and back"),
     "prepare": ("jaxstack.prepare", "tokenize text into shards"),
     "checkpoint": ("jaxstack.checkpoint.__main__", "verify, list or prune the checkpoints of a run"),

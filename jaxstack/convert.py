@@ -1,7 +1,6 @@
 """`python -m jaxstack.convert SOURCE --output DIR`: Hugging Face checkpoint -> run directory, and back."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 
@@ -38,7 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
 
     def body() -> None:
-        importlib.import_module("jaxstack.converted_run").convert(args)
+        from jaxstack.run.convert import convert
+
+        convert(args)
 
     return run_command("jaxstack convert", body)
 

@@ -1,7 +1,6 @@
 """`python -m jaxstack.evaluate --run DIR`: loss and bits per byte on held-out text; tasks of the evaluation harness."""
 
 import argparse
-import importlib
 import re
 import sys
 from collections.abc import Sequence
@@ -61,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             value = getattr(args, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}; found {value}.")
-        importlib.import_module("jaxstack.evaluated_run").evaluate(args)
+        from jaxstack.run.evaluate import evaluate
+
+        evaluate(args)
 
     return run_command("jaxstack evaluate", body)
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxstack.data.batch_source import BatchShardings, arrange, batch_sharding, check_batch, check_rows
 from jaxstack.data.device import device_batches, local_rows
 from jaxstack.errors import JaxstackError
-from jaxstack.feed import BatchShardings, arrange, batch_sharding, check_batch, check_rows
 from jaxstack.loss import LossSum
 from jaxstack.step import StepFunctions
 
@@ -26,7 +26,7 @@ class Evaluator:
 
     Args:
       steps: holds the loss and the layout.
-      data: has `held_out_batches(batch_size=, rows=, max_tokens=)` as `jaxstack.data.Data`, or is an iterable of
+      data: has `held_out_batches(batch_size=, rows=, max_tokens=)` as `jaxstack.data.loader.Data`, or is an iterable of
         batches (dicts of arrays); None: there is nothing to evaluate on.
       batch_size: rows of a global batch, where the data can choose it.
       compiler_options: XLA's, as for the train step.
@@ -43,14 +43,14 @@ class Evaluator:
 
         # One batch waits for the one before by its sums: collectives of programs that run at once on a CPU meet in
         # another order on another process, and hang.
-        def add_batch(params: Any, rest: Any, batch: Any, sums: LossSum) -> LossSum:
-            return jax.tree.map(jnp.add, sums, steps.eval_step(params, rest, batch))
+        def add_batch(params: Any, non_params: Any, batch: Any, sums: LossSum) -> LossSum:
+            return jax.tree.map(jnp.add, sums, steps.eval_step(params, non_params, batch))
 
         self._step = jax.jit(add_batch, out_shardings=whole, compiler_options=compiler_options)
         self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)
 
     def run(
-        self, params: Any, rest: Any, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+        self, params: Any, non_params: Any, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
         """`eval_loss` (nats an item), `eval_items`, `eval_seconds`; None where there is no held-out data.
 
@@ -67,7 +67,7 @@ class Evaluator:
         with contextlib.closing(cast(Any, batches)):
             for batch, _ in batches:
                 with jax.set_mesh(rules.mesh):  # as `Trainer.compile`
-                    sums = self._step(params, rest, batch, sums)
+                    sums = self._step(params, non_params, batch, sums)
                 queued.append(sums)
                 if len(queued) > _QUEUED:
                     jax.block_until_ready(queued.popleft())

@@ -17,9 +17,10 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.batch_source import items_in_batch
 from jaxstack.data.fingerprint import fingerprint_difference, shared_keys
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.feed import items_in_batch
+from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.environment import write_environment
 from jaxstack.observe.goodput import Goodput
@@ -27,19 +28,15 @@ from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
 from jaxstack.observe.ran import in_short, refuse_fallbacks, refuse_missing_fp8
-from jaxstack.observe.report import write_report
+from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
-from jaxstack.resilience import (
-    Interrupted,
-    ProgressFile,
-    ResilienceConfig,
-    SkippedSteps,
-    StateGuard,
-    StopRequest,
-    advise_interval,
-)
-from jaxstack.shardings import describe_unsplit
+from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.resilience.guard import StateGuard
+from jaxstack.resilience.interval import advise_interval
+from jaxstack.resilience.progress_file import ProgressFile
+from jaxstack.resilience.signals import Interrupted, StopRequest
+from jaxstack.resilience.skips import SkippedSteps
 from jaxstack.state import LATER_FIELDS
 
 if TYPE_CHECKING:

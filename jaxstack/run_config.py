@@ -9,22 +9,23 @@ from typing import Any, get_args
 from pydantic import Field, field_validator, model_validator
 
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.config import Component, build_component, load_yaml, merge_overrides, merge_trees
+from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component, load_yaml, merge_overrides, merge_trees
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
+from jaxstack.models.pretrained import fill_in
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
-from jaxstack.parallel.nearest import nearest_degrees
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.parallel.pipeline.stages import StageLayout
+from jaxstack.plan.nearest import nearest_degrees
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.resilience.config import ResilienceConfig
-from jaxstack.starting_point import fill_in
 
 
 class RunSection(Component):
@@ -337,7 +338,7 @@ def config_from_tree(tree: dict[str, Any], origin: str = "the configuration") ->
     if isinstance(model, dict) and model.get("preset") is not None:
         tree["model"] = merge_trees(load_preset(model["preset"]), model)
     if _leaves_ends_plain(tree) and isinstance(tree.setdefault("model", {}), dict):
-        tree["model"] = {"single_layers": 1, **tree["model"]}
+        tree["model"] = {"unscanned_end_layers": 1, **tree["model"]}
     for section, default in (("optimizer", "adamw"), ("schedule", "cosine")):
         if isinstance(tree.get(section), dict):
             tree[section] = {"name": default, **tree[section]}

@@ -1,7 +1,6 @@
 """`python -m jaxstack.schema`: the JSON schema of configuration files, for editors."""
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     make_parser().parse_args(argv)
 
     def body() -> None:
-        schema = importlib.import_module("jaxstack.run_config").config_schema()
-        print(json.dumps(schema, indent=1, sort_keys=True))
+        from jaxstack.run_config import config_schema
+
+        print(json.dumps(config_schema(), indent=1, sort_keys=True))
 
     return run_command("jaxstack schema", body)
 

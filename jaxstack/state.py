@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxstack.functional import FunctionalModule
+from jaxstack.functional.module import FunctionalModule
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.resilience.spikes import StepHistory
 
@@ -19,7 +19,7 @@ class TrainState(NamedTuple):
     """[] int32: steps taken."""
     params: Any
     """Float32 master weights, nested dicts."""
-    rest: Any
+    non_params: Any
     """The module's other variables: running statistics, random states."""
     optimizer: Any
     """The optax state, of the parameters that are trained."""
@@ -39,10 +39,10 @@ field gets a row, and older checkpoints load."""
 def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
     """A fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
     init_key, run_key = jax.random.split(key)
-    params, rest = module.init(init_key)
+    params, non_params = module.init(init_key)
     zero = jnp.zeros((), jnp.int32)
     moments = optimizer.init(module.split_frozen(params)[0])
-    return TrainState(zero, params, rest, moments, run_key, zero, StepHistory.empty())
+    return TrainState(zero, params, non_params, moments, run_key, zero, StepHistory.empty())
 
 
 def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
@@ -71,8 +71,15 @@ def state_shardings(module: FunctionalModule, optimizer: optax.GradientTransform
         transform_non_params=lambda _: whole,
         is_leaf=lambda x: isinstance(x, optax.MaskedNode),
     )
-    rest = jax.tree.map(lambda _: whole, abstract.rest)
-    layout: Any = {"step": whole, "params": specs, "rest": rest, "optimizer": moments, "key": whole, "skipped": whole}
+    non_params = jax.tree.map(lambda _: whole, abstract.non_params)
+    layout: Any = {
+        "step": whole,
+        "params": specs,
+        "non_params": non_params,
+        "optimizer": moments,
+        "key": whole,
+        "skipped": whole,
+    }
     layout["history"] = jax.tree.map(lambda _: whole, abstract.history)
     layout = jax.tree.map(rules.sharding, layout, is_leaf=lambda x: isinstance(x, PartitionSpec))
     return TrainState(**layout)

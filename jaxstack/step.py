@@ -1,7 +1,7 @@
 """The train and eval steps: pure functions of (state, batch), compiled once with donated state.
 
 Gradients are those of the mean over the real tokens of the whole global batch: sums over microbatches and devices,
-which `jaxstack.gradients` computes, divided once.
+which `jaxstack.gradients.microbatches` computes, divided once.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxstack.functional import FunctionalModule
-from jaxstack.gradients import Batch, LossFunction, make_gradients
+from jaxstack.functional.module import FunctionalModule
+from jaxstack.gradients.build import make_gradients
+from jaxstack.gradients.microbatches import Batch, LossFunction
+from jaxstack.gradients.pipeline import PipelinedGradients
+from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import LossSum
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.optim.build import gradient_norm, largest_overload
-from jaxstack.parallel.pipeline import PipelinePlan
+from jaxstack.parallel.pipeline.plan import PipelinePlan
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.pipelined_gradients import PipelinedGradients
-from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState
 from pallas_kernels import sequence_order
 
@@ -63,7 +64,7 @@ class StepFunctions:
         """
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
-        sums, rest = self.gradients(state.params, state.rest, batch, key)
+        sums, non_params = self.gradients(state.params, state.non_params, batch, key)
         weight = jnp.maximum(sums.weight, 1.0)
         gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
         loss, norm = sums.loss / weight, gradient_norm(gradients)
@@ -81,7 +82,7 @@ class StepFunctions:
         new = TrainState(
             state.step + 1,
             self.module.join(keep(new_trained, trained), frozen),
-            keep(rest, state.rest),
+            keep(non_params, state.non_params),
             keep(optimizer, state.optimizer),
             state.key,
             skipped,
@@ -110,9 +111,9 @@ class StepFunctions:
         tokens = np.arange(length) if parts == 1 else sequence_order(length, parts)
         return {**batch, TOKEN_KEYS: token_keys(key, rows, jnp.asarray(tokens, jnp.int32))}
 
-    def eval_step(self, params: Any, rest: Any, batch: Batch) -> LossSum:
+    def eval_step(self, params: Any, non_params: Any, batch: Batch) -> LossSum:
         """The loss sum and weight of a batch, without dropout keys."""
-        return self.gradients.loss(params, rest, batch)
+        return self.gradients.loss(params, non_params, batch)
 
 
 def _where(condition: jax.Array, new: Any, old: Any) -> Any:

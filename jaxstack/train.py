@@ -1,13 +1,12 @@
 """`python -m jaxstack.train --config FILE [section.key=value ...]`: trains, and resumes where the run left off."""
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from jaxstack.cli import add_examples, run_command
-from jaxstack.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
+from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
 from jaxstack.resilience.ending import EndAtOnce
 
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     with EndAtOnce("jaxstack train"):
         code = _run(make_parser().parse_intermixed_args(argv))
-        processes = sys.modules.get("jaxstack.processes")
+        processes = sys.modules.get("jaxstack.distributed.coordination")
         return processes.end(code) if processes is not None else code
 
 
@@ -46,15 +45,20 @@ def _run(args: argparse.Namespace) -> int:
     os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
 
     def body() -> None:
-        processes = importlib.import_module("jaxstack.processes")
-        language = importlib.import_module("jaxstack.language_run")
+        from jaxstack.config.loader import dump_yaml
+        from jaxstack.run_config import load_config
+
+        config = load_config(args.config, args.overrides)
         if args.print_config:
-            print(language.describe_config(args.config, args.overrides), end="")
+            print(dump_yaml(config), end="")
             return
+        from jaxstack.distributed.coordination import explain_loss
+        from jaxstack.run.train import train
+
         try:
-            language.train_language_model(args.config, args.overrides)
+            train(config)
         except RuntimeError as error:
-            raise processes.explain_loss(error) or error from None
+            raise explain_loss(error) or error from None
 
     return run_command("jaxstack train", body)
 

@@ -12,20 +12,24 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxstack.compiler_options import installed_options, own_options
+from jaxstack.data.batch_source import BatchShardings, abstract_batch, arrange, as_source, batch_sharding, check_batch
 from jaxstack.data.device import device_batches, local_rows
+from jaxstack.distributed.xla_options import installed_options, own_options
 from jaxstack.errors import ConfigError
 from jaxstack.evaluation import Evaluator
-from jaxstack.feed import BatchShardings, abstract_batch, arrange, as_source, batch_sharding, check_batch
-from jaxstack.functional import make_functional
+from jaxstack.functional.module import make_functional
+from jaxstack.functional.shardings import describe_shardings
+from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.observe.ran import describe_program
-from jaxstack.optim import AdamW, Cosine, Optimizer, Schedule, build_optimizer, frozen_rule
+from jaxstack.optim.base import Optimizer
+from jaxstack.optim.build import build_optimizer, frozen_rule
+from jaxstack.optim.optimizers import AdamW
+from jaxstack.optim.schedules import Cosine, Schedule
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
-from jaxstack.parallel.pipeline import PipelinePlan, describe_schedule, plan_pipeline
+from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
+from jaxstack.parallel.pipeline.simulate import describe_schedule
 from jaxstack.run_config import TrainConfig
-from jaxstack.shardings import describe_shardings
-from jaxstack.staged_module import StagedModule
 from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
 from jaxstack.step import StepFunctions
 from jaxstack.tree_rules import path_name
@@ -37,11 +41,11 @@ class Trainer:
 
     Args:
       module: a `flax.nnx.Module`, or a function `rngs -> nnx.Module` (created sharded, for large models), such as
-        `jaxstack.functional.from_linen` makes of a `flax.linen.Module`.
+        `jaxstack.functional.linen.from_linen` makes of a `flax.linen.Module`.
       loss_fn: `loss_fn(module, batch)` or `loss_fn(module, batch, key)`: a scalar mean over the batch, or a
         `jaxstack.loss.LossSum` where items weigh differently. `key` is None in evaluation.
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
-        object with `batches(...)` such as `jaxstack.data.open_data` returns.
+        object with `batches(...)` such as `jaxstack.data.loader.open_data` returns.
       optimizer: one of `jaxstack.optim`, or an optax transformation (then `schedule` is not used).
       mesh: a mesh of `make_mesh`, or `AxisRules` on it (`make_rules`), which also say how a batch goes through the
         stages of a pipeline (only for `jaxstack.models.Transformer`); default: all devices on `data`.
@@ -178,7 +182,7 @@ class Trainer:
     @property
     def trained_module(self) -> Any:
         """The module with the present parameters."""
-        return self.module.merge(self.state.params, self.state.rest)
+        return self.module.merge(self.state.params, self.state.non_params)
 
     def count_parameters(self) -> int:
         """Parameters of the module."""
@@ -195,9 +199,7 @@ class Trainer:
         """The rows of a global batch that this process's devices need."""
         return local_rows(batch_sharding(self.rules, (batch_size,)), (batch_size,))
 
-    def compile(
-        self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False
-    ) -> jax.stages.Compiled:
+    def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compiles the train step ahead of its first use; `choices` then tells which kernels it took.
 
         Args:
@@ -260,7 +262,7 @@ class Trainer:
         return ran if self.pipeline is None else {**ran, "pipeline": self.describe_pipeline()}
 
     def describe_sharding(self) -> dict[str, Any]:
-        """Where every parameter lies, and what a device holds of the state: see `jaxstack.shardings`."""
+        """Where every parameter lies, and what a device holds of the state: see `jaxstack.functional.shardings`."""
         return describe_shardings(self.module, self.optimizer, self.rules, self.shardings)
 
     def describe_pipeline(self) -> dict[str, Any]:
@@ -308,7 +310,7 @@ class Trainer:
         """Held-out loss (nats an item), with `eval_items` and `eval_seconds`; None where there is no held-out data, or
         where `stop`, asked after each batch, gives it up.
         """
-        return self.evaluator.run(self.state.params, self.state.rest, max_tokens, stop)
+        return self.evaluator.run(self.state.params, self.state.non_params, max_tokens, stop)
 
     def fit(self, run_dir: str | Path | None = None, settings: LoopSettings | None = None) -> dict[str, Any]:
         """Trains until `train.steps`, resuming from the newest checkpoint in `run_dir`.

@@ -1,8 +1,8 @@
 """An ordered table of backends for one operation: the first that accepts is called, and what refused is kept.
 
-A row of the table is a `Backend`. Its `refuses` answers what it cannot compute, its `yields` what it computes
-but another row computes faster. Only the automatic choice asks `yields`; an `implementation` that the caller
-named is called or raises `NotSupported`, it never falls back.
+A row of the table is a `Backend`. `unsupported_reason` tells why it cannot compute a call; `lower_priority_reason`
+tells why another row computes the call faster. Only the automatic choice asks for the latter: an `implementation` that
+the caller named is called or raises `NotSupported`, and never falls back.
 
 `record_choices` shows what was chosen, per call site:
 
@@ -52,15 +52,15 @@ class Backend:
 
     name: str
     why: str
-    refuses: Callable[[Any], str | None]
+    unsupported_reason: Callable[[Any], str | None]
     call: Callable[..., Any]
-    yields: Callable[[Any], str | None] = lambda request: None
+    lower_priority_reason: Callable[[Any], str | None] = lambda request: None
     opaque: bool = False
     gradients: Callable[..., Any] | None = None
 
     def reason_against(self, request: Any) -> str | None:
         """Why this row cannot compute the request here: its own rules, or the partitioning around the call."""
-        return self.refuses(request) or (_partitioned() if self.opaque else None)
+        return self.unsupported_reason(request) or (_partitioned() if self.opaque else None)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _first_that_accepts(
 ) -> tuple[Backend, tuple[tuple[str, str], ...]]:
     refused: list[tuple[str, str]] = []
     for backend in backends:
-        reason = backend.reason_against(request) or backend.yields(request)
+        reason = backend.reason_against(request) or backend.lower_priority_reason(request)
         if reason is None:
             return backend, tuple(refused)
         refused.append((backend.name, reason))

@@ -70,9 +70,7 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
         return 2
 
 
-def _tune(
-    works: list[Work], names: list[str], path: Path, minutes: float, stopwatch: Callable[[Work], Measure]
-) -> int:
+def _tune(works: list[Work], names: list[str], path: Path, minutes: float, stopwatch: Callable[[Work], Measure]) -> int:
     device = device_kind().removeprefix("NVIDIA ")
     rows = load(path) if path.exists() else []
     save(path, rows)  # a place that cannot be written to is found out before minutes of measuring

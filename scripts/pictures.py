@@ -15,8 +15,9 @@ from pathlib import Path
 from jaxstack.observe.report.sharding import picture_layouts, picture_of_mesh
 from jaxstack.observe.report.style import CSS
 from jaxstack.observe.report.timeline import render_picture
-from jaxstack.parallel.pipeline import SCHEDULES, describe_schedule
-from jaxstack.plan import plan_layout
+from jaxstack.parallel.pipeline.schedule import SCHEDULES
+from jaxstack.parallel.pipeline.simulate import describe_schedule
+from jaxstack.plan.layout import plan_layout
 from jaxstack.run_config import load_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -63,6 +63,6 @@ def notebook_page(notebook: dict[str, Any]) -> str:
         parts.append(f"```{language}\n{text.removeprefix('!')}\n```")
         printed = "".join("".join(output.get("text", ())) for output in cell["outputs"])
         if printed:
-            parts.append(f"```text title=\"prints\"\n{printed.rstrip()}\n```")
+            parts.append(f'```text title="prints"\n{printed.rstrip()}\n```')
     parts.append(f'<a href="{NOTEBOOK}.ipynb" download>This page as a notebook</a>')
     return "\n\n".join(parts)

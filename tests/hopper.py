@@ -13,10 +13,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.feed import abstract_batch
-from jaxstack.language_run import make_trainer
+from jaxstack.data.batch_source import abstract_batch
 from jaxstack.parallel import make_mesh
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile
+from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 from pallas_kernels import lowering_platform

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxstack.language_run import build_model, layout_rules
 from jaxstack.loss import language_model_loss
 from jaxstack.models import in_fp8
 from jaxstack.parallel import make_mesh
+from jaxstack.run.build import build_model, layout_rules
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
 

@@ -20,15 +20,16 @@ import yaml
 from pydantic import BaseModel
 
 from jaxstack.cli import COMMANDS
-from jaxstack.config import Component
-from jaxstack.feed import abstract_batch
-from jaxstack.language_run import make_trainer, resolve_model
+from jaxstack.config.base import Component
+from jaxstack.data.batch_source import abstract_batch
 from jaxstack.models import count_parameters, preset_names
-from jaxstack.models.attention_kinds import ATTENTION_KINDS
-from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention
+from jaxstack.models.attention import ATTENTION_KINDS
+from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.observe.ran import in_short
-from jaxstack.optim import OPTIMIZERS, SCHEDULES
+from jaxstack.optim.optimizers import OPTIMIZERS
+from jaxstack.optim.schedules import SCHEDULES
+from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 from pallas_kernels import record_choices
 

@@ -26,7 +26,7 @@ def test_only_a_few_batches_wait_for_the_devices(monkeypatch):
 
     monkeypatch.setattr(evaluator, "_step", run)
     monkeypatch.setattr(evaluation.jax, "block_until_ready", wait)
-    found = evaluator.run(trainer.state.params, trainer.state.rest)
+    found = evaluator.run(trainer.state.params, trainer.state.non_params)
     assert found is not None and events.count(1) == 10
     assert max(itertools.accumulate(events)) == evaluation._QUEUED + 1
     assert found["eval_items"] == sum((batch["labels"] >= 0).sum() for batch in batches)

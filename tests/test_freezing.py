@@ -55,7 +55,7 @@ def test_optimizer_and_gradients_hold_the_trained_leaves_only():
     moments = [x for x in jax.tree.leaves(trainer.state.optimizer) if x.ndim]
     assert sum(x.nbytes for x in moments) == 2 * sum(x.nbytes for x in trained.values())
     gradients = jax.eval_shape(
-        trainer.steps.gradients, trainer.state.params, trainer.state.rest, trainer.peek_batch(), jax.random.key(0)
+        trainer.steps.gradients, trainer.state.params, trainer.state.non_params, trainer.peek_batch(), jax.random.key(0)
     )[0].gradients
     assert {path: x.shape for path, x in named(gradients).items()} == {path: x.shape for path, x in trained.items()}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxstack.launch.command import make_job, make_parser
+from jaxstack.launch.__main__ import make_job, make_parser
 from jaxstack.train import make_parser as make_train_parser
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxstack.observe.report import write_report
+from jaxstack.observe.report.page import write_report
 from jaxstack.plan.layout import plan_layout
 from tests.browser import DESK, PHONE, Browser, needs_chromium, open_browser
 from tests.small_runs import small_config

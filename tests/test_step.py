@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen, nnx
 
-from jaxstack.functional import FunctionalModule, make_functional
+from jaxstack.functional.module import FunctionalModule, make_functional
 from jaxstack.loss import LossSum, as_loss_sum, language_model_loss
 from jaxstack.models import Transformer
 from jaxstack.parallel import make_mesh, make_rules
@@ -52,7 +52,7 @@ def test_one_step_is_gradient_descent():
     np.testing.assert_allclose(new.params["w"], w - 0.1 * gradient, rtol=1e-5)
     assert float(metrics["loss"]) == pytest.approx(float(np.mean(error**2)), rel=1e-5)
     assert float(metrics["grad_norm"]) == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-5)
-    assert int(new.step) == 1 and float(new.rest["calls"]) == 1
+    assert int(new.step) == 1 and float(new.non_params["calls"]) == 1
 
 
 @pytest.mark.parametrize(("accumulation", "devices"), [(2, 1), (4, 2), (2, 4)])
@@ -68,7 +68,7 @@ def test_accumulation_is_one_step_of_the_whole_batch(accumulation, devices):
     for name in ("loss", "grad_norm", "weight"):
         assert float(metrics[name]) == pytest.approx(float(expected[name]), rel=1e-5)
     assert float(metrics["weight"]) == 7
-    assert float(new.rest["calls"]) == accumulation, "variables are carried from one microbatch to the next"
+    assert float(new.non_params["calls"]) == accumulation, "variables are carried from one microbatch to the next"
 
 
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
@@ -78,7 +78,7 @@ def test_a_step_that_is_not_finite_changes_nothing(poison):
     bad, metrics = step(state, {**BATCH, "y": BATCH["y"].at[3].set(poison)})
     jax.tree.map(np.testing.assert_array_equal, bad.params, state.params)
     jax.tree.map(np.testing.assert_array_equal, bad.optimizer, state.optimizer)
-    jax.tree.map(np.testing.assert_array_equal, bad.rest, state.rest)
+    jax.tree.map(np.testing.assert_array_equal, bad.non_params, state.non_params)
     assert int(bad.step) == 2 and int(metrics["skipped"]) == 1
     worse, metrics = step(bad, {**BATCH, "y": BATCH["y"] + poison})
     assert int(metrics["skipped"]) == 2
@@ -151,7 +151,7 @@ def test_a_module_keeps_its_own_initial_values():
     line = Line(nnx.Rngs(0))
     line.w.set_value(jnp.array([5.0, 6.0]))
     functional = make_functional(line)
-    params, rest = functional.init(jax.random.key(1))
+    params, non_params = functional.init(jax.random.key(1))
     assert params["w"].tolist() == [5, 6]
-    merged = functional.merge(params, rest)
+    merged = functional.merge(params, non_params)
     assert functional.split(merged)[0]["w"].tolist() == [5, 6]

@@ -13,17 +13,17 @@ import pytest
 from flax import linen, nnx
 
 from jaxstack import Trainer
-from jaxstack.checkpoint import CheckpointManager
 from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import JaxstackError
-from jaxstack.functional import from_linen
+from jaxstack.functional.linen import from_linen
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import LossSum
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.optim import SGD, AdamW
+from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import ParallelConfig, make_mesh
-from jaxstack.resilience import ResilienceConfig
+from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import LATER_FIELDS
 from jaxstack.trainer import numpy_batches
@@ -81,7 +81,7 @@ def test_own_nnx_module_learns():
     first = run_steps(trainer, 1)[0]
     values = trainer.fit()
     assert values["loss"] < 0.7 * first and values["step"] == 80
-    means = trainer.state.rest["norm"]["mean"]
+    means = trainer.state.non_params["norm"]["mean"]
     assert float(jnp.abs(means).max()) > 0, "running statistics are carried along"
     model = trainer.trained_module
     model.eval()
@@ -101,11 +101,11 @@ def test_linen_module_with_batch_statistics_learns():
         return jnp.mean((model(batch["x"], mutable=["batch_stats"]) - batch["y"]) ** 2)
 
     trainer = own_trainer(from_linen(LinenNetwork(), POINTS[:1]), steps=80, loss=loss)
-    before = jax.device_get(_plain(trainer.state.rest))
+    before = jax.device_get(_plain(trainer.state.non_params))
     first = run_steps(trainer, 1)[0]
     assert trainer.fit()["loss"] < 0.8 * first
     changed = jax.tree.map(
-        lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), before, _plain(trainer.state.rest)
+        lambda a, b: bool(np.any(np.asarray(a) != np.asarray(b))), before, _plain(trainer.state.non_params)
     )
     assert any(jax.tree.leaves(changed))
 

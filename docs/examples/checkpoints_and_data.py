@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state
-from jaxstack.data import DataConfig, SourceConfig, TokenizerConfig, open_data
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
+from jaxstack.data.loader import open_data
 
 TEXT = "the quick brown fox jumps over the lazy dog, and over the fence. " * 200
 OPTIMIZER = optax.adam(1e-2)

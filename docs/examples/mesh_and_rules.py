@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jaxstack.distributed.devices import start_devices
 from jaxstack.parallel import AxisRules, ParallelConfig, logical_axis_rules, make_mesh, make_rules, shard
-from jaxstack.startup import start_devices
 
 
 class FeedForward(nnx.Module):

@@ -12,8 +12,8 @@ import optax
 from flax import linen, nnx
 
 from jaxstack import Trainer
-from jaxstack.functional import from_linen
-from jaxstack.optim import AdamW
+from jaxstack.functional.linen import from_linen
+from jaxstack.optim.optimizers import AdamW
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import numpy_batches
 from pallas_kernels import flash_attention

@@ -7,9 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxstack import processes
 from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.leaves import LeafSpec
+from jaxstack.distributed import coordination as processes
 from jaxstack.errors import JaxstackError
 
 _PART = ".hashes-"

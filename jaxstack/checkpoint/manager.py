@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxstack import processes
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
+from jaxstack.distributed import coordination as processes
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 
 _ARRAYS = "arrays"

@@ -19,10 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.atomic import write_json, writing_to
 from jaxstack.data.config import SourceConfig
 from jaxstack.data.load_tokenizer import load_tokenizer
-from jaxstack.data.lock import exclusive
 from jaxstack.data.plan import Plan, Unit, make_plan
 from jaxstack.data.shards import FORMAT, INDEX, VERSION, ShardWriter, read_index, verify_shards
 from jaxstack.data.tokenize_unit import (
@@ -35,6 +33,7 @@ from jaxstack.data.tokenize_unit import (
 )
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.files import exclusive, write_json, writing_to
 
 WORK = ".work"
 PROGRESS = "progress.json"

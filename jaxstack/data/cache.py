@@ -8,17 +8,16 @@ from pathlib import Path
 
 import tokenizers as tokenizers_library
 
-from jaxstack.data.atomic import writing_to
 from jaxstack.data.build import TOKENIZER, BuildOptions, build, build_key
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
-from jaxstack.data.lock import exclusive
 from jaxstack.data.plan import Plan, make_plan
 from jaxstack.data.shards import INDEX, read_index
 from jaxstack.data.subword import train_bpe
 from jaxstack.data.tokenize_unit import sample_texts
 from jaxstack.data.tokenizer import CONFIG_FILE, ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.files import exclusive, writing_to
 from jaxstack.observe.units import byte_size
 
 TRAINING_SAMPLE_BYTES = 16 * 2**20

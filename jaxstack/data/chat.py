@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.data.atomic import write_file, write_json, writing_to
 from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.chat_template import ChatError, ChatTemplate, Span, choose_template
 from jaxstack.data.config import ChatConfig, SourceConfig
 from jaxstack.data.documents import Piece, Split, read_records
 from jaxstack.data.files import find_files
-from jaxstack.data.lock import exclusive
 from jaxstack.data.split import split_score
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.files import exclusive, write_file, write_json, writing_to
 
 _VERSION = 1
 _INDEX = "index.json"

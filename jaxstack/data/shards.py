@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxstack.data.atomic import write_file, write_json
 from jaxstack.errors import JaxstackError
+from jaxstack.files import write_file, write_json
 
 FORMAT = "jaxstack-tokens"
 VERSION = 1

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.atomic import write_json
 from jaxstack.data.documents import Split, read_documents
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.data.plan import Unit
 from jaxstack.data.shards import file_sha256
 from jaxstack.data.split import split_document
 from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.files import write_json
 
 BATCH_CHARACTERS = 2**22
 

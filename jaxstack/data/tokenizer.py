@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxstack.data.atomic import write_file
 from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
 from jaxstack.data.chat_format import ChatFormat
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.files import write_file
 
 FORMAT = "jaxstack-tokenizer"
 CONFIG_FILE = "jaxstack_tokenizer.json"

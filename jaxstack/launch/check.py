@@ -9,9 +9,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-from jaxstack import processes
 from jaxstack.cli import run_command
-from jaxstack.cluster import find_place
+from jaxstack.distributed import coordination as processes
+from jaxstack.distributed.cluster import find_place
 from jaxstack.resilience.ending import EndAtOnce
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.resilience.progress_file import ProgressFile

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-from jaxstack.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
+from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
 from jaxstack.errors import ConfigError
 from jaxstack.launch import shared_memory
 from jaxstack.launch.budget import Budget

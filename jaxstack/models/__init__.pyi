@@ -8,8 +8,8 @@ from .config import RopeScaling as RopeScaling
 from .count import count_parameters as count_parameters
 from .count import flops_saved_per_token as flops_saved_per_token
 from .count import model_flops_per_token as model_flops_per_token
-from .huggingface import from_huggingface as from_huggingface
-from .huggingface import to_huggingface as to_huggingface
+from .huggingface.load import from_huggingface as from_huggingface
+from .huggingface.save import to_huggingface as to_huggingface
 from .low_precision import count_fp8_matmuls as count_fp8_matmuls
 from .low_precision import in_fp8 as in_fp8
 from .preset import load_preset as load_preset

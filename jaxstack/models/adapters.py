@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field
 
-from jaxstack.config import Component, PathRule
+from jaxstack.config.base import Component, PathRule
 from jaxstack.models.dropout import drop, fold_key
 from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.linear import Linear, multiply

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxstack.models.attention import Attention, Context
+from jaxstack.models.attention.layer import Attention, Context
 from jaxstack.models.chunks import apply_in_chunks, count_chunks
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key

@@ -4,9 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from jaxstack.config import Component
-from jaxstack.models.attention_kinds import AnyAttention, SoftmaxAttention
-from jaxstack.models.attention_kinds.base import Heads
+from jaxstack.config.base import Component
+from jaxstack.models.attention import AnyAttention, SoftmaxAttention
+from jaxstack.models.attention.base import AttentionSpec
 from jaxstack.models.moe.config import MoEConfig
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -115,7 +115,7 @@ class ModelConfig(Component):
     """Attention backend by name; left out: the first of the table that can do it. An explicit one never falls back."""
     scan_layers: bool = True
     """One compiled layer run in a loop (compiles fast) instead of all layers unrolled (runs fastest)."""
-    single_layers: int = Field(default=0, ge=0)
+    unscanned_end_layers: int = Field(default=0, ge=0)
     """Of the layers at each end, how many stay out of the loop of `scan_layers`; with FP8, which leaves the first and
     the last layer in bfloat16, 1 where it is left out."""
     remat: Literal["none", "full", "save_attention", "save_dots", "offload", "save_attention_offload"] = "none"
@@ -184,9 +184,9 @@ class ModelConfig(Component):
         """What attention scores are multiplied with."""
         return (self.query_pre_attn_scalar or self.width_per_head) ** -0.5
 
-    def heads(self, window: int | None) -> Heads:
+    def heads(self, window: int | None) -> AttentionSpec:
         """What a layer with this window gives its attention kind."""
-        return Heads(
+        return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.width_per_head,
@@ -223,8 +223,8 @@ class ModelConfig(Component):
 
     @property
     def ends(self) -> int:
-        """`single_layers`, but for what a model of so few layers has not."""
-        return min(self.single_layers, (self.num_layers - 1) // 2)
+        """`unscanned_end_layers`, but for what a model of so few layers has not."""
+        return min(self.unscanned_end_layers, (self.num_layers - 1) // 2)
 
 
 def _near_divisors(number: int, near: int) -> str:

@@ -30,6 +30,6 @@ def choose_for_all(names: Sequence[str], rules: Rules[Any], section: str, what: 
         no = next(name for name, value in zip(names, chosen, strict=True) if value != match(yes, rules))
         raise ConfigError(
             f"{section}: {yes} is to {what} and {no} is not, but one scan runs both; keep as many layers at each end "
-            "out of it by model.single_layers, set model.scan_layers to false, or drop the layer's number."
+            "out of it by model.unscanned_end_layers, set model.scan_layers to false, or drop the layer's number."
         )
     return chosen[0]

@@ -20,7 +20,7 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
     """The model with its dense layers' matmuls as `precision` says; changed in place.
 
     The first and the last layer stay as they are unless a rule says otherwise, in a model of three layers or more where
-    no scan runs them together with others (`ModelConfig.single_layers`; a pipeline's stages always do).
+    no scan runs them together with others (`ModelConfig.unscanned_end_layers`; a pipeline's stages always do).
 
     Raises:
       ConfigError: a rule tells apart layers that one scan runs, or matches no weight.
@@ -50,7 +50,7 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
     elif config.num_layers > 2 and (config.ends or not (config.scan_layers or staged)):
         layers = "all layers but the first and the last"
     elif config.num_layers > 2 and staged:
-        layers = "all layers (model.single_layers=1 leaves out the first and the last, as without a pipeline)"
+        layers = "all layers (model.unscanned_end_layers=1 leaves out the first and the last, as without a pipeline)"
     else:
         layers = "all layers"
     return f"FP8 ({precision.fp8}) in {layers}"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxstack.config import build_component, load_yaml
+from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
 

@@ -15,7 +15,7 @@ from jaxstack.models.transformer import Transformer
 def restack(params: Any, source: ModelConfig, target: ModelConfig) -> Any:
     """The parameters of `Transformer(source)`, nested dicts, as those of `Transformer(target)`.
 
-    The models may differ in `scan_layers` and `single_layers`.
+    The models may differ in `scan_layers` and `unscanned_end_layers`.
     """
     return _restack(params, source, target, lambda x, row: x[row], jnp.stack)
 

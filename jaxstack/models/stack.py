@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from jaxstack.models.adapters import seed_adapters
-from jaxstack.models.attention import Context
+from jaxstack.models.attention.layer import Context
 from jaxstack.models.block import Block
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import fold_key

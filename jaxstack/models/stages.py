@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.models.attention import Context
+from jaxstack.models.attention.layer import Context
 from jaxstack.models.remat import rematerialise
 from jaxstack.models.stack import Caches, Stack, add_losses, gather_layers
 from jaxstack.models.transformer import Transformer

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.attention import Angles, Context
-from jaxstack.models.attention_kinds.base import CacheSlots
+from jaxstack.models.attention.base import CacheSlots
+from jaxstack.models.attention.layer import Angles, Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
@@ -17,7 +17,7 @@ from jaxstack.models.norm import NORMS
 from jaxstack.models.rope import rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
-from jaxstack.precision import PrecisionConfig
+from jaxstack.precision.config import PrecisionConfig
 
 HEAD_AXES = ("embed", "vocab")
 
@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
         if positions is None and splits_length():
             raise ValueError(
                 "a mesh with several devices on context holds sequences in another order, so `positions` must be given "
-                "(jaxstack.feed.arrange orders a batch and adds them)."
+                "(jaxstack.data.batch_source.arrange orders a batch and adds them)."
             )
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

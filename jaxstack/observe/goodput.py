@@ -22,9 +22,7 @@ class Goodput:
       clock: seconds since 1970; by default of a clock that nobody sets while the process runs.
     """
 
-    def __init__(
-        self, run_dir: Path | None, step: int, train_seconds: float, clock: Callable[[], float] | None = None
-    ):
+    def __init__(self, run_dir: Path | None, step: int, train_seconds: float, clock: Callable[[], float] | None = None):
         self._path = run_dir / FILE if run_dir is not None else None
         clock = self._clock = clock or steady_clock()
         if run_dir is not None:

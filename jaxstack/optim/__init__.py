@@ -1,5 +1,1 @@
 """Optimizers and learning-rate schedules as data, built on Optax."""
-
-import lazy_loader as lazy
-
-__getattr__, __dir__, __all__ = lazy.attach_stub(__name__, __file__)

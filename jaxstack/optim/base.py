@@ -7,7 +7,7 @@ import jax
 import optax
 from pydantic import Field
 
-from jaxstack.config import Component, PathRule
+from jaxstack.config.base import Component, PathRule
 from jaxstack.tree_rules import check_patterns
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field
 
-from jaxstack.config import Component
+from jaxstack.config.base import Component
 
 Multiplier = Callable[[jax.typing.ArrayLike], jax.Array]
 

@@ -1,10 +1,5 @@
-from .attention_island import context_axis as context_axis
-from .attention_island import with_local_heads as with_local_heads
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
-from .expert_island import TokenSplit as TokenSplit
-from .expert_island import with_local_tokens as with_local_tokens
-from .island import with_local_batch as with_local_batch
 from .mesh import make_mesh as make_mesh
 from .overlap import gather_project as gather_project
 from .overlap import gather_project_scatter as gather_project_scatter
@@ -27,6 +22,11 @@ from .rules import (
 from .rules import (
     splits_length as splits_length,
 )
+from .shard_map_attention import context_axis as context_axis
+from .shard_map_attention import with_local_heads as with_local_heads
+from .shard_map_batch import with_local_batch as with_local_batch
+from .shard_map_experts import TokenSplit as TokenSplit
+from .shard_map_experts import with_local_tokens as with_local_tokens
 from .weights import (
     gather_parameter as gather_parameter,
 )

@@ -27,7 +27,7 @@ class Exchange(NamedTuple):
     gathered: Dims = ()
     """Splits that are undone for use; the gradient is scattered again."""
     scattered: Dims = ()
-    """Splits of the gradient that the weight does not have: it comes as a `Held`."""
+    """Splits of the gradient that the weight does not have: it comes as a `WorkingCopy`."""
     summed: tuple[str, ...] = ()
     """Further axes that the gradient is summed over, where the weight is the same everywhere."""
     copies: bool = False
@@ -36,7 +36,7 @@ class Exchange(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Held:
+class WorkingCopy:
     """A weight of which this device stores a shard, and has a whole working copy for the length of a step.
 
     The gradient goes to the shard (ZeRO-2: no device ever has all of it).
@@ -46,9 +46,9 @@ class Held:
     copy: jax.Array
 
 
-def exchange(weight: jax.Array | Held, how: Exchange) -> jax.Array:
+def exchange(weight: jax.Array | WorkingCopy, how: Exchange) -> jax.Array:
     """The weight as it is used; its gradient arrives as it is stored."""
-    if isinstance(weight, Held):
+    if isinstance(weight, WorkingCopy):
         return _use_held(weight.shard, weight.copy, how)
     return _use(weight, jnp.dtype(weight.dtype).name, how)
 

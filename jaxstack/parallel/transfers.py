@@ -3,8 +3,8 @@
 NCCL's collectives are kernels. Matmul kernels start one program on every multiprocessor of a GPU; those for which a
 collective leaves no room run after all others, so that about the time of the collective is lost although it runs beside
 them. The GPUs of one process reach each other's memory, and their copy engines need no multiprocessor: there a gather
-is a permute to each other device (`COPIES` of `jaxstack.compiler_options` makes it a copy) and a pass that puts the
-parts in order, a scatter a pass that takes the gradient apart, the permutes, and a sum.
+is a permute to each other device (`COPIES` of `jaxstack.distributed.xla_options` makes it a copy) and a pass that
+puts the parts in order, a scatter a pass that takes the gradient apart, the permutes, and a sum.
 """
 
 import functools

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxstack.parallel.exchange import Dims, Exchange, Held, exchange
+from jaxstack.parallel.exchange import Dims, Exchange, WorkingCopy, exchange
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, current_rules, is_cast, placed, restrict
 
 
@@ -44,14 +44,14 @@ def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None
             return parameter[...]  # `with_local_tokens` casts and gathers them
         return gather_weight(parameter[...], names, dtype)
     value = parameter.get_raw_value()
-    stored = value.shard if isinstance(value, Held) else value
+    stored = value.shard if isinstance(value, WorkingCopy) else value
     shape = known.get("whole_shape") or stored.shape
     spec = rules.parameter_spec(names, shape)
     how = Exchange(
         dtype=str(jax.numpy.dtype(dtype if is_cast(names, shape) and dtype is not None else stored.dtype)),
         reduce=rules.reduce,
         gathered=dims_of(spec, rules.weight_axes),
-        scattered=dims_of(rules.stored_spec(names, shape), ("data",)) if isinstance(value, Held) else (),
+        scattered=dims_of(rules.stored_spec(names, shape), ("data",)) if isinstance(value, WorkingCopy) else (),
         summed=rules.lacking(spec, rules.summed) if known.get("sum_where_used") else (),
         copies=rules.copies,
     )
@@ -96,9 +96,9 @@ def keep(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, "kept")
 
 
-def exchange_weight(value: jax.Array | Held, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
+def exchange_weight(value: jax.Array | WorkingCopy, how: Exchange, spec: PartitionSpec, rules: AxisRules) -> jax.Array:
     """`exchange` of a weight of this layout, see `beside_tensor`."""
-    if not isinstance(value, Held) and not how.gathered and not how.summed:
+    if not isinstance(value, WorkingCopy) and not how.gathered and not how.summed:
         return value.astype(how.dtype)
     scattered = {axis for axes, _ in how.scattered for axis in axes}
     summed = tuple(axis for axis in how.summed if axis not in scattered)

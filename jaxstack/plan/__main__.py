@@ -1,7 +1,63 @@
-"""`python -m jaxstack.plan`."""
+"""`python -m jaxstack.plan --config FILE`: what a configuration would do on a cluster, without having it."""
 
+import argparse
+import json
 import sys
+from collections.abc import Sequence
 
-from jaxstack.plan.command import main
+from jaxstack.cli import add_examples, run_command
+from jaxstack.errors import ConfigError
 
-sys.exit(main())
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="jaxstack plan",
+        description="Show how a configuration lies on a mesh: the devices, the bytes that each holds between steps, "
+        "model FLOPs, the schedule of a pipeline. No device is used and nothing is computed. With --rehearse the real "
+        "train step is compiled for GPUs that need not be there: what memory it takes, and whether it fits.",
+    )
+    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="devices of the cluster (default: what the degrees multiply to)"
+    )
+    parser.add_argument(
+        "--show-sharding", action="store_true", help="also list every parameter, and draw which device holds what"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="compile the train step (minutes) and tell its memory and kernels"
+    )
+    parser.add_argument("--device", choices=("h200",), default="h200", help="kind of GPU to compile for")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    return add_examples(
+        parser,
+        "plan --config configs/quickstart.yaml",
+        "plan --config configs/llama3-8b-fsdp4.yaml --devices 8 --show-sharding parallel.fsdp=-1",
+        "plan --config configs/llama3-8b-1m.yaml --rehearse",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    args = make_parser().parse_intermixed_args(argv)
+
+    def body() -> None:
+        if args.devices is not None and args.devices < 1:
+            raise ConfigError(f"--devices must be at least 1; found {args.devices}.")
+        from jaxstack.plan.layout import plan_layout
+        from jaxstack.plan.rehearsal import rehearse
+        from jaxstack.plan.text import draw_plan
+        from jaxstack.run_config import load_config
+
+        config = load_config(args.config, args.overrides)
+        found = plan_layout(config, args.devices)
+        if args.rehearse:
+            found["rehearsal"] = rehearse(config, args.devices, args.device)
+        print(json.dumps(found, indent=1) if args.json else draw_plan(found, args.show_sharding))
+
+    return run_command("jaxstack plan", body)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

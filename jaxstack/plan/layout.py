@@ -10,9 +10,9 @@ from jaxstack.data.config import TokenizerConfig
 from jaxstack.data.load_tokenizer import read_tokenizer_file
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError
-from jaxstack.language_run import make_trainer, resolve_model
 from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.parallel import AXES
+from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, resolve_layout
 
 

@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxstack.data.batch_source import abstract_batch
+from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
-from jaxstack.feed import abstract_batch
-from jaxstack.language_run import make_trainer
 from jaxstack.observe.ran import predicted_memory
 from jaxstack.parallel import make_mesh
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile, device_memory
 from jaxstack.plan.layout import resolve_plan
+from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig
-from jaxstack.startup import DEVICE_FRACTION
 from pallas_kernels import lowering_platform
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.device_grid import (
     axes_of_copies,
     describe_dims,
@@ -12,7 +13,6 @@ from jaxstack.observe.device_grid import (
     split_panels,
 )
 from jaxstack.observe.units import byte_size
-from jaxstack.shardings import describe_unsplit
 
 _MOST = 16
 """Rows and columns of a picture; what is more is left out, and said."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxstack.parallel.exchange import Held
+from jaxstack.parallel.exchange import WorkingCopy
 from jaxstack.parallel.rules import AxisRules, Names, current_rules, placed, restrict
 from jaxstack.parallel.transfers import gather
 from jaxstack.parallel.weights import beside_tensor, dims_of, gather_parameter
@@ -28,8 +28,8 @@ def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) ->
       parameter: a weight whose metadata has its logical axes and `contracted`, the number of its summed dims.
     """
     rules, known, own = current_rules(), parameter.get_metadata(), parameter.get_raw_value()
-    held = isinstance(own, Held)
-    own = own.copy if isinstance(own, Held) else own
+    held = isinstance(own, WorkingCopy)
+    own = own.copy if isinstance(own, WorkingCopy) else own
     names, shape = known.get("logical_axes"), tuple(known.get("whole_shape", own.shape))
     if rules is None or not dims_of(rules.parameter_spec(names, shape), rules.weight_axes):
         # It is rounded from what is stored, where that is here: a copy in `dtype` would be written for nothing.

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from jaxstack.config import Component
+from jaxstack.config.base import Component
 from jaxstack.resilience.interval import LLAMA3_HOURS
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import jaxstack
-from jaxstack import processes
+from jaxstack.distributed import coordination as processes
 from jaxstack.errors import ConfigError
 from jaxstack.observe.environment import PACKAGES, git_commit
 

@@ -6,7 +6,7 @@ import threading
 import time
 from types import FrameType
 
-from jaxstack import processes
+from jaxstack.distributed import coordination as processes
 from jaxstack.errors import JaxstackError
 from jaxstack.resilience.ending import SAME_SECONDS
 

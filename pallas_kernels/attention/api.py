@@ -5,60 +5,60 @@ from collections.abc import Callable
 import jax
 
 from pallas_kernels.attention import cudnn, mosaic, reference, triton, xla, xla_dense
-from pallas_kernels.attention.masks import Mask, refuses_all_but_bands
+from pallas_kernels.attention.masks import Mask, unsupported_unless_band
 from pallas_kernels.attention.request import Request, check_window, make_request
 from pallas_kernels.dispatch import Backend, select
 
 
-def _for_bands(refuses: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
+def _for_bands(unsupported_reason: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
     """The refusals of a backend that knows of no global tokens and no layout."""
-    return lambda request: refuses_all_but_bands(request.options.mask) or refuses(request)
+    return lambda request: unsupported_unless_band(request.options.mask) or unsupported_reason(request)
 
 
 BACKENDS = (
     Backend(
         "mosaic",
         "our Hopper kernels: every mask skips tiles, in the backward too",
-        mosaic.refuses,
+        mosaic.unsupported_reason,
         mosaic.attend,
-        mosaic.yields,
+        mosaic.lower_priority_reason,
         opaque=True,
         gradients=mosaic.gradients,
     ),
     Backend(
         "cudnn",
         "the fastest before Hopper, and where ours yields, as far as its interface goes",
-        cudnn.refuses,
+        cudnn.unsupported_reason,
         cudnn.attend,
     ),
     Backend(
         "triton",
         "one kernel that skips what any mask hides; short sequences too, as it launches less than `xla_dense`",
-        _for_bands(triton.refuses),
+        _for_bands(triton.unsupported_reason),
         triton.attend,
-        triton.yields,
+        triton.lower_priority_reason,
         opaque=True,
         gradients=triton.gradients,
     ),
     Backend(
         "xla_dense",
         "the fastest for short sequences: one softmax, no rescaling",
-        xla_dense.refuses,
+        xla_dense.unsupported_reason,
         xla_dense.attend,
-        xla_dense.yields,
+        xla_dense.lower_priority_reason,
         gradients=xla_dense.gradients,
     ),
     Backend(
         "xla",
         "everything on every device, memory linear in the length",
-        xla.refuses,
+        xla.unsupported_reason,
         xla.attend,
         gradients=xla.gradients,
     ),
     Backend(
         "mosaic_deterministic",
         "as mosaic, with gradients that are bit-equal in every run, which costs time: only when asked for by name",
-        mosaic.refuses,
+        mosaic.unsupported_reason,
         mosaic.attend_deterministic,
         lambda request: "runs only when asked for by name",
         opaque=True,

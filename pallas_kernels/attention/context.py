@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.api import flash_attention
-from pallas_kernels.attention.chunks import chunks_a_device
-from pallas_kernels.attention.collected import Collection, attend_collected, reach_of
-from pallas_kernels.attention.exchange import refuses_heads, with_whole_sequences
+from pallas_kernels.attention.context_layout import chunks_a_device
+from pallas_kernels.attention.gather_keys import Collection, attend_collected, reach_of
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.part import PartOptions
 from pallas_kernels.attention.request import check_arrays, check_window
 from pallas_kernels.attention.ring import Ring, attend_around
+from pallas_kernels.attention.ulysses import unsupported_heads, with_whole_sequences
 from pallas_kernels.dispatch import Backend, select
 
 HIDING_LENGTH = 4096
@@ -60,13 +60,13 @@ class ContextRequest:
         )
 
 
-def _refuses_open_window(request: ContextRequest) -> str | None:
+def _unsupported_open_window(request: ContextRequest) -> str | None:
     if request.mask.window is not None and not request.mask.causal:
         return f"takes a window only together with causal=True, got: {request.mask}; method='all_to_all' takes it"
     return None
 
 
-def _ring_yields(request: ContextRequest) -> str | None:
+def _ring_lower_priority(request: ContextRequest) -> str | None:
     if request.mask.window is not None:
         return None if _reach(request) < request.devices else "a window this long gets nearly all keys: in one go"
     length = request.q.shape[1] * request.q.shape[2] // request.k.shape[2]
@@ -78,7 +78,7 @@ def _ring_yields(request: ContextRequest) -> str | None:
     return None
 
 
-def _exchange_yields(request: ContextRequest) -> str | None:
+def _ulysses_lower_priority(request: ContextRequest) -> str | None:
     queries, keys = request.q.shape[2], request.k.shape[2]
     if request.mask.window is not None and request.mask.causal:
         return "a window needs few keys of other devices, not whole sequences"
@@ -132,18 +132,18 @@ METHODS = (
     Backend(
         "ring",
         "keys go around while the device computes; a window fetches from neighbours only: for long sequences",
-        _refuses_open_window,
+        _unsupported_open_window,
         _ring,
-        _ring_yields,
+        _ring_lower_priority,
     ),
     Backend(
         "all_to_all",
         "whole sequences for a part of the heads, where that sends less than gathering all keys",
-        lambda request: refuses_heads(request.q.shape[2], request.devices),
+        lambda request: unsupported_heads(request.q.shape[2], request.devices),
         _exchanged,
-        _exchange_yields,
+        _ulysses_lower_priority,
     ),
-    Backend("all_gather", "all keys in one go: for short sequences", _refuses_open_window, _collected),
+    Backend("all_gather", "all keys in one go: for short sequences", _unsupported_open_window, _collected),
 )
 """How attention is computed over a mesh axis, in the order in which it is chosen."""
 

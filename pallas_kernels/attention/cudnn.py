@@ -13,7 +13,7 @@ from pallas_kernels.attention.request import Request
 _ASSUMED_VERSION = 91900
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """The first rule of jax's cuDNN attention that the request breaks."""
     if request.target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {request.target}"
@@ -25,10 +25,10 @@ def refuses(request: Request) -> str | None:
     largest = 256 if capability >= (9, 0) else 128
     if request.head_dim % 8 or request.head_dim > largest:
         return f"the head dim must be a multiple of 8 and at most {largest} on {request.target}, got {request.head_dim}"
-    return _refuses_options(request) or _refuses_installation(request)
+    return _unsupported_options(request) or _unsupported_installation(request)
 
 
-def _refuses_options(request: Request) -> str | None:
+def _unsupported_options(request: Request) -> str | None:
     mask = request.options.mask
     if request.segments is not None:
         return "jax's public API passes no segment ids to cuDNN"
@@ -48,7 +48,7 @@ def _refuses_options(request: Request) -> str | None:
     return None
 
 
-def _refuses_installation(request: Request) -> str | None:
+def _unsupported_installation(request: Request) -> str | None:
     if request.target.declared:
         return None
     try:

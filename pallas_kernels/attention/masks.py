@@ -102,7 +102,7 @@ class Mask:
         return " ".join(words)
 
 
-def refuses_all_but_bands(mask: Mask) -> str | None:
+def unsupported_unless_band(mask: Mask) -> str | None:
     """The reason of a backend that visits one run of keys a query."""
     if mask.is_band:
         return None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.attention import cudnn, mosaic_call
 from pallas_kernels.attention.request import Request
 from pallas_kernels.attention.tilings import Tiling, choose_tiling, mask_kind
-from pallas_kernels.hopper import refuses_target
+from pallas_kernels.hopper.target import unsupported_target
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 _LARGEST_BLOCK = 128
@@ -16,19 +16,19 @@ _LARGEST_BLOCK = 128
 INTERPRET = False
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """The first rule that the request breaks."""
-    reason = refuses_target(request.target, INTERPRET)
+    reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
     if request.q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {request.q.dtype}"
     if request.head_dim not in HEAD_DIMS:
         return f"the head dim must be one of {', '.join(map(str, HEAD_DIMS))}, got {request.head_dim}"
-    return _refuses_mask(request)
+    return _unsupported_mask(request)
 
 
-def _refuses_mask(request: Request) -> str | None:
+def _unsupported_mask(request: Request) -> str | None:
     mask = request.options.mask
     shift = request.key_length - request.query_length
     if mask.layout is not None and (mask.layout.block_size % _LARGEST_BLOCK or shift % _LARGEST_BLOCK):
@@ -39,9 +39,9 @@ def _refuses_mask(request: Request) -> str | None:
     return None
 
 
-def yields(request: Request) -> str | None:
+def lower_priority_reason(request: Request) -> str | None:
     """cuDNN is faster for wide heads, where it can compute the call (docs/performance.md)."""
-    if request.head_dim != 256 or cudnn.refuses(request):
+    if request.head_dim != 256 or cudnn.unsupported_reason(request):
         return None
     return f"cuDNN was measured faster at head dim {request.head_dim}"
 
@@ -77,6 +77,6 @@ def _tiling(request: Request) -> Tiling:
     tiling = choose_tiling(request.head_dim, mask_kind(mask, request.segments is not None), request.key_length)
     if mask.layout is None:
         return tiling
-    # `_refuses_mask` promises that no border goes through a tile.
+    # `_unsupported_mask` promises that no border goes through a tile.
     keys = tiling.forward_keys if _LARGEST_BLOCK % tiling.forward_keys == 0 else 64
     return dataclasses.replace(tiling, forward_warpgroups=2, forward_keys=keys)

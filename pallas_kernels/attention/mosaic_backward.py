@@ -599,7 +599,6 @@ def _fused_tile(
         d_v = sums["d_v"] + dot(weights[0].astype(d_out.dtype), d_out[...])
         d_k = sums["d_k"] + dot(gradient, q[...])
     else:
-
         part = plgpu.ACC((ROWS, _part_columns(config, q.shape[-1])), jnp.float32)
 
         def scoped(scores: Any, d_weights: Any, d_v: Any, d_k: Any) -> tuple[jax.Array, jax.Array]:

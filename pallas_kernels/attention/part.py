@@ -27,7 +27,7 @@ def _parts_only(backend: Backend) -> Backend:
     if backend.gradients is not None:
         return backend
     reason = "its gradients cannot be taken of a part of the keys, with the log-sum-exp of all"
-    return dataclasses.replace(backend, refuses=lambda request: reason)
+    return dataclasses.replace(backend, unsupported_reason=lambda request: reason)
 
 
 _BACKENDS = tuple(_parts_only(backend) for backend in BACKENDS)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.chunks import shift, split
+from pallas_kernels.attention.context_layout import shift, split
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.part import PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs

@@ -89,7 +89,7 @@ def _width(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """The first rule that the request breaks."""
     target = request.target
     if target.platform != "cuda":
@@ -106,7 +106,7 @@ def refuses(request: Request) -> str | None:
     return None
 
 
-def yields(request: Request) -> str | None:
+def lower_priority_reason(request: Request) -> str | None:
     """A few queries against many keys leave most of a block empty and most of the GPU idle."""
     if request.query_length < _SHORTEST:
         return f"a block of queries would be mostly empty: from T {_SHORTEST} on, got T {request.query_length}"

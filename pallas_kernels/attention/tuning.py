@@ -78,7 +78,7 @@ class Work:
         reasons = []
 
         def ask(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-            reasons.append(mosaic.refuses(self.request(q, k, v, None)))
+            reasons.append(mosaic.unsupported_reason(self.request(q, k, v, None)))
 
         jax.eval_shape(ask, *jax.eval_shape(self.arrays))
         return reasons[0]

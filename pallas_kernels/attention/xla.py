@@ -28,7 +28,7 @@ _TILE_BYTES = 2**28
 _STEP_ELEMENTS = 2**22
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Nothing: this backend computes every call."""
     del request
     return None

@@ -30,13 +30,13 @@ class _Block(NamedTuple):
     last_key: int
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Nothing: every call is computed, at a memory that grows with T x S."""
     del request
     return None
 
 
-def yields(request: Request) -> str | None:
+def lower_priority_reason(request: Request) -> str | None:
     """Long sequences belong to the chunked backend, whose memory is linear."""
     if max(request.query_length, request.key_length) > LONGEST:
         return (

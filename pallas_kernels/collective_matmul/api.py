@@ -13,12 +13,12 @@ BACKENDS = (
     Backend(
         "mosaic",
         "rows and sums travel while the tensor cores work",
-        mosaic.refuses,
+        mosaic.unsupported_reason,
         mosaic.multiplier,
-        mosaic.yields,
+        mosaic.lower_priority_reason,
         opaque=True,
     ),
-    Backend("xla", "one after the other, on every device and for every shape", xla.refuses, xla.multiplier),
+    Backend("xla", "one after the other, on every device and for every shape", xla.unsupported_reason, xla.multiplier),
 )
 
 
@@ -92,4 +92,4 @@ def matmul_reduce_scatter(
 def reason_against_kernels(request: Request) -> str | None:
     """Why the automatic choice would not take our kernels, if so; for one who has to choose around the `shard_map`."""
     kernels = BACKENDS[0]
-    return kernels.refuses(request) or kernels.yields(request)
+    return kernels.unsupported_reason(request) or kernels.lower_priority_reason(request)

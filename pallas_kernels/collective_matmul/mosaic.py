@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.collective_matmul import mosaic_gather, mosaic_scatter
 from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
 from pallas_kernels.collective_matmul.request import Request
-from pallas_kernels.hopper import refuses_target
+from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import multiprocessors
 
 _MOST_DEVICES = 8
@@ -51,12 +51,14 @@ class Overlapped:
         return mosaic_scatter.multiply_scatter(product, xs, weights)
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """The first rule that the request breaks."""
-    return refuses_target(request.target, INTERPRET) or _refuses_devices(request) or _refuses_shapes(request)
+    return (
+        unsupported_target(request.target, INTERPRET) or _unsupported_devices(request) or _unsupported_shapes(request)
+    )
 
 
-def _refuses_devices(request: Request) -> str | None:
+def _unsupported_devices(request: Request) -> str | None:
     if not request.target.declared and jax.process_count() > 1:
         return (
             f"devices reach each other's memory within one process, these are {jax.process_count()}: "
@@ -67,7 +69,7 @@ def _refuses_devices(request: Request) -> str | None:
     return None
 
 
-def _refuses_shapes(request: Request) -> str | None:
+def _unsupported_shapes(request: Request) -> str | None:
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {request.dtype}"
     if request.rows % _ROWS:
@@ -78,7 +80,7 @@ def _refuses_shapes(request: Request) -> str | None:
     return None
 
 
-def yields(request: Request) -> str | None:
+def lower_priority_reason(request: Request) -> str | None:
     """Measured faster where there is work to hide the communication behind; below that nothing is measured."""
     if request.devices == 1:
         return "on one device there is nothing to send"

@@ -34,7 +34,7 @@ def multiply(x: jax.Array, w: jax.Array, transposed: bool) -> jax.Array:
     return lax.dot_general(x, w, dims, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Takes everything that `make_request` accepts."""
     del request
     return None

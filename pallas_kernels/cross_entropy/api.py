@@ -15,19 +15,28 @@ def _by_name_only(request: object) -> str:
 
 
 BACKENDS = (
-    Backend("xla_dense", _DENSE, xla_dense.refuses, xla_dense.per_token_loss, xla_dense.yields),
-    Backend("xla", "logits of one chunk only, computed again in the backward", xla.refuses, xla.per_token_loss),
-    Backend("reference", _REFERENCE, reference.refuses, reference.per_token_loss, _by_name_only),
+    Backend(
+        "xla_dense", _DENSE, xla_dense.unsupported_reason, xla_dense.per_token_loss, xla_dense.lower_priority_reason
+    ),
+    Backend(
+        "xla", "logits of one chunk only, computed again in the backward", xla.unsupported_reason, xla.per_token_loss
+    ),
+    Backend("reference", _REFERENCE, reference.unsupported_reason, reference.per_token_loss, _by_name_only),
 )
 SUM_BACKENDS = (
-    Backend("xla_dense", _DENSE, xla_dense.refuses, xla_dense.loss_sum, xla_dense.yields),
+    Backend("xla_dense", _DENSE, xla_dense.unsupported_reason, xla_dense.loss_sum, xla_dense.lower_priority_reason),
     Backend(
-        "mosaic", "no pass over the logits: their exponentials come from the product", mosaic.refuses, mosaic.loss_sum,
+        "mosaic",
+        "no pass over the logits: their exponentials come from the product",
+        mosaic.unsupported_reason,
+        mosaic.loss_sum,
         opaque=True,
     ),
-    Backend("triton", "a chunk's logits travel once less", triton.refuses, triton.loss_sum, opaque=True),
-    Backend("xla", "logits of one chunk only, the gradients computed beside them", xla.refuses, xla.loss_sum),
-    Backend("reference", _REFERENCE, reference.refuses, reference.loss_sum, _by_name_only),
+    Backend("triton", "a chunk's logits travel once less", triton.unsupported_reason, triton.loss_sum, opaque=True),
+    Backend(
+        "xla", "logits of one chunk only, the gradients computed beside them", xla.unsupported_reason, xla.loss_sum
+    ),
+    Backend("reference", _REFERENCE, reference.unsupported_reason, reference.loss_sum, _by_name_only),
 )
 
 

@@ -10,14 +10,14 @@ from pallas_kernels.cross_entropy import mosaic_chunk, triton, xla
 from pallas_kernels.cross_entropy.request import Request
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """The first rule that the request breaks."""
-    reason = mosaic_chunk.refuses(request)
-    return reason or next(filter(None, map(mosaic_chunk.refuses_rows, xla.rows_of_chunks(request))), None)
+    reason = mosaic_chunk.unsupported_reason(request)
+    return reason or next(filter(None, map(mosaic_chunk.unsupported_rows, xla.rows_of_chunks(request))), None)
 
 
 def loss_sum(request: Request) -> jax.Array:
     """Sum of the losses in float32."""
     major, minor = request.target.compute_capability or (0, 0)
-    capability = None if triton.refuses(request) else 10 * major + minor
+    capability = None if triton.unsupported_reason(request) else 10 * major + minor
     return xla.sum_of_chunks(request, capability, exponentials=True)

@@ -14,10 +14,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import hopper
 from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
 from pallas_kernels.cross_entropy import mosaic_kernel
 from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.hopper.target import unsupported_target
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
@@ -27,9 +27,9 @@ _GROUP = 64
 _LARGEST = math.exp(80)
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """The first rule that the request breaks."""
-    reason = hopper.refuses_target(request.target, INTERPRET)
+    reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
     (depth, vocabulary), options = request.weight.shape, request.options
@@ -44,7 +44,7 @@ def refuses(request: Request) -> str | None:
     return None
 
 
-def refuses_rows(rows: int) -> str | None:
+def unsupported_rows(rows: int) -> str | None:
     """Whether a chunk has a number of tokens that the kernel takes."""
     return None if rows % ROWS == 0 else f"needs chunks of a multiple of {ROWS} tokens, got one of {rows}"
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.cross_entropy.request import Request
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """A vocabulary in parts: a device's own logits are not the contract."""
     if request.options.axis_name is not None:
         return "it reads the whole vocabulary; gather the weight and leave axis_name out"

@@ -13,7 +13,7 @@ from pallas_kernels.cross_entropy.request import Request
 _LEAST_CAPABILITY = (8, 0)
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """The first rule that the request breaks."""
     capability, vocabulary = request.target.compute_capability, request.weight.shape[1]
     if not all(importlib.util.find_spec(name) for name in ("triton", "jax_triton")):

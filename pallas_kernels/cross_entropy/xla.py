@@ -63,7 +63,7 @@ class _Plan:
     """Whether a product of our own gives a chunk's exponentials in place of its logits."""
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Nothing: this backend computes every call."""
     del request
     return None

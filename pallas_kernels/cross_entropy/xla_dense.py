@@ -9,13 +9,13 @@ from pallas_kernels.cross_entropy.request import Options, Request
 LARGEST_LOGITS = 2**27
 
 
-def refuses(request: Request) -> str | None:
+def unsupported_reason(request: Request) -> str | None:
     """Nothing: every call is computed, at the memory of its logits."""
     del request
     return None
 
 
-def yields(request: Request) -> str | None:
+def lower_priority_reason(request: Request) -> str | None:
     """Large logits belong to the chunked backend."""
     size = 4 * request.logit_count
     if size > LARGEST_LOGITS:

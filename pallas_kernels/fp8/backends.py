@@ -75,7 +75,7 @@ def _where_rounded(request: Request) -> tuple[Plan, tuple[jax.Array, ...]]:
 
 def _mosaic_refuses(request: Request) -> str | None:
     dtypes = (request.plan.dtype, request.plan.output)
-    return mosaic.refuses(request.target, dtypes, request.sizes)
+    return mosaic.unsupported_reason(request.target, dtypes, request.sizes)
 
 
 def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
-from pallas_kernels.hopper import refuses_target
+from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import Target, multiprocessors
 
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
 
 
-def refuses(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> str | None:
+def unsupported_reason(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> str | None:
     """The first rule that products of these (rows, summed, outputs) break."""
-    reason = refuses_target(target, INTERPRET)
+    reason = unsupported_target(target, INTERPRET)
     if reason is not None:
         return reason
     if any(jnp.dtype(dtype) != jnp.bfloat16 for dtype in dtypes):

@@ -125,9 +125,7 @@ def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
     return Quantized(values, inverse), turned
 
 
-def cast_both(
-    source: Source, arrays: Sequence[jax.Array], dtype: Any, expected: Sequence[Seen | None]
-) -> list[Both]:
+def cast_both(source: Source, arrays: Sequence[jax.Array], dtype: Any, expected: Sequence[Seen | None]) -> list[Both]:
     """What the source makes of arrays, of which the first is [M, K], in an FP8 format, saturating; by a kernel where it
     can.
 

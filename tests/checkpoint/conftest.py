@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.manager import CheckpointManager
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxstack.checkpoint import CheckpointConfig
+from jaxstack.checkpoint.config import CheckpointConfig
 
 
 def test_async_is_the_name_on_both_sides():

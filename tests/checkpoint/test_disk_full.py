@@ -10,7 +10,8 @@ import threading
 import jax.numpy as jnp
 import pytest
 
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.manager import CheckpointManager
 from tests.checkpoint.conftest import REPOSITORY
 
 
@@ -39,7 +40,8 @@ def small_disk(tmp_path):
 MANY_FAILURES = """
 import sys
 import jax.numpy as jnp
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.manager import CheckpointManager
 
 manager = CheckpointManager(sys.argv[1], CheckpointConfig(keep=1), report=print)
 state = {f"w{i}": jnp.ones((64, 64)) for i in range(60)}

@@ -18,7 +18,8 @@ from tests.checkpoint.conftest import REPOSITORY
 SAVE_ALL_THE_TIME = """
 import sys
 import jax, jax.numpy as jnp
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.manager import CheckpointManager
 
 manager = CheckpointManager(sys.argv[1], CheckpointConfig(keep=2), report=lambda line: None)
 step = manager.latest_step() or 0

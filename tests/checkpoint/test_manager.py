@@ -8,7 +8,10 @@ import threading
 import jax.numpy as jnp
 import pytest
 
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state, manifest
+from jaxstack.checkpoint import manifest
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import ConfigError, JaxstackError
 from tests.checkpoint.states import assert_same, make_state
 
@@ -122,7 +125,7 @@ def test_a_directory_that_another_run_has_taken_over_is_left_to_it(open_manager,
     shutil.rmtree(manager.directory)
     code = """
 import sys
-from jaxstack.checkpoint import CheckpointManager
+from jaxstack.checkpoint.manager import CheckpointManager
 manager = CheckpointManager(sys.argv[1])
 manager.claim()
 print("claimed", flush=True)

@@ -19,7 +19,10 @@ jax.distributed.initialize(address, 2, rank, coordinator_bind_address=address)
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state, manifest
+from jaxstack.checkpoint import manifest
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.manager import CheckpointManager
 
 mesh = jax.make_mesh((4,), ("d",))
 split, whole = NamedSharding(mesh, PartitionSpec("d")), NamedSharding(mesh, PartitionSpec())

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxstack.config import Component, build_component, dump_yaml, load_yaml, merge_overrides, merge_trees
+from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component, dump_yaml, load_yaml, merge_overrides, merge_trees
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
 

@@ -316,7 +316,8 @@ def test_closing_the_iterator_ends_its_thread(data):
 def test_a_program_ends_with_an_open_iterator_and_opens_no_socket(byte_config):
     program = f"""
 import os
-from jaxstack.data import DataConfig, SourceConfig, TokenizerConfig, open_data
+from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
+from jaxstack.data.loader import open_data
 config = DataConfig(sources=(SourceConfig(path={byte_config.sources[0].path!r}),), shard_tokens=10_000,
     tokenizer=TokenizerConfig(name="byte"), cache_dir={byte_config.cache_dir!r})
 iterator = open_data(config, sequence_length=32, seed=0).batches(global_batch_size=4, rows=range(4), start=0)

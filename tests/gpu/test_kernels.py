@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxstack.compiler_options import step_options
+from jaxstack.distributed.xla_options import step_options
 from pallas_kernels import (
     NormalisedInput,
     all_gather_matmul,
@@ -30,7 +30,7 @@ from pallas_kernels import (
 from tests.gpu.conftest import on_hopper
 from tests.pallas_kernels.attention.contract import Case, check
 from tests.pallas_kernels.cross_entropy import cases as loss_cases
-from tests.pallas_kernels.grouped import cases as grouped_cases
+from tests.pallas_kernels.grouped_gemm import cases as grouped_cases
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxstack.launch import main
+from jaxstack.launch.__main__ import main
 from jaxstack.launch.shared_memory import FOLDER, list_files, remove_left_behind
 
 WRITE = "import os, sys, time; from jaxstack.resilience import ProgressFile; p = ProgressFile.of_this_process(); "
@@ -24,7 +24,7 @@ def launch(*options: str, program: str) -> subprocess.Popen:
 
 
 def test_needs_no_jax():
-    program = "import sys, jaxstack.launch.command; print(sorted({'jax', 'numpy', 'flax'} & set(sys.modules)))"
+    program = "import sys, jaxstack.launch.__main__; print(sorted({'jax', 'numpy', 'flax'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, chunks, in_fp8
-from jaxstack.precision import PrecisionConfig
+from jaxstack.precision.config import PrecisionConfig
 from tests.small_runs import batch_at
 
 ROWS, LENGTH, WIDTH = 4, 16, 64
@@ -25,17 +25,17 @@ def lowered(monkeypatch, tokens: int | None, **changes):
     """Loss and gradients with at most so many tokens of each sequence in a chunk, and their arguments."""
     model = model_of(**changes)
     size = chunks.CHUNK_BYTES if tokens is None else ROWS * tokens * WIDTH * jnp.dtype(model.dtype).itemsize
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, non_params = nnx.split(model, nnx.Param, ...)
     batch = {name: jnp.asarray(x) for name, x in batch_at(0, ROWS).items()}
     assert batch["tokens"].shape == (ROWS, LENGTH)
 
-    def loss(params, rest):
-        return language_model_loss(nnx.merge(graphdef, params, rest), batch).total
+    def loss(params, non_params):
+        return language_model_loss(nnx.merge(graphdef, params, non_params), batch).total
 
     with monkeypatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", size)
-        both = jax.value_and_grad(loss, argnums=(0, 1) if jax.tree.leaves(rest) else 0)
-        return jax.jit(both).lower(params, rest), (params, rest)
+        both = jax.value_and_grad(loss, argnums=(0, 1) if jax.tree.leaves(non_params) else 0)
+        return jax.jit(both).lower(params, non_params), (params, non_params)
 
 
 @pytest.mark.parametrize(("changes", "tokens"), [({"mlp": "plain", "mlp_bias": True}, 5), ({"fp8": "delayed"}, 8)])

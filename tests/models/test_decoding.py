@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.functional import FunctionalModule
+from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
-from jaxstack.models.attention_kinds.base import CacheSlots, Heads
-from jaxstack.models.attention_kinds.block_sparse import BlockSparseAttention, StridedPattern
-from jaxstack.models.attention_kinds.key_cache import empty_cache, held_positions, put, store
-from jaxstack.models.attention_kinds.linear import LinearAttention
-from jaxstack.models.attention_kinds.longformer import LongformerAttention
-from jaxstack.models.attention_kinds.performer import PerformerAttention
-from jaxstack.models.attention_kinds.projected import ProjectedAttention
+from jaxstack.models.attention.base import AttentionSpec, CacheSlots
+from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
+from jaxstack.models.attention.key_cache import empty_cache, held_positions, put, store
+from jaxstack.models.attention.linear import LinearAttention
+from jaxstack.models.attention.longformer import LongformerAttention
+from jaxstack.models.attention.performer import PerformerAttention
+from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.moe.config import MoEConfig
 
 BASE = {
@@ -81,7 +81,7 @@ def test_the_window_bounds_what_a_layer_keeps(values, slots):
 @pytest.mark.parametrize(("slots", "pinned"), [(8, 0), (5, 2), (3, 3), (1, 0)])
 def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
     """A token at a time, several at once, and all at once, against a list of who wrote where."""
-    heads, ring = Heads(1, 1, 1, 1.0), slots - (pinned if pinned < slots else 0)
+    heads, ring = AttentionSpec(1, 1, 1, 1.0), slots - (pinned if pinned < slots else 0)
     first, count = slots - ring, 12
     values = (1 + jnp.arange(count, dtype=jnp.float32)).reshape(1, count, 1, 1)
 
@@ -112,11 +112,11 @@ def test_unrolled_layers_compute_the_same(lead):
     config = ModelConfig(**{**BASE, **WINDOWS, "num_layers": 5 + lead, "moe": moe})
     unrolled = config.model_copy(update={"scan_layers": False})
     modules = [FunctionalModule(lambda rngs, c=c: Transformer(c, rngs)) for c in (config, unrolled)]
-    params, rest = modules[0].init(jax.random.key(0))
+    params, non_params = modules[0].init(jax.random.key(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 12)), jnp.int32)
     scanned, single = (
-        jax.jit(lambda p, module=module: module.merge(p, rest)(tokens))(p)
+        jax.jit(lambda p, module=module: module.merge(p, non_params)(tokens))(p)
         for module, p in zip(modules, (params, unroll_layers(config, params)), strict=True)
     )
-    assert modules[0].merge(params, rest).decoder.scanned
+    assert modules[0].merge(params, non_params).decoder.scanned
     np.testing.assert_allclose(scanned, single, rtol=1e-5, atol=1e-5)

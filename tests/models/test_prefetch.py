@@ -22,12 +22,12 @@ def sums(trainer: Trainer):
     batches.close()
     state, gradients = trainer.state, trainer.steps.gradients
 
-    def compute(params, rest, key):
-        found, rest = gradients(params, rest, batch, key)
-        return found, rest, gradients.loss(params, rest, batch)
+    def compute(params, non_params, key):
+        found, non_params = gradients(params, non_params, batch, key)
+        return found, non_params, gradients.loss(params, non_params, batch)
 
     with jax.set_mesh(trainer.rules.mesh):
-        return jax.device_get(jax.jit(compute)(state.params, state.rest, jax.random.key(1)))
+        return jax.device_get(jax.jit(compute)(state.params, state.non_params, jax.random.key(1)))
 
 
 def slow(*overrides: str) -> object:
@@ -35,7 +35,7 @@ def slow(*overrides: str) -> object:
 
 
 WINDOWS = ("model.layer_types=[sliding_attention, full_attention]", "model.sliding_window=4")
-FP8 = (*layout(fsdp=2), "model.num_layers=5", "model.single_layers=1", "model.remat=none")
+FP8 = (*layout(fsdp=2), "model.num_layers=5", "model.unscanned_end_layers=1", "model.remat=none")
 
 
 @pytest.mark.parametrize(

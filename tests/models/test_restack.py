@@ -9,14 +9,14 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxstack import convert
-from jaxstack.functional import FunctionalModule
-from jaxstack.language_run import train_language_model
+from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.restack import restack, same_stacking
+from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
 SCANNED = ModelConfig(vocab_size=64, hidden_size=16, num_heads=2, num_layers=5, intermediate_size=24)
-FORMS = {"unrolled": {"scan_layers": False}, "ends": {"single_layers": 1}}
+FORMS = {"unrolled": {"scan_layers": False}, "ends": {"unscanned_end_layers": 1}}
 
 
 def split(config: ModelConfig):
@@ -29,10 +29,10 @@ def test_the_function_stays_and_the_way_back_is_bit_equal(form):
     tokens = np.arange(12).reshape(1, 12)
     target = SCANNED.model_copy(update=FORMS[form])
     assert same_stacking(SCANNED, SCANNED) and not same_stacking(SCANNED, target)
-    module, params, rest = split(SCANNED)
+    module, params, non_params = split(SCANNED)
     other, _, other_rest = split(target)
     moved = restack(params, SCANNED, target)
-    expected = module.merge(params, rest)(tokens)
+    expected = module.merge(params, non_params)(tokens)
     np.testing.assert_allclose(other.merge(moved, other_rest)(tokens), expected, rtol=1e-5, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, restack(moved, target, SCANNED), params)
 
@@ -45,7 +45,7 @@ def run(folder, name: str, *overrides: str) -> None:
     path = folder / "config.yaml"
     data = {"tokenizer": {"name": "byte"}, "sources": [{"path": str(folder / "a.txt")}], "held_out_fraction": 0.0}
     path.write_text(json.dumps({**tree, "data": data}))
-    train_language_model(path, [*fixed, *model, *overrides])
+    train(load_config(path, [*fixed, *model, *overrides]))
 
 
 def test_an_fp8_run_starts_from_a_plain_one_and_from_files_and_is_exported(tmp_path):
@@ -60,7 +60,7 @@ def test_an_fp8_run_starts_from_a_plain_one_and_from_files_and_is_exported(tmp_p
         still = ("train.steps=1", "optimizer.learning_rate=1e-30", "precision.fp8=delayed")
         run(tmp_path, name, f"run.init_from={tmp_path / start}", *still)
         model = load_config(tmp_path / name / "config.yaml").model
-        assert (model.scan_layers, model.single_layers) == (True, 1)
+        assert (model.scan_layers, model.unscanned_end_layers) == (True, 1)
         assert convert.main([str(tmp_path / name), "--output", str(tmp_path / f"{name}_exported")]) == 0
         exported = load_file(tmp_path / f"{name}_exported" / "model.safetensors")
         assert exported.keys() == started.keys()

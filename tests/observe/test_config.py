@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from jaxstack.observe import ObserveConfig
+from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.trackers import TRACKERS
 
 

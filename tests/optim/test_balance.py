@@ -7,8 +7,9 @@ import optax
 
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.moe.router import route
-from jaxstack.optim import AdamW, GroupRule, build_optimizer
-from jaxstack.optim.build import gradient_norm, largest_overload
+from jaxstack.optim.base import GroupRule
+from jaxstack.optim.build import build_optimizer, gradient_norm, largest_overload
+from jaxstack.optim.optimizers import AdamW
 from tests.small_runs import make_trainer, small_config
 
 PARAMS = {"router": {"kernel": jnp.ones((2, 4)), "balance_bias": jnp.zeros((3, 4))}}

@@ -7,7 +7,10 @@ import optax
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.optim import OPTIMIZERS, SCHEDULES, SGD, Adafactor, AdamW, GroupRule, Lion, build_optimizer
+from jaxstack.optim.base import GroupRule
+from jaxstack.optim.build import build_optimizer
+from jaxstack.optim.optimizers import OPTIMIZERS, SGD, Adafactor, AdamW, Lion
+from jaxstack.optim.schedules import SCHEDULES
 from tests.small_runs import make_trainer, small_config
 
 PARAMS = {

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.optim import AdamW, Muon, build_optimizer
+from jaxstack.optim.build import build_optimizer
+from jaxstack.optim.optimizers import AdamW, Muon
 from jaxstack.optim.optimizers.muon import MatrixRule, orthogonalise
 from tests.small_runs import make_trainer, run_steps, small_config
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxstack.config import build_component
+from jaxstack.config.loader import build_component
 from jaxstack.optim.schedules import SCHEDULES, Constant, Cosine, InverseSqrt, Linear, OneCycle, WarmupStableDecay
 
 STEPS = 100

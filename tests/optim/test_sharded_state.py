@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.functional import FunctionalModule
-from jaxstack.optim import build_optimizer
+from jaxstack.functional.module import FunctionalModule
+from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.state import init_state, state_shardings

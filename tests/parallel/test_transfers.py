@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxstack.errors import ConfigError
-from jaxstack.language_run import layout_rules
 from jaxstack.parallel import make_mesh
 from jaxstack.parallel.transfers import gather, in_one_process, scatter
+from jaxstack.run.build import layout_rules
 from tests.hopper import hopper_topology
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import make_trainer, metrics_of_steps, small_config

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxstack.observe.device_grid import device_grid, number_ranges, split_panels
+from jaxstack.plan.__main__ import main
 from jaxstack.plan.absent_gpus import can_compile, device_memory
-from jaxstack.plan.command import main
 from jaxstack.plan.layout import plan_layout
 from jaxstack.plan.rehearsal import rehearse
 from jaxstack.plan.text import draw_mesh, draw_plan

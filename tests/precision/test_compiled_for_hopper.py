@@ -1,6 +1,5 @@
 """The FP8 train step compiled for H200s: every matmul that should be in FP8 is, and FSDP moves FP8 bytes."""
 
-
 import jax
 import pytest
 

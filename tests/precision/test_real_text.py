@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxstack.language_run import train_language_model
+from jaxstack.run.train import train
+from jaxstack.run_config import load_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
 SHORT = (
@@ -15,7 +16,7 @@ SHORT = (
 
 
 def held_out_loss(directory, recipe: str) -> float:
-    return train_language_model(CONFIG, [f"run.dir={directory}", f"precision.fp8={recipe}", *SHORT])["eval_loss"]
+    return train(load_config(CONFIG, [f"run.dir={directory}", f"precision.fp8={recipe}", *SHORT]))["eval_loss"]
 
 
 @pytest.mark.slow

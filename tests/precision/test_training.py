@@ -8,16 +8,16 @@ from flax import nnx
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.errors import ConfigError
-from jaxstack.functional import FunctionalModule
+from jaxstack.functional.module import FunctionalModule
+from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import LoopSettings
 from jaxstack.models import ModelConfig, Transformer, count_fp8_matmuls, in_fp8
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.ran import refuse_missing_fp8
-from jaxstack.precision import PrecisionConfig, ScalingState, use_fp8
-from jaxstack.precision.recipe import Fp8Matmul
+from jaxstack.precision.config import PrecisionConfig
+from jaxstack.precision.recipe import Fp8Matmul, ScalingState, use_fp8
 from jaxstack.run_config import load_config
-from jaxstack.staged_module import StagedModule
 from pallas_kernels import record_choices
 from tests.reliability.states import read_checkpoint
 from tests.small_runs import make_trainer, run_steps, small_config
@@ -57,7 +57,7 @@ def test_all_projections_but_of_the_first_and_the_last_layer():
     found = paths_in_fp8(PrecisionConfig(fp8="current"), scan_layers=False)
     assert found == {f"decoder/layers/{i}/{name}" for i in (1, 2) for name in PROJECTIONS}
     # Scanned: the layers at the ends are the first and the last of three modules.
-    found = paths_in_fp8(PrecisionConfig(fp8="current"), single_layers=1)
+    found = paths_in_fp8(PrecisionConfig(fp8="current"), unscanned_end_layers=1)
     assert found == {f"decoder/layers/1/{name}" for name in PROJECTIONS}
     assert not paths_in_fp8(PrecisionConfig())
 
@@ -65,7 +65,7 @@ def test_all_projections_but_of_the_first_and_the_last_layer():
 def test_a_rule_takes_the_first_and_the_last_layer_too():
     found = paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=EVERY), scan_layers=False)
     assert found == {f"decoder/layers/{i}/{name}" for i in range(4) for name in PROJECTIONS}
-    found = paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=EVERY), single_layers=1)
+    found = paths_in_fp8(PrecisionConfig(fp8="current", fp8_rules=EVERY), unscanned_end_layers=1)
     assert found == {f"decoder/layers/{i}/{name}" for i in range(3) for name in PROJECTIONS}
 
 
@@ -74,14 +74,14 @@ def test_one_scan_of_all_layers_runs_all_in_fp8():
 
 
 def test_a_run_in_fp8_scans_the_layers_between():
-    assert load_config(None, ["precision.fp8=current"]).model.single_layers == 1
-    assert load_config(None, ["precision.fp8=current", "model.single_layers=0"]).model.single_layers == 0
-    assert load_config(None, ["precision.fp8=current", "parallel.pipeline=2"]).model.single_layers == 0
-    assert load_config(None, []).model.single_layers == 0
+    assert load_config(None, ["precision.fp8=current"]).model.unscanned_end_layers == 1
+    assert load_config(None, ["precision.fp8=current", "model.unscanned_end_layers=0"]).model.unscanned_end_layers == 0
+    assert load_config(None, ["precision.fp8=current", "parallel.pipeline=2"]).model.unscanned_end_layers == 0
+    assert load_config(None, []).model.unscanned_end_layers == 0
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("model", [{}, {"single_layers": 1}, {"scan_layers": False}], ids=str)
+@pytest.mark.parametrize("model", [{}, {"unscanned_end_layers": 1}, {"scan_layers": False}], ids=str)
 @pytest.mark.parametrize("num_layers", [2, 4])
 def test_the_log_says_which_layers_run_in_fp8(num_layers, model, staged):
     config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=num_layers, **model)
@@ -122,7 +122,7 @@ def test_layers_of_alternating_kinds_are_numbered_as_in_the_model():
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_number_of_matmuls(scan):
-    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=4, scan_layers=scan, single_layers=1)
+    config = ModelConfig(vocab_size=64, hidden_size=32, num_layers=4, scan_layers=scan, unscanned_end_layers=1)
 
     def count(*rules) -> int:
         precision = PrecisionConfig(fp8="current", fp8_rules=rules)
@@ -182,7 +182,7 @@ def test_layouts_train_nearly_as_one_device(on_one_device, recipe, layout):
 PIPELINE = ("parallel.pipeline=2", "train.gradient_accumulation=4")
 EVERY_LAYER = ("model.num_layers=4", "precision.fp8_rules=[{path: _proj, fp8: true}]")
 PIPELINES = (
-    "parallel.pipeline_schedule=zero_bubble model.single_layers=1",
+    "parallel.pipeline_schedule=zero_bubble model.unscanned_end_layers=1",
     "parallel.pipeline_schedule=interleaved parallel.data=2",
     "parallel.tensor=2 model.scan_layers=false",
 )
@@ -198,13 +198,13 @@ PIPELINES = (
 )
 def test_a_pipeline_runs_in_fp8_what_one_device_does(recipe, layout):
     """Until a difference of float32 makes a number another in FP8; blocks of gradients end where microbatches do."""
-    model = [o for o in layout.split() if o.startswith("model.")] or ["model.single_layers=0"]
+    model = [o for o in layout.split() if o.startswith("model.")] or ["model.unscanned_end_layers=0"]
     shape = (*EVERY_LAYER, *model, f"precision.fp8={recipe}")
     trainer, alone = (make_trainer(small_config(*shape, *o)) for o in ((*PIPELINE, *layout.split()), ()))
     assert trainer.module.fp8_matmuls == alone.module.fp8_matmuls == 4 * 3 * len(PROJECTIONS)
     exact = 1e-3 if recipe == "blockwise" else 1e-5
     assert run_steps(trainer, 3) == pytest.approx(run_steps(alone, 3), rel=exact)
-    found, wanted = (t.stored_state.rest for t in (trainer, alone))
+    found, wanted = (t.stored_state.non_params for t in (trainer, alone))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2), found, wanted)
     assert len(jax.tree.leaves(wanted)) > 0 or recipe != "delayed"
 
@@ -223,7 +223,7 @@ def test_gathered_bytes_give_the_same_loss(recipe):
 def states_after(*overrides: str) -> dict[str, np.ndarray]:
     trainer = make_trainer(small_config("precision.fp8=delayed", "precision.fp8_history=4", *overrides))
     run_steps(trainer, 2)
-    scaling, _ = trainer.module.split_scaling(trainer.state.rest)
+    scaling, _ = trainer.module.split_scaling(trainer.state.non_params)
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(scaling)}
 
 
@@ -242,11 +242,11 @@ def test_histories_are_the_same_however_the_batch_is_cut():
 def test_a_skipped_step_keeps_the_histories():
     trainer = make_trainer(small_config("precision.fp8=delayed"))
     run_steps(trainer, 1)
-    before = jax.device_get(trainer.module.split_scaling(trainer.state.rest)[0])
+    before = jax.device_get(trainer.module.split_scaling(trainer.state.non_params)[0])
     state = trainer.state
     trainer.state = state._replace(params={**state.params, "head": state.params["head"] * jnp.nan})
     run_steps(trainer, 1)
-    after = jax.device_get(trainer.module.split_scaling(trainer.state.rest)[0])
+    after = jax.device_get(trainer.module.split_scaling(trainer.state.non_params)[0])
     assert int(trainer.state.skipped) == 1
     jax.tree.map(np.testing.assert_array_equal, after, before)
 

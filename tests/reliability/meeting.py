@@ -4,8 +4,8 @@ import sys
 
 import jax
 
-from jaxstack.cluster import find_place
-from jaxstack.processes import exchange, join
+from jaxstack.distributed.cluster import find_place
+from jaxstack.distributed.coordination import exchange, join
 from tests.reliability.runs import listening
 
 place = find_place()

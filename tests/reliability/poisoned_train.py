@@ -15,10 +15,10 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.cli import run_command
 from jaxstack.loop import LoopSettings
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.optim import AdamW
+from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import ParallelConfig, make_mesh
-from jaxstack.resilience import ResilienceConfig
+from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.run_config import TrainConfig
 from tests.resilience.bits import flip_copy
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.checkpoint import CheckpointManager
 from jaxstack.checkpoint.leaves import LeafSpec
+from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.checkpoint.manifest import read_index
 from tests.checkpoint.states import raw
 

@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager, abstract_state
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.layout import abstract_state
+from jaxstack.checkpoint.manager import CheckpointManager
 from tests.checkpoint.states import assert_same, make_state
 from tests.checkpoint.test_disk_full import fill, small_disk  # noqa: F401
 from tests.checkpoint.test_kill import check_all_whole, run_and_kill
@@ -20,7 +22,8 @@ pytestmark = pytest.mark.slow
 MANY_SAVES = """
 import os, sys
 import jax, jax.numpy as jnp
-from jaxstack.checkpoint import CheckpointConfig, CheckpointManager
+from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.manager import CheckpointManager
 
 def resident():
     with open("/proc/self/statm") as file:

@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from jaxstack.cluster import COORDINATOR, COUNT, INDEX, TLS_FILES, TLS_PEER_PREFIX
+from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, TLS_FILES, TLS_PEER_PREFIX
 from jaxstack.launch.supervisor import free_port
 from tests.reliability.runs import REPOSITORY, Runs, end, finish
 

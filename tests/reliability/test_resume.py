@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxstack.checkpoint import CheckpointManager
 from jaxstack.checkpoint.leaves import name_leaves
-from jaxstack.data import open_data
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.loader import open_data
 from jaxstack.errors import ConfigError
-from jaxstack.language_run import make_trainer, resolve_model
+from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import load_config, resolve_layout
 from tests.checkpoint.states import raw
 from tests.reliability.runs import Runs, finish, waiting

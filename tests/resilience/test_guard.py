@@ -9,7 +9,7 @@ import pytest
 
 from jaxstack.errors import JaxstackError
 from jaxstack.parallel import ParallelConfig, make_mesh
-from jaxstack.resilience import SilentCorruption, StateGuard
+from jaxstack.resilience.guard import SilentCorruption, StateGuard
 from jaxstack.resilience.replicas import ReplicaCheck
 from tests.resilience.bits import flip_copy
 

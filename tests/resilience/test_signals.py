@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from jaxstack.resilience import StopRequest, signals
+from jaxstack.resilience import signals
+from jaxstack.resilience.signals import StopRequest
 
 
 def test_a_signal_that_comes_twice_is_one_request(monkeypatch):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxstack.errors import JaxstackError
-from jaxstack.resilience import ResilienceConfig, SkippedSteps
-from jaxstack.resilience.skips import WINDOW
+from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.resilience.skips import WINDOW, SkippedSteps
 from tests.resilience.test_spikes import settings, trainer_with
 
 VALUES, LIMITS = {"loss": 9.0, "grad_norm": 1.0}, [3.0, 2.0]

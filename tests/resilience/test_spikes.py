@@ -11,10 +11,10 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.errors import JaxstackError
 from jaxstack.loop import LoopSettings
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.optim import AdamW
+from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import make_mesh
-from jaxstack.resilience import ResilienceConfig
+from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.resilience.spikes import FEWEST, WINDOW, StepHistory
 from jaxstack.run_config import TrainConfig
 
@@ -75,7 +75,7 @@ def test_a_spike_leaves_no_trace(tmp_path, capfd):
     calm.fit(tmp_path / "b", settings(every=24))
     wanted = jax.device_get(calm.state)
     assert (found.step, found.skipped) == (25, 1)
-    for name in ("params", "rest", "optimizer", "history"):
+    for name in ("params", "non_params", "optimizer", "history"):
         jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(wanted, name))
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "was skipped" in line]
     assert line.startswith("step 25 was skipped: loss ") and "resilience.spike_threshold); 1 in a row" in line

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxstack.config import build_component
+from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.rows import Row
@@ -26,7 +26,7 @@ HARMLESS = frozenset(
 # Not a part of what the model computes, or known under another name in the comparison below.
 _NOT_COMPARED = frozenset(
     ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "remat"]
-    + ["scan_layers", "single_layers"]
+    + ["scan_layers", "unscanned_end_layers"]
     + ["num_kv_heads", "head_dim", "intermediate_size", "query_pre_attn_scalar", "layer_types", "sliding_window"]
 )
 _NOT_COMPARED_OF_EXPERTS = frozenset(

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from jaxstack.config import Component
+from jaxstack.config.base import Component
 
 
 class MoEConfig(Component):

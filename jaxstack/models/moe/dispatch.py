@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped.groups import aligned_rows, group_bounds
+from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
 
 
 class Rows(NamedTuple):

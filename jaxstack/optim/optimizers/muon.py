@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field
 
-from jaxstack.config import PathRule
+from jaxstack.config.base import PathRule
 from jaxstack.errors import ConfigError
 from jaxstack.optim.base import Optimizer, is_matrix
 from jaxstack.parallel.mesh import spread

@@ -11,11 +11,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
-from jaxstack.functional import FunctionalModule
-from jaxstack.generate import Decoder, Sampling
+from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer, from_huggingface
-from jaxstack.models.huggingface import load, read_model_config
+from jaxstack.models.huggingface import load
+from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.files import WeightFiles
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 

@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.functional import FunctionalModule
+from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, from_huggingface, to_huggingface
 from jaxstack.models.huggingface import files, load
 from jaxstack.parallel import ParallelConfig, make_mesh

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.compiler_options import step_options
+from jaxstack.distributed.xla_options import step_options
 from pallas_kernels import (
     NormalisedInput,
     empty_fp8_state,

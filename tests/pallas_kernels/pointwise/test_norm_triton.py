@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import layer_norm, lowering_platform, rms_norm
-from pallas_kernels.pointwise.norm_triton import Plan
+from pallas_kernels.normalization.triton_launch import Plan
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
@@ -25,7 +25,7 @@ def norm(centered, x, gain, bias):
 
 def interpret(centered: bool, past: bool) -> None:
     """Rows that no number of programs or rows of a block divides, of very different sizes, with a mean of their own."""
-    from pallas_kernels.pointwise.norm_kernel import gradient_kernel
+    from pallas_kernels.normalization.triton_kernel import gradient_kernel
 
     let_numpy_index()
     random, rows = np.random.default_rng(0), 23

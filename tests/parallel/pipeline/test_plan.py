@@ -4,7 +4,7 @@ import pytest
 
 from jaxstack.errors import ConfigError
 from jaxstack.parallel import ParallelConfig
-from jaxstack.parallel.pipeline import plan_pipeline
+from jaxstack.parallel.pipeline.plan import plan_pipeline
 from tests.small_runs import small_config
 
 
@@ -30,7 +30,9 @@ def test_defaults():
         (12, 1, {"microbatches": 6, "pipeline_schedule": "interleaved"}, r"multiple of parallel.pipeline.*4 or 12"),
         (10, 1, {"pipeline_schedule": "interleaved"}, r"nearest train.global_batch_size: 8 or 12"),
         (
-            20, 1, {"pipeline": 3, "microbatches": 4, "pipeline_schedule": "interleaved"},
+            20,
+            1,
+            {"pipeline": 3, "microbatches": 4, "pipeline_schedule": "interleaved"},
             r"nearest: parallel.microbatches=3 with train.global_batch_size: 18 or 21",
         ),
         (15, 1, {"data": 2, "microbatches": 3}, r"nearest train.global_batch_size: 12 or 18"),

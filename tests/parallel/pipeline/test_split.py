@@ -49,10 +49,10 @@ def test_both_halves_together_are_the_whole(remat):
     jax.tree.map(close, found, wanted_weights)
 
     dx, early, kept = late.backward(saved, gradient, weights, shared, index)
-    rest = late.weights(kept)
+    non_params = late.weights(kept)
     close(dx, wanted_x)
-    assert early["gate"] is None and rest["norm"] is None
-    jax.tree.map(close, {**rest, "norm": early["norm"]}, wanted_weights)
+    assert early["gate"] is None and non_params["norm"] is None
+    jax.tree.map(close, {**non_params, "norm": early["norm"]}, wanted_weights)
     # Operands of three matmuls: h (shared by two), the product, and a cotangent each.
     assert sum(k.size for k in kept) == B * T * (2 * D + 3 * F)
 

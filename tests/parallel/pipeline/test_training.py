@@ -38,9 +38,9 @@ def every_factorisation_of_eight() -> list[tuple[str, ...]]:
     """pipeline x data x fsdp x tensor = 8 with every schedule; numbers of microbatches and sequence in turn."""
     found = []
     for stages in (2, 4, 8):
-        rest = 8 // stages
-        for data, fsdp in [(d, f) for d in (1, 2, 4) for f in (1, 2, 4) if rest % (d * f) == 0]:
-            tensor = rest // data // fsdp
+        non_params = 8 // stages
+        for data, fsdp in [(d, f) for d in (1, 2, 4) for f in (1, 2, 4) if non_params % (d * f) == 0]:
+            tensor = non_params // data // fsdp
             for schedule in SCHEDULES:
                 rows = 16 // data // fsdp
                 fits = [m for m in (2, 4, 8, 16) if rows % m == 0 and (schedule != "interleaved" or m % stages == 0)]

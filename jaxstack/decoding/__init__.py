@@ -1,0 +1,1 @@
+"""Sampling text from trained models."""

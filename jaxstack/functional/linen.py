@@ -1,0 +1,13 @@
+"""Wraps Flax Linen modules so that the trainer can use them as NNX modules."""
+
+from typing import Any, cast
+
+from flax import linen as nn
+from flax import nnx
+
+from jaxstack.functional.module import NNXFactory
+
+
+def from_linen(module: nn.Module, *inputs: Any) -> NNXFactory:
+    """A Linen module as a function `rngs -> NNX module`. It is called with `inputs` once, to learn its shapes."""
+    return lambda rngs: cast(nnx.Module, nnx.bridge.lazy_init(nnx.bridge.ToNNX(module, rngs=rngs), *inputs))

@@ -1,0 +1,189 @@
+"""A Flax module, NNX or Linen, as plain nested dicts of arrays and a function that puts it together again.
+
+The train state holds dicts, not modules: they flatten fast, checkpoint without classes, and need no NNX in a step.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from jaxstack.errors import ConfigError
+from jaxstack.models.adapters import measure_magnitudes, merge_adapters
+from jaxstack.models.low_precision import count_fp8_matmuls
+from jaxstack.parallel.rules import AxisRules
+from jaxstack.precision.recipe import ScalingState, renewed
+from jaxstack.tree_rules import ADAPTER
+
+Dict = dict[str, Any]
+NNXFactory = Callable[[nnx.Rngs], nnx.Module]
+
+
+class FunctionalModule:
+    """The structure of a module without its arrays.
+
+    Args:
+      make: builds the NNX module from `nnx.Rngs`; it is traced, so nothing is allocated before `init`.
+    """
+
+    def __init__(self, make: NNXFactory):
+        self.make = make
+        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
+        """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
+        self.drops_tokens = bool(getattr(abstract, "drops_tokens", False))
+        """Whether a train step adds `dropout_keys` to its batches."""
+        self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
+        """The compute dtype of such a module."""
+        for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            variable.set_metadata(whole_shape=variable.shape)
+        self._graphdef, params, non_params = nnx.split(abstract, nnx.Param, ...)
+        self._set_non_params(nnx.to_flat_state(non_params))
+        self.fp8_matmuls = count_fp8_matmuls(abstract)
+        self._scaling = [
+            tuple(map(str, path)) for path, variable in self._non_params if issubclass(variable.type, ScalingState)
+        ]
+        self._is_frozen: Callable[[str], bool] = lambda path: False
+        self._set_params(nnx.to_flat_state(params))
+
+    def _set_params(self, params: Any) -> None:
+        self._params = params
+        self.abstract_params = _nested(params)
+
+    def _set_non_params(self, non_params: Any) -> None:
+        self._non_params = non_params
+        self.abstract_non_params = _nested(non_params)
+
+    def init(self, key: jax.Array) -> tuple[Dict, Dict]:
+        """(parameters, everything else: statistics, random states) of a fresh module."""
+        return self.split(self.make(nnx.Rngs(key)))
+
+    def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
+        """The arrays of a module of this structure."""
+        _, params, non_params = nnx.split(module, nnx.Param, ...)
+        return _nested(nnx.to_flat_state(params)), _nested(nnx.to_flat_state(non_params))
+
+    def merge(self, params: Dict, non_params: Dict) -> Any:
+        """The module with these arrays."""
+        return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._non_params, non_params))
+
+    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+        """Parameters whose path this is true of take no part in training: no gradient, no optimizer state.
+
+        Raises:
+          ConfigError: that is all of them.
+        """
+        self._is_frozen = is_frozen
+        if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
+            raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
+
+    def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
+        """(what is trained, what is frozen) of the parameters, or of anything in their structure."""
+        flat = _flat(params)
+        frozen = {path: flat.pop(path) for path in list(flat) if self._is_frozen("/".join(path))}
+        return _nest(flat.items()), _nest(frozen.items())
+
+    def join(self, *parts: Dict) -> Dict:
+        """What was taken apart."""
+        return _nest(item for part in parts for item in _flat(part).items())
+
+    def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
+        """(the parameters of the module without its adapters, the adapters'), or anything in their structure."""
+        flat = _flat(params)
+        adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
+        return _nest(flat.items()), _nest(adapters.items())
+
+    def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
+        """All parameters, from those without adapters; the new ones change no result. Traceable."""
+        fresh, non_params = self.init(key)
+        adapters = self.split_adapters(fresh)[1]
+        if not adapters:
+            return params
+        return self.split(measure_magnitudes(self.merge(self.join(params, adapters), non_params)))[0]
+
+    def merge_adapters(self, base: Dict, adapters: Dict, non_params: Dict) -> Dict:
+        """The parameters of the module without adapters that computes the same. Traceable."""
+        return self.split(merge_adapters(self.merge(self.join(base, adapters), non_params)))[0]
+
+    def split_scaling(self, non_params: Dict) -> tuple[Dict, Dict]:
+        """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""
+        flat = _flat(non_params)
+        scaling = {path: flat.pop(path) for path in self._scaling}
+        return _nest(scaling.items()), _nest(flat.items())
+
+    def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
+        """The variables with the next step's scaling states, from the maxima of this one."""
+        scaling, others = self.split_scaling(non_params)
+        return self.join(renewed(scaling, maxima), others)
+
+    def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
+        """`function(logical axes or None, shape, metadata)` of every parameter, in the structure of `abstract_params`.
+
+        Logical axes that the rules do not know count as none.
+        """
+
+        def apply(variable: Any) -> Any:
+            metadata = variable.get_metadata()
+            # Flax's own name for the same thing, which modules that were not written for us may carry.
+            names = metadata.get("logical_axes") or metadata.get("out_sharding") or ()
+            known = len(names) == len(variable.shape) and all(n is None or n in rules.table for n in names)
+            return function(names if known else None, variable.shape, metadata)
+
+        return _nest((path, apply(variable)) for path, variable in self._params)
+
+    def parameter_specs(self, rules: AxisRules) -> Dict:
+        """The layout in which every parameter is stored, in the structure of `abstract_params`."""
+        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape), rules)
+
+
+def make_functional(module: Any) -> FunctionalModule:
+    """A FunctionalModule of an NNX module, whose own values are kept as the initial ones, or of a function `rngs -> NNX
+    module`.
+
+    Raises:
+      TypeError: the module is neither.
+    """
+    if isinstance(module, nnx.Module):
+        graphdef, state = nnx.split(module)
+        return FunctionalModule(lambda rngs: nnx.merge(graphdef, state))
+    if isinstance(module, nn.Module):
+        raise TypeError(
+            "a Linen module learns its shapes from inputs: give "
+            "jaxstack.functional.linen.from_linen(module, *inputs) in its place."
+        )
+    if callable(module):
+        return FunctionalModule(cast(NNXFactory, module))
+    raise TypeError(f"module must be a flax.nnx.Module or a function of nnx.Rngs; not {type(module).__name__}.")
+
+
+def _nested(flat: Any) -> Dict:
+    return _nest((path, variable.get_raw_value()) for path, variable in flat)
+
+
+def _nest(items: Any) -> Dict:
+    tree: Dict = {}
+    for path, value in items:
+        branch = tree
+        for key in path[:-1]:
+            branch = branch.setdefault(str(key), {})
+        branch[str(path[-1])] = value
+    return tree
+
+
+def _flat(tree: Dict, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in tree.items():
+        flat.update(_flat(value, (*path, key)) if isinstance(value, dict) else {(*path, key): value})
+    return flat
+
+
+def _filled(flat: Any, tree: Dict) -> Any:
+    def find(path: Any) -> Any:
+        branch: Any = tree
+        for key in path:
+            branch = branch[str(key)]
+        return branch
+
+    return nnx.from_flat_state([(path, variable.replace(find(path))) for path, variable in flat])

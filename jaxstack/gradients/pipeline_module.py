@@ -1,0 +1,189 @@
+"""A Transformer whose layers are stored in the order of the pipeline's stages, so that a device holds its own alone.
+
+On disk, and for whoever asks for the model itself, the layers are in the model's order, whatever the layout: state is
+converted when it is saved and restored, leaf by leaf, by name.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxstack.checkpoint.leaves import name_leaves
+from jaxstack.errors import ConfigError
+from jaxstack.functional.module import Dict, FunctionalModule
+from jaxstack.models import Transformer, in_fp8
+from jaxstack.parallel.pipeline.stages import StageLayout
+from jaxstack.state import abstract_state
+from jaxstack.tree_rules import path_name
+
+_LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
+"""The name of a leaf of a layer, also within an optimizer's state."""
+
+
+class StagedModule(FunctionalModule):
+    """A FunctionalModule laid out for `stages` x `chunks` virtual stages.
+
+    Its dicts of parameters have stages x chunks x rows layers along the leading dim of stacked parameters; rows without
+    a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.
+
+    Raises:
+      ConfigError: it is no Transformer, or it has too few layers for the stages.
+    """
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], stages: int, chunks: int = 1):
+        self.plain = FunctionalModule(make)
+        model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        if not isinstance(model, Transformer):
+            raise ConfigError(
+                f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
+                "Use the axes data, fsdp and tensor for it."
+            )
+        config, dtype = model.config, model.dtype
+        self.unrolled = not config.scan_layers
+        """Whether the layers of a stage are unrolled: then every plain layer has leaves of its own."""
+        scanned, precision = config.model_copy(update={"scan_layers": True}), model.precision
+        stacked = lambda rngs: in_fp8(Transformer(scanned, rngs, dtype=dtype), precision)  # noqa: E731
+        super().__init__(stacked if self.unrolled else make)
+        stack = self.merge_stage(self.abstract_params, self.abstract_non_params).decoder
+        self._lead, self._period = stack.scanned.start, stack.period
+        self.layout = StageLayout(stack.repeats if stack.repeats > 1 else 1, stages, chunks)
+        rows = self.layout.order.size
+        self._set_params(_with_rows(self._params, rows))
+        self._set_non_params(_with_rows(self._non_params, rows))
+
+    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+        for path in (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.plain.abstract_params)):
+            staged = self._staged_name(path)[0]
+            if is_frozen(path) != is_frozen(staged):
+                raise ConfigError(
+                    f"optimizer.groups: the pipeline stores {path} with other layers, as {staged}, and only one of the "
+                    "two paths is frozen; drop the layer's number from the rule."
+                )
+        self.plain.freeze(is_frozen)
+        super().freeze(is_frozen)
+
+    def stage_parameters(self, params: Dict) -> Dict:
+        """The plain module's parameters in the order of the stages. Traceable."""
+        return self._to_stages(params, self.abstract_params)
+
+    def init(self, key: jax.Array) -> tuple[Dict, Dict]:
+        return self._staged(*self.plain.init(key))
+
+    def merge(self, params: Dict, non_params: Dict) -> Any:
+        """The plain model."""
+        plain = self.plain
+        return plain.merge(
+            self._to_plain(params, plain.abstract_params), self._to_plain(non_params, plain.abstract_non_params)
+        )
+
+    def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
+        return self._staged(*self.plain.split(module))
+
+    def _staged(self, params: Dict, non_params: Dict) -> tuple[Dict, Dict]:
+        return self.stage_parameters(params), self._to_stages(non_params, self.abstract_non_params)
+
+    def merge_stage(self, params: Dict, non_params: Dict) -> Any:
+        """The model with the rows of one stage as its stacked layers."""
+        return super().merge(params, non_params)
+
+    def split_stage(self, module: nnx.Module) -> tuple[Dict, Dict]:
+        """The parameters of a model made by `merge_stage`, and all else."""
+        return super().split(module)
+
+    @property
+    def stores_plain(self) -> bool:
+        """Whether its state is that of the plain module as it is."""
+        return self.layout.is_canonical and not self.unrolled
+
+    def to_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
+        """A train state as that of the plain module, which checkpoints hold. Traceable."""
+        return self._to_plain(state, abstract_state(self.plain, optimizer))
+
+    def from_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
+        """The inverse of `to_plain`."""
+        return self._to_stages(state, abstract_state(self, optimizer))
+
+    def _to_plain(self, tree: Any, wanted: Any) -> Any:
+        leaves, _ = name_leaves(tree)
+        names, structure = name_leaves(wanted)
+        found = []
+        for name, shape in names.items():
+            staged, group = self._staged_name(name)
+            x = leaves[staged]
+            if group is not None and self._is_stack(x, shape, self.layout.order.size):
+                x = x[int(self.layout.places[group])] if self.unrolled else _pick_rows(x, self.layout.places)
+            found.append(x)
+        return structure.unflatten(found)
+
+    def _to_stages(self, tree: Any, wanted: Any) -> Any:
+        leaves, _ = name_leaves(tree)
+        names, structure = name_leaves(wanted)
+        sources: dict[str, list[Any]] = {}
+        for name, x in leaves.items():  # of unrolled layers in the order of their groups
+            sources.setdefault(self._staged_name(name)[0], []).append((self._staged_name(name)[1], x))
+        order, found = self.layout.order.reshape(-1), []
+        for name, shape in names.items():
+            group, x = sources[name][0]
+            if group is not None and self._is_stack(x, shape, self.layout.groups):
+                if self.unrolled:
+                    by_group = dict(sources[name])
+                    # Rows without a layer, and layers that are in FP8 only here, where no scaling was seen yet.
+                    x = jnp.stack([by_group[g] if g in by_group else jnp.zeros_like(x) for g in order.tolist()])
+                else:
+                    x = _pick_rows(x, order)
+            found.append(x)
+        return structure.unflatten(found)
+
+    def _is_stack(self, x: Any, wanted: Any, rows: int) -> bool:
+        """Whether a leaf of stacked layers, to be converted, has a value for each: an optimizer's may have none."""
+        return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
+
+    def _staged_name(self, name: str) -> tuple[str, int | None]:
+        """For a leaf of the plain state: the leaf here, and its group of layers (0 for a stack; None: not stacked)."""
+        match = _LAYER.match(name)
+        if match is None:
+            return name, None
+        before, index, after = match[1], int(match[2]), match[3]
+        place = index - self._lead
+        if not self.unrolled:
+            return name, 0 if 0 <= place < self._period else None
+        stacked = self._period * self.layout.groups
+        if place < 0:
+            return name, None
+        if place >= stacked:
+            return f"{before}decoder/layers/{index - stacked + self._period}/{after}", None
+        return f"{before}decoder/layers/{self._lead + place % self._period}/{after}", place // self._period
+
+
+def _pick_rows(x: Any, rows: np.ndarray) -> Any:
+    """x[rows] with zeros where a row is -1, in pieces of neighbouring rows: XLA's partitioner fails on the gather."""
+    empty = rows < 0
+    goes_on = np.where(empty[1:], empty[:-1], ~empty[:-1] & (np.diff(rows) == 1))
+    parts = []
+    for piece in np.split(rows, 1 + np.flatnonzero(~goes_on)):
+        first, count = int(piece[0]), len(piece)
+        parts.append(jnp.zeros((count, *x.shape[1:]), x.dtype) if first < 0 else x[first : first + count])
+    return jnp.concatenate(parts)
+
+
+def _is_stacked(variable: Any) -> bool:
+    axes = variable.get_metadata().get("logical_axes")
+    return bool(axes) and axes[0] == "layers"
+
+
+def _with_rows(flat: Any, rows: int) -> list[Any]:
+    """Paths and abstract variables with so many entries in those of stacked layers."""
+
+    def resize(variable: Any) -> Any:
+        if not _is_stacked(variable):
+            return variable
+        shape = (rows, *variable.shape[1:])
+        return variable.replace(jax.ShapeDtypeStruct(shape, variable.dtype), whole_shape=shape)
+
+    return [(path, resize(variable)) for path, variable in flat]

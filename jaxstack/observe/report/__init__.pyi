@@ -1,1 +1,0 @@
-from .page import write_report as write_report

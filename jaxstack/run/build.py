@@ -1,0 +1,109 @@
+"""Builds the parts of a language-model run from its configuration: model, mesh, sharding rules and trainer."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxstack.distributed.xla_options import copies_known, narrow_cpu_options
+from jaxstack.errors import ConfigError
+from jaxstack.loss import language_model_loss
+from jaxstack.models import (
+    ModelConfig,
+    Transformer,
+    add_adapters,
+    in_fp8,
+)
+from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.parallel.transfers import in_one_process
+from jaxstack.run_config import RunConfig
+from jaxstack.trainer import Trainer
+
+_VOCABULARY_MULTIPLE = 64
+
+
+def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
+    """The model with its vocabulary filled in.
+
+    Raises:
+      ConfigError: the vocabulary is smaller than the tokenizer's.
+    """
+    padded = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
+    if model.vocab_size is None:
+        return model.model_copy(update={"vocab_size": padded})
+    if model.vocab_size < tokenizer_size:
+        raise ConfigError(
+            f"model.vocab_size ({model.vocab_size}) must be at least the tokenizer's {tokenizer_size} ids; "
+            f"nearest: {tokenizer_size}, or {padded}, a multiple of {_VOCABULARY_MULTIPLE}, which runs faster."
+        )
+    return model
+
+
+def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
+    """How logical axes lie on the mesh in this run."""
+    parallel = config.parallel
+    return make_rules(
+        mesh,
+        sequence=parallel.sequence,
+        reduce=config.precision.reduce,
+        zero=parallel.zero,
+        context_method=parallel.context_method,
+        overlap=parallel.overlap,
+        prefetch=parallel.prefetch,
+        copies=_by_copies(config, mesh),
+        pipeline=config.pipeline_plan(),
+    )
+
+
+def _by_copies(config: RunConfig, mesh: Mesh) -> bool:
+    """Whether weights travel by copies: always, never, or where that was measured no slower."""
+    if config.parallel.copy_engines != "auto":
+        return config.parallel.copy_engines == "always"
+    split = {axis for axis, degree in mesh.shape.items() if degree > 1}
+    measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
+    return measured and in_one_process(mesh) and copies_known()
+
+
+def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
+    """What makes the run's model, with its adapters."""
+    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
+
+
+def make_trainer(
+    config: RunConfig, data: Any, devices: Sequence[Any] | None = None, mesh: Mesh | AbstractMesh | None = None
+) -> Trainer:
+    """The trainer of a run whose layout and vocabulary are resolved.
+
+    Args:
+      data: what `Trainer` takes.
+      mesh: in place of one of `devices` (default: all); with one without devices nothing can run, but be described.
+    """
+    if isinstance(mesh, AbstractMesh):
+        platform, mesh = "gpu", cast(Mesh, mesh)
+    else:
+        mesh = mesh or make_mesh(config.parallel, devices)
+        platform = mesh.devices.flat[0].platform
+    dtype = jnp.dtype(config.precision.compute_dtype(platform))
+    train = config.train
+    if platform == "cpu" and dtype.itemsize < 4:
+        train = train.model_copy(update={"xla_options": {**narrow_cpu_options(), **train.xla_options}})
+    # The z-loss shapes training only: a held-out loss is comparable between runs.
+    loss = functools.partial(_loss, z_loss=config.train.z_loss)
+    return Trainer(
+        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
+        loss,
+        data,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        mesh=layout_rules(config, mesh),
+        train=train,
+        seed=config.run.seed,
+    )
+
+
+def _loss(model: Transformer, batch: Any, key: jax.Array | None, *, z_loss: float) -> Any:
+    return language_model_loss(model, batch, key, z_loss=z_loss if key is not None else 0.0)

@@ -1,0 +1,178 @@
+"""Trains a language model from its configuration, from the connection of the processes to the closing report."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.config.loader import dump_yaml
+from jaxstack.data.build import available_cores
+from jaxstack.data.byte_baselines import compression_baselines
+from jaxstack.data.loader import Data, open_data
+from jaxstack.distributed.cluster import find_place
+from jaxstack.distributed.coordination import join
+from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.errors import cannot_write
+from jaxstack.evaluation import bits_per_byte
+from jaxstack.files import write_file
+from jaxstack.loop import LoopSettings
+from jaxstack.models import (
+    count_parameters,
+    flops_saved_per_token,
+    model_flops_per_token,
+)
+from jaxstack.models.low_precision import describe_fp8
+from jaxstack.models.pretrained import is_run
+from jaxstack.resilience.preflight import check_devices, check_program
+from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.eval_tasks import TrainingTasks
+from jaxstack.run.init_from import initial_parameters
+from jaxstack.run_config import RunConfig, resolve_layout
+from jaxstack.trainer import Trainer
+
+
+def train(config: RunConfig) -> dict[str, Any]:
+    """Trains a run, or resumes it from its newest checkpoint, as `python -m jaxstack.train` does.
+
+    Args:
+      config: the run, as `load_config` returns it. Its degrees and vocabulary may still be open.
+
+    Returns:
+      The values that were logged last.
+
+    Raises:
+      ConfigError: the configuration cannot run here.
+      JaxstackError: the run failed, or was stopped by a signal after saving.
+    """
+    if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
+        is_run(config.run.init_from)  # a wrong directory is named before the data is prepared
+    warnings = _join(config)
+    devices = start_devices(config.parallel.simulate_devices)
+    if jax.process_count() > 1:
+        check_devices(config.resilience.connect_seconds)
+    config = resolve_layout(config, devices)
+    cache_compilations()
+    first = jax.process_index() == 0
+    say = print_line if first and config.observe.progress else (lambda text: None)
+    for line in warnings:
+        say(f"warning: {line}")
+    length, workers = config.train.sequence_length, available_cores()
+    data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
+    config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
+    trainer = make_trainer(config, data)
+    frozen = trainer.frozen_parameters()
+    flops = model_flops_per_token(config.model, config.train.sequence_length)
+    flops -= flops_saved_per_token(config.model, frozen)
+    say(_introduce(config, data, flops, bool(frozen)))
+    if frozen:
+        say(_count_trained(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
+    baselines, tasks = _Baselines(data), TrainingTasks(config, trainer, data.tokenizer)
+    values = trainer.fit(
+        config.directory,
+        LoopSettings(
+            checkpoint=config.checkpoint,
+            observe=config.observe,
+            resilience=config.resilience,
+            flops_per_token=flops,
+            settings=config.model_dump(mode="json", by_alias=True),
+            describe_evaluation=lambda values, max_tokens, alive: {
+                **baselines.describe(values, max_tokens),
+                **tasks.run(alive),
+            },
+            on_start=lambda: _write_run_files(config, data),
+            on_new_run=lambda: _start_from(config, trainer, say),
+            say=say,
+        ),
+    )
+    if first:
+        _conclude(config, values, baselines, say)
+    return values
+
+
+def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
+    """Gives a new run the parameters that `run.init_from` names."""
+    source = config.run.init_from
+    if source is not None:
+        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
+        trainer.start_from(initial_parameters(source, config.model, wanted, say))
+
+
+def _join(config: RunConfig) -> list[str]:
+    """Connects the processes of the run, where there are several, and sees that they run the same; gives warnings."""
+    place, limits = find_place(), config.resilience
+    if place is None:
+        return []
+    join(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
+    return check_program(dump_yaml(config), limits.connect_seconds)
+
+
+def print_line(text: str) -> None:
+    """Prints at once, also into a pipe."""
+    print(text, flush=True)
+
+
+def _write_run_files(config: RunConfig, data: Data) -> None:
+    directory = config.directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_file(directory / "config.yaml", dump_yaml(config).encode())
+        data.tokenizer.save(directory / "tokenizer")
+    except OSError as error:
+        raise cannot_write(f"the run directory {directory}", error) from None
+
+
+def _count_trained(total: int, frozen: int) -> str:
+    trained = total - frozen
+    return f"{trained:,} parameters are trained ({trained / total:.2%}); {frozen:,} are frozen, without optimizer state"
+
+
+def _introduce(config: RunConfig, data: Data, flops: float, frozen: bool) -> str:
+    count = count_parameters(config.model)
+    degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
+    layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
+    device = jax.devices()[0]
+    tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
+    name = config.model.preset or "model"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    compute = config.precision.compute_dtype(device.platform)
+    fp8 = describe_fp8(config.model, config.precision, staged=config.parallel.pipeline > 1)
+    active = f"{count.active:,} for each token, " if count.active != count.total else ""
+    return (
+        f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
+        f"{config.model.num_layers} layers; "
+        f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
+        f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
+        f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
+        f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention"
+        f"{', without the gradients of frozen weights' * frozen})"
+    )
+
+
+class _Baselines:
+    """Bits per byte of the held-out text: the model's, and those of general-purpose compressors."""
+
+    def __init__(self, data: Data):
+        self._data = data
+        self.raw: bytes | None = None
+
+    def describe(self, values: dict[str, float], max_tokens: int | None) -> dict[str, float]:
+        """Adds perplexity, and bits per byte where the held-out text is known."""
+        raw = self._data.held_out_bytes(max_tokens)
+        self.raw = raw if max_tokens is None else self.raw
+        return bits_per_byte(values, len(raw))
+
+    def compressors(self) -> dict[str, float]:
+        """`gzip -9` and `xz -9` on the text of the last full evaluation; empty where there was none."""
+        return compression_baselines(self.raw) if self.raw else {}
+
+
+def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, say: Any) -> None:
+    bits = values.get("eval_bits_per_byte")
+    if bits is not None:
+        others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())
+        say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
+    chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
+    prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
+    say(f"next: python -m jaxstack.generate --run {config.directory} {prompt}")

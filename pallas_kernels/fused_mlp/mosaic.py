@@ -1,0 +1,72 @@
+"""The activated matmul with our own Hopper kernel in its backward: no gradient of the hidden values goes to memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
+from pallas_kernels.fused_mlp import mosaic_kernel
+from pallas_kernels.fused_mlp.activations import ACTIVATIONS
+from pallas_kernels.fused_mlp.request import Request
+from pallas_kernels.hopper.target import unsupported_target
+
+# Tests set this to run the kernel on a CPU.
+INTERPRET = False
+_TILING = Tiling(columns=256, stages=3, group=16)
+_FEWEST_TILES = 132
+"""With fewer the plain product is as fast."""
+
+
+def unsupported_reason(request: Request) -> str | None:
+    """The first rule that the request breaks."""
+    reason = unsupported_target(request.target, INTERPRET)
+    if reason is not None:
+        return reason
+    if request.weight.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {request.weight.dtype}"
+    (width, depth), rows = request.weight.shape, request.rows
+    if rows % ROWS or width % _TILING.columns or depth % DEPTH:
+        return (
+            f"rows, F and D must be multiples of {ROWS}, {_TILING.columns} and {DEPTH}, got {rows}, {width} and {depth}"
+        )
+    tiles = rows // ROWS * (width // _TILING.columns)
+    if tiles < _FEWEST_TILES and not INTERPRET:
+        return f"is for at least {_FEWEST_TILES} tiles of {ROWS} x {_TILING.columns}, got {tiles}"
+    return None
+
+
+def make_product(rows: int, width: int, depth: int) -> Product:
+    """d_out [rows, D] times weight [F, D] transposed."""
+    return on_one_device(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
+
+
+def multiply(request: Request) -> jax.Array:
+    """[..., D]."""
+    return _multiply(request.activation, request.inputs, request.weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(activation: str, inputs: tuple[jax.Array, ...], weight: jax.Array) -> jax.Array:
+    return _forward_rule(activation, inputs, weight)[0]
+
+
+def _forward_rule(activation: str, inputs: tuple[jax.Array, ...], weight: jax.Array) -> tuple:
+    hidden = ACTIVATIONS[activation].forward(*inputs)
+    out = jnp.dot(hidden.reshape(-1, weight.shape[0]), weight)
+    return out.reshape(*hidden.shape[:-1], weight.shape[1]), (inputs, hidden, weight)
+
+
+def _backward_rule(activation: str, saved: tuple, d_out: jax.Array) -> tuple:
+    inputs, hidden, weight = saved
+    width, depth = weight.shape
+    d_out = d_out.reshape(-1, depth)
+    flat = tuple(x.reshape(-1, width) for x in inputs)
+    product, gradient = make_product(d_out.shape[0], width, depth), ACTIVATIONS[activation].gradient
+    found = mosaic_kernel.gradients(product, gradient, d_out, weight, flat)
+    d_weight = lax.dot_general(hidden.reshape(-1, width), d_out, (((0,), (0,)), ((), ())))
+    return tuple(value.reshape(x.shape) for value, x in zip(found, inputs, strict=True)), d_weight
+
+
+_multiply.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,38 @@
+"""The grouped matmul by our own Hopper kernels: one launch for all groups, whose sizes may be anything."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_gemm import products
+from pallas_kernels.grouped_gemm.mosaic_kernels import Kernels
+from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.hopper import target as hopper
+from pallas_kernels.target import Target, current_target, multiprocessors
+
+TILE_ROWS = 128
+# Tests set this to run the kernels on a CPU.
+INTERPRET = False
+
+
+def unsupported_target(target: Target | None = None) -> str | None:
+    """Why the kernels do not run here at all."""
+    return hopper.unsupported_target(target or current_target(), INTERPRET)
+
+
+def unsupported_reason(request: Request) -> str | None:
+    """The first rule that the request breaks."""
+    reason = unsupported_target(request.target)
+    if reason is not None:
+        return reason
+    if request.x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, got {request.x.dtype}"
+    _, width, columns = request.weights.shape
+    if width % 128 or columns % 64:
+        return f"D must be a multiple of 128 and F of 64, got {width} and {columns}"
+    return None
+
+
+def multiply(request: Request) -> jax.Array:
+    """[R, F] in the dtype of x."""
+    programs = 2 if INTERPRET else multiprocessors()
+    return products.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

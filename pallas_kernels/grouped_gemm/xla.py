@@ -1,0 +1,80 @@
+"""A loop over tiles of rows, each times its group's matrix: memory and FLOPs of the rows, on any device.
+
+(XLA's own `lax.ragged_dot` is, but for TPUs, a matmul of every row with every group's matrix and a mask.)
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.grouped_gemm import products
+from pallas_kernels.grouped_gemm.groups import group_of_tiles
+from pallas_kernels.grouped_gemm.request import Request
+
+SMALLEST_TILE, LARGEST_TILE = 8, 512
+
+
+def unsupported_reason(request: Request) -> str | None:
+    """Nothing."""
+    del request
+    return None
+
+
+def preferred_tile(rows: int, groups: int) -> int:
+    """A power of two near a quarter of a group's mean size: little padding, and matmuls not too small."""
+    tile = SMALLEST_TILE
+    while tile < LARGEST_TILE and 8 * tile * groups <= rows:
+        tile *= 2
+    return tile
+
+
+def multiply(request: Request) -> jax.Array:
+    """[R, F] in the dtype of x, float32 accumulation."""
+    tile = request.alignment
+    if not SMALLEST_TILE <= tile <= LARGEST_TILE:
+        tile = preferred_tile(request.x.shape[0], request.weights.shape[0])
+    return products.multiply(Tiles(tile), request)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The products of `products.Products` as scans over tiles of `tile` rows."""
+
+    tile: int
+
+    def rows(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+        """[R, D] -> [R, F], or [R, F] -> [R, D]."""
+        tiles = x.reshape(-1, self.tile, x.shape[1])
+        groups, used = group_of_tiles(sizes, self.tile, tiles.shape[0])
+        contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+        accumulated = jnp.promote_types(x.dtype, jnp.float32)
+
+        def step(_: None, item: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+            rows, group, index = item
+            matrix = lax.dynamic_index_in_dim(weights, group, keepdims=False)
+            out = lax.dot_general(rows, matrix, contracted, preferred_element_type=accumulated)
+            return None, jnp.where(index < used, out, 0).astype(x.dtype)
+
+        _, out = lax.scan(step, None, (tiles, groups, jnp.arange(tiles.shape[0])))
+        return out.reshape(x.shape[0], -1)
+
+    def matrices(self, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+        """[R, D], [R, F] -> [G, D, F]; a group's sum is kept in float32."""
+        tiles = x.shape[0] // self.tile
+        groups, used = group_of_tiles(sizes, self.tile, tiles)
+        accumulated = jnp.promote_types(x.dtype, jnp.float32)
+        shape = x.shape[1], y.shape[1]
+
+        def step(carry: tuple, item: tuple) -> tuple[tuple, None]:
+            sums, out, before = carry
+            x_rows, y_rows, group, index = item
+            product = lax.dot_general(x_rows, y_rows, (((0,), (0,)), ((), ())), preferred_element_type=accumulated)
+            sums = jnp.where(group == before, sums, 0) + jnp.where(index < used, product, 0)
+            out = lax.dynamic_update_index_in_dim(out, sums.astype(x.dtype), group, 0)
+            return (sums, out, group), None
+
+        start = jnp.zeros(shape, accumulated), jnp.zeros((sizes.shape[0], *shape), x.dtype), jnp.int32(-1)
+        cut = (x.reshape(tiles, self.tile, -1), y.reshape(tiles, self.tile, -1), groups, jnp.arange(tiles))
+        return lax.scan(step, start, cut)[0][1]

@@ -1,0 +1,1 @@
+"""Building blocks that all Mosaic GPU kernels for Hopper share."""

@@ -1,0 +1,92 @@
+"""What one call of linear attention asks for, checked.
+
+Dimensions: B batch, T query length, S key length, N query heads, K key and value heads, H head dim, F features.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.request import check_arrays
+from pallas_kernels.linear_time_attention.features import FeatureMap
+from pallas_kernels.linear_time_attention.state import LinearState
+from pallas_kernels.target import Target, current_target
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, its rules already checked.
+
+    Attributes:
+        q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.
+        feature_map: of queries and keys.
+        causal: a query sees no key after its position; T = S.
+        documents: int32 [B, T], equal for the tokens of a document, or None.
+        hidden: boolean [B, T], keys that no query sees, or None.
+        state: what came before, which belongs to the first document; None for nothing.
+        chunk: tokens that are computed together; None leaves it to the backend.
+        target: the device that the call is lowered for.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    feature_map: FeatureMap
+    causal: bool
+    documents: jax.Array | None
+    hidden: jax.Array | None
+    state: LinearState | None
+    chunk: int | None
+    target: Target
+
+    def __str__(self) -> str:
+        words = [f"q {list(self.q.shape)} k {list(self.k.shape)} {self.q.dtype.name}"]
+        words.append("causal" if self.causal else "full")
+        if self.documents is not None:
+            words.append("segments")
+        if self.state is not None:
+            words.append("with a state")
+        return " ".join([*words, "on", str(self.target)])
+
+
+def make_request(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    feature_map: FeatureMap,
+    causal: bool,
+    segment_ids: jax.Array | None,
+    state: LinearState | None,
+    chunk: int | None,
+) -> Request:
+    """Checks the arguments of `linear_attention`.
+
+    Raises:
+        ValueError: a rule is broken; the message names it, the values and the way out.
+    """
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    check_arrays(q, k, v)
+    if (causal or segment_ids is not None) and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"causal linear attention, and any with segment_ids, needs T = S; got T {q.shape[1]}, S {k.shape[1]}; "
+            f"carry what came before in `state`"
+        )
+    if state is not None and not causal:
+        raise ValueError("a state holds the keys before the queries, which only causal=True knows; give state=None")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be a Python integer of at least 1, or None; got {chunk!r}")
+    documents = hidden = None
+    if segment_ids is not None:
+        documents, hidden = _documents(jnp.asarray(segment_ids), k)
+    return Request(q, k, v, feature_map, bool(causal), documents, hidden, state, chunk, current_target())
+
+
+def _documents(ids: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if ids.shape != k.shape[:2]:
+        raise ValueError(f"segment_ids must have shape {list(k.shape[:2])} (batch, length); got {list(ids.shape)}")
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"segment_ids must be integers; got {ids.dtype}")
+    starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
+    return jnp.cumsum(starts, axis=1, dtype=jnp.int32), ids < 0

@@ -1,0 +1,262 @@
+"""Linear attention in chunks: masked products inside a chunk, a state between chunks; time and memory linear in T.
+
+out_t = sum_s w_s (phi(q_t) . phi(k_s)) v_s / sum_s w_s phi(q_t) . phi(k_s), over the keys s that t sees. The chunks are
+computed side by side; only their states depend on one another, and these are joined as a tree. All sums are float32.
+
+Dimensions: n chunks of C tokens, G = N // K query heads on a key head. Heads and chunks lead, as in a batched matmul.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.linear_time_attention.request import Request
+from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
+
+_SHORTEST_CHUNK, _LONGEST_CHUNK = 64, 256
+_TINY = 1e-30
+
+
+class _Chunks(NamedTuple):
+    """The tokens of n chunks. Keys that nobody sees have the features 0 and the weight `EMPTY`."""
+
+    query: jax.Array  # [B, K, n, G, C, F]
+    key: jax.Array  # [B, K, n, C, F]
+    log_weight: jax.Array | None  # [B, K, n, C], of keys
+    v: jax.Array  # [B, K, n, C, H]
+    documents: jax.Array | None  # [B, 1, n, C]
+
+
+class _Before(NamedTuple):
+    """What each chunk finds: the state of the chunks before it, and which of its tokens that state belongs to."""
+
+    state: LinearState  # [B, K, n, ...]
+    seen: jax.Array | None  # boolean [B, 1, n, C]; None where all
+
+
+def unsupported_reason(request: Request) -> str | None:
+    """Nothing: this backend computes every call."""
+    del request
+    return None
+
+
+def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
+    """out [B, T, N, H], and the state after the last token where `request.causal`."""
+
+    def compute(
+        q: jax.Array, k: jax.Array, v: jax.Array, state: LinearState | None
+    ) -> tuple[jax.Array, LinearState | None]:
+        chunks = _cut(request, q, k, v)
+        last = None
+        if not request.causal and request.documents is None:
+            out = _attend_all(chunks)
+        else:
+            before, last = _states(chunks, state)
+            befores = [before]
+            if not request.causal:
+                befores.append(_flip_before(_states(_flip(chunks), None)[0]))
+            out = _outputs(chunks, befores, request.causal)
+        out = jnp.moveaxis(out, (2, 4), (1, 2))
+        return out.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]].astype(q.dtype), last
+
+    # The backward computes features, scores and states again: kept, they would be many times the size of q, k and v.
+    return jax.checkpoint(compute)(request.q, request.k, request.v, request.state)
+
+
+def _cut(request: Request, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
+    """Features in chunks; a single one where every query sees all keys, of a length of its own for the queries."""
+    features = jax.eval_shape(request.feature_map.key, k).values.shape[-1]
+    if request.causal or request.documents is not None:
+        chunk = query_chunk = min(request.chunk or _chunk(features, v.shape[-1]), q.shape[1])
+    else:
+        chunk, query_chunk = k.shape[1], q.shape[1]
+    # On a CPU XLA refuses to run some of the products in bfloat16.
+    dtype = jnp.promote_types(v.dtype, jnp.float32) if request.target.platform == "cpu" else v.dtype
+    q = _split(q, query_chunk).reshape(q.shape[0], -1, query_chunk, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
+    k, v = _split(k, chunk), _split(v, chunk)
+    key = request.feature_map.key(jnp.moveaxis(k, 3, 1))
+    query = request.feature_map.query(jnp.moveaxis(q, (3, 4), (1, 3))).values
+    counts = _counting(request, chunk)
+    values, log_weight = key.values, key.log_weight
+    if counts is not None:
+        values = jnp.where(counts[..., None], values, 0)
+        log_weight = None if log_weight is None else jnp.where(counts, log_weight, EMPTY)
+    # Without it XLA keeps the features in float32 as well.
+    query, values = jax.lax.optimization_barrier((query, values))
+    documents = request.documents
+    return _Chunks(
+        query.astype(dtype),
+        values.astype(dtype),
+        log_weight,
+        jnp.moveaxis(v, 3, 1).astype(dtype),
+        None if documents is None else _split(documents, chunk, "edge")[:, None],
+    )
+
+
+def _chunk(features: int, head_dim: int) -> int:
+    """Scores inside of chunks take T x C, states T / C x F x H numbers: the power of two with the least of both."""
+    balanced = 2 ** round(math.log2(math.sqrt(features * head_dim)))
+    return max(_SHORTEST_CHUNK, min(_LONGEST_CHUNK, balanced))
+
+
+def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
+    """[B, T, ...] -> [B, n, C, ...], the last chunk filled up."""
+    missing = -x.shape[1] % chunk
+    if missing:
+        x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), mode=mode)
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+
+
+def _counting(request: Request, chunk: int) -> jax.Array | None:
+    """Boolean [B or 1, 1, n, C], the keys that are neither hidden nor fill up the last chunk; None where all are."""
+    length = request.k.shape[1]
+    if request.hidden is None and length % chunk == 0:
+        return None
+    counts = jnp.ones((1, length), bool) if request.hidden is None else ~request.hidden
+    return _split(counts, chunk)[:, None]
+
+
+def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_Before, LinearState]:
+    """The state before each chunk, and after the last."""
+    dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
+    batch, heads, count, _, features = chunks.key.shape
+    own, keeps, seen = None, jnp.ones((batch, 1, count), bool), None
+    if chunks.documents is not None:
+        first, last = chunks.documents[..., 0], chunks.documents[..., -1]
+        previous = jnp.concatenate([first[..., :1], last[..., :-1]], axis=-1)
+        own = chunks.documents == last[..., None]
+        keeps = (first == last) & (first == previous)
+        seen = chunks.documents == previous[..., None]
+    log_scale, weight = jnp.zeros((batch, heads, count), dtype), None
+    if chunks.log_weight is not None:
+        weight = chunks.log_weight if own is None else jnp.where(own, chunks.log_weight, EMPTY)
+        log_scale = weight.max(axis=-1)
+        weight = jnp.exp(weight - log_scale[..., None])
+    if own is not None:
+        weight = own.astype(dtype) if weight is None else jnp.where(own, weight, 0.0)
+    # Values are weighted and not keys, as they are fewer where there are many features.
+    key, v = chunks.key.astype(dtype), chunks.v
+    if weight is not None:
+        key, v = key * weight[..., None], (v * weight[..., None]).astype(v.dtype)
+    new = LinearState(
+        jnp.einsum("bkncf,bknch->bknfh", chunks.key, v, preferred_element_type=dtype), key.sum(axis=-2), log_scale
+    )
+    if start is None:
+        shape = (batch, heads, features, chunks.v.shape[-1])
+        start = LinearState(jnp.zeros(shape, dtype), jnp.zeros(shape[:3], dtype), jnp.full(shape[:2], EMPTY, dtype))
+    start = LinearState(*(x.astype(dtype) for x in start))
+    start = start._replace(log_scale=jax.lax.stop_gradient(start.log_scale))
+    decay = jnp.broadcast_to(jnp.where(keeps, 0.0, EMPTY).astype(dtype), log_scale.shape)
+    before = _before_each(new, decay, start)
+    last = _absorb(*(jax.tree.map(lambda x: x[:, :, -1], tree) for tree in (before, new, decay)))
+    return _Before(before, seen), last
+
+
+def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> LinearState:
+    """The state before each of n chunks, [B, K, n, ...], of which each adds `new` and leaves exp(decay) of it.
+
+    Neighbours are joined and the pairs solved first: 2 log2(n) steps over arrays that halve. (XLA crashes on the empty
+    arrays of `jax.lax.associative_scan`'s gradient in a `shard_map` inside of a loop over layers.)
+    """
+    count = decay.shape[2]
+    if count == 1:
+        return jax.tree.map(lambda x: x[:, :, None], start)
+    if count % 2:
+        new, decay = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, 1) if dim == 2 else (0, 0) for dim in range(x.ndim)]), (new, decay)
+        )
+    (first, decay_first), (second, decay_second) = (
+        jax.tree.map(lambda x, i=i: x[:, :, i::2], (new, decay)) for i in range(2)
+    )
+    before = _before_each(_absorb(first, second, decay_second), decay_first + decay_second, start)
+    between = _absorb(before, first, decay_first)
+
+    def interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
+        both = jnp.stack([even, odd], axis=3)
+        return both.reshape(*even.shape[:2], -1, *even.shape[3:])[:, :, :count]
+
+    return jax.tree.map(interleave, before, between)
+
+
+def _absorb(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
+    """exp(decay) times one state plus another, in the larger of their scales."""
+    log_scale = jnp.maximum(state.log_scale + decay, new.log_scale)
+    keep, add = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
+    return LinearState(
+        state.values * keep[..., None, None] + new.values * add[..., None, None],
+        state.normalizer * keep[..., None] + new.normalizer * add[..., None],
+        log_scale,
+    )
+
+
+def _outputs(chunks: _Chunks, befores: list[_Before], causal: bool) -> jax.Array:
+    """[B, K, n, G, C, H] in float32."""
+    dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
+    # Rounded as they come, like the weights of any flash attention: the sums of weights and of values agree.
+    rounded = dtype if chunks.v.dtype == jnp.float16 else chunks.v.dtype
+    scores = jnp.einsum("bkngif,bknjf->bkngij", chunks.query, chunks.key, preferred_element_type=rounded)
+    visible = jnp.ones((1, 1, 1, scores.shape[-1], scores.shape[-1]), bool)
+    if causal:
+        visible = jnp.tril(visible)
+    if chunks.documents is not None:
+        visible = visible & (chunks.documents[..., :, None] == chunks.documents[..., None, :])
+    largest = None
+    if chunks.log_weight is not None:
+        weight = jnp.where(visible, chunks.log_weight[..., None, :], EMPTY)
+        largest = weight.max(axis=-1)
+        for before in befores:
+            largest = jnp.maximum(largest, _where_seen(before, before.state.log_scale[..., None], EMPTY))
+        scores = scores * jnp.exp(weight - largest[..., None])[:, :, :, None]
+    scores = jnp.where(visible[:, :, :, None], scores, 0)
+    total = scores.sum(axis=-1, dtype=dtype)
+    out = jnp.einsum("bkngij,bknjh->bkngih", scores.astype(chunks.v.dtype), chunks.v, preferred_element_type=dtype)
+    for before in befores:
+        share = jnp.ones((1,) * 4, dtype)
+        if largest is not None:
+            share = jnp.exp(_where_seen(before, before.state.log_scale[..., None], EMPTY) - largest)
+        share = _where_seen(before, share, 0.0)[:, :, :, None]
+        added, added_total = _multiply(chunks.query, before.state)
+        out, total = out + share[..., None] * added, total + share * added_total
+    return _normalise(out, total)
+
+
+def _where_seen(before: _Before, x: jax.Array, otherwise: float) -> jax.Array:
+    """x [B, K, n, C], or broadcast to it, for the tokens that the state belongs to."""
+    return x if before.seen is None else jnp.where(before.seen, x, otherwise)
+
+
+def _attend_all(chunks: _Chunks) -> jax.Array:
+    """Every query sees all keys, which are one chunk: [B, K, 1, G, T, H] in float32."""
+    _, state = _states(chunks, None)
+    return _normalise(*_multiply(chunks.query, jax.tree.map(lambda x: x[:, :, None], state)))
+
+
+def _multiply(query: jax.Array, state: LinearState) -> tuple[jax.Array, jax.Array]:
+    """Queries times each chunk's state: [B, K, n, G, C, H] and the sums of the similarities [B, K, n, G, C]."""
+    wide = state.values.dtype
+    # float16 cannot hold sums over all keys.
+    dtype = wide if query.dtype == jnp.float16 else query.dtype
+    values = state.values.astype(dtype)
+    out = jnp.einsum("bkngif,bknfh->bkngih", query.astype(dtype), values, preferred_element_type=wide)
+    return out, (query.astype(wide) * state.normalizer[:, :, :, None, None]).sum(axis=-1)
+
+
+def _normalise(out: jax.Array, total: jax.Array) -> jax.Array:
+    """out / total, and 0 where the sum of the similarities is not greater than 0."""
+    some = total > _TINY
+    # Scaled first: the derivative of 1 / total holds a square, which would overflow.
+    scale = jax.lax.stop_gradient(jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0))
+    return out * scale[..., None] / jnp.where(some, total * scale, 1.0)[..., None]
+
+
+def _flip(chunks: _Chunks) -> _Chunks:
+    """The tokens in reverse order."""
+    flipped = jax.tree.map(lambda x: jnp.flip(x, axis=(2, 3)), chunks)
+    return flipped._replace(query=jnp.flip(chunks.query, axis=(2, 4)))
+
+
+def _flip_before(before: _Before) -> _Before:
+    state = jax.tree.map(lambda x: jnp.flip(x, axis=2), before.state)
+    return _Before(state, None if before.seen is None else jnp.flip(before.seen, axis=(2, 3)))

@@ -1,0 +1,141 @@
+"""Decoding: greedy equals the argmax of the full forward on any mesh, rows do not touch each other, seeds repeat."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.errors import ConfigError
+from jaxstack.functional.module import FunctionalModule
+from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.moe.config import MoEConfig
+from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+
+CONFIG = ModelConfig(
+    vocab_size=61, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=48,
+    layer_types=("sliding_attention", "full_attention"), sliding_window=6, initialization="fan_in",
+    initializer_range=0.5, max_position_embeddings=100,
+)  # fmt: skip
+PROMPTS = [[5, 9, 2, 44, 17, 3, 8], [7], [30, 31, 32]]
+GREEDY = Sampling(temperature=0)
+
+
+def open_decoder(config: ModelConfig = CONFIG, **degrees: int) -> Decoder:
+    module = FunctionalModule(lambda rngs: Transformer(config, rngs))
+    rules = make_rules(make_mesh(ParallelConfig(**degrees), jax.devices()[: math.prod(degrees.values())]))
+    shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules), is_leaf=lambda x: isinstance(x, jax.P))
+    params, non_params = module.init(jax.random.key(0))
+    return Decoder(module, jax.device_put(params, shardings), non_params, rules)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return open_decoder()
+
+
+@pytest.fixture(scope="module")
+def logits(decoder):
+    """Of the full forward, for ids [1, T]."""
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    forward = nnx.jit(lambda model, ids: model(ids))
+    return lambda ids: forward(model, np.array([ids], np.int32))[0]
+
+
+def run(decoder: Decoder, prompts, tokens: int, sampling: Sampling, seed=0) -> list[list[int]]:
+    return np.stack(list(decoder.generate(prompts, tokens, sampling, seed=seed)), 1).tolist()
+
+
+@pytest.fixture(scope="module")
+def greedy(decoder) -> list[list[int]]:
+    return run(decoder, PROMPTS, 12, GREEDY)
+
+
+def test_greedy_is_the_argmax_of_the_full_forward(logits, greedy):
+    for prompt, found in zip(PROMPTS, greedy, strict=True):
+        wanted = np.argmax(logits(prompt + found), -1)[len(prompt) - 1 : -1]
+        assert found == wanted.tolist()
+
+
+def test_a_row_does_not_depend_on_the_others(decoder, greedy):
+    assert run(decoder, [PROMPTS[2], PROMPTS[0], PROMPTS[1]], 12, GREEDY) == [greedy[2], greedy[0], greedy[1]]
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"tensor": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}], ids=str
+)
+def test_eight_devices_give_the_same_text(greedy, degrees):
+    """With more devices along `tensor` than key/value heads, and more along `data` than rows, too."""
+    assert run(open_decoder(**degrees), PROMPTS, 12, GREEDY) == greedy
+
+
+def test_experts_on_several_devices_give_the_same_text():
+    moe = MoEConfig(num_experts=4, num_experts_per_tok=2, exchange_factor=1.0)
+    config = CONFIG.model_copy(update={"moe": moe, "num_layers": 2, "layer_types": ("full_attention",)})
+    assert run(open_decoder(config, expert=4), PROMPTS, 6, GREEDY) == run(open_decoder(config), PROMPTS, 6, GREEDY)
+
+
+def test_a_mesh_that_splits_sequences_is_refused():
+    with pytest.raises(ConfigError, match="found context 2"):
+        open_decoder(context=2)
+
+
+def test_the_same_seed_gives_the_same_text(decoder):
+    sampling = Sampling(temperature=1.0, top_k=30)
+    first = run(decoder, PROMPTS, 12, sampling, seed=3)
+    assert first == run(decoder, PROMPTS, 12, sampling, seed=3) != run(decoder, PROMPTS, 12, sampling, seed=4)
+    equal = run(decoder, [PROMPTS[0]] * 3, 12, sampling)
+    assert equal[0] != equal[1], "rows draw apart"
+
+
+def test_a_draw_depends_on_its_own_prompt_and_seed_alone(decoder):
+    sampling = Sampling(temperature=1.0, top_p=0.95)
+    together = run(decoder, PROMPTS, 12, sampling, seed=[7, 8, 9])
+    assert together == run(decoder, PROMPTS, 12, sampling, seed=7)
+    for prompt, seed, found in zip(PROMPTS, (7, 8, 9), together, strict=True):
+        assert run(decoder, [prompt], 12, sampling, seed=seed) == [found]
+
+
+def test_a_row_ends_with_a_stop_token_and_all_rows_end_it(decoder, greedy):
+    stop = greedy[0][4]
+    steps = list(decoder.generate(PROMPTS, 12, GREEDY, stop_tokens=[stop]))
+    for row, whole in enumerate(greedy):
+        found = [int(tokens[row]) for tokens in steps]
+        end = whole.index(stop) + 1 if stop in whole else 12
+        assert found == (whole[:end] + [-1] * 12)[: len(steps)]
+    alone = list(decoder.generate(PROMPTS[:1], 12, GREEDY, stop_tokens=[stop]))
+    assert [int(tokens[0]) for tokens in alone] == greedy[0][: greedy[0].index(stop) + 1]
+
+
+def test_ids_beyond_the_tokenizer_are_not_drawn(decoder):
+    few = Decoder(decoder.module, decoder.params, decoder.non_params, decoder.rules, vocab_size=20)
+    assert np.max(run(few, PROMPTS, 12, Sampling(temperature=3.0))) < 20
+    assert np.max(run(decoder, PROMPTS, 12, Sampling(temperature=3.0))) >= 20
+
+
+def test_prefill_and_step_are_compiled_once_for_prompts_of_any_length_in_a_block(decoder):
+    sizes = []
+    for length in (3, 17, 60):
+        run(decoder, [[1] * length], 5, GREEDY)
+        sizes.append((decoder._prefill._cache_size(), decoder._next._cache_size()))
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_a_prompt_beyond_a_block_is_padded_further(decoder, logits):
+    long = np.random.default_rng(0).integers(0, 61, 70).tolist()
+    assert run(decoder, [long], 2, GREEDY)[0][0] == int(np.argmax(logits(long)[-1]))
+
+
+def test_what_does_not_fit_is_refused(decoder):
+    with pytest.raises(ConfigError, match="at most 30 new tokens fit"):
+        run(decoder, [[1] * 70], 31, GREEDY)
+    with pytest.raises(ConfigError, match="a prompt of 120 tokens leaves no room in the model's context of 100"):
+        run(decoder, [[1] * 120], 1, GREEDY)
+    with pytest.raises(ConfigError, match="token id 61 is outside of the model's vocabulary of 61"):
+        run(decoder, [[1, 61]], 1, GREEDY)
+    for empty in ([], [[]], [[1], []]):
+        with pytest.raises(ConfigError, match="at least one token"):
+            run(decoder, empty, 3, GREEDY)

@@ -1,0 +1,66 @@
+"""`jaxstack evaluate` on Hugging Face checkpoints and runs: the loss, on any mesh, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack import evaluate
+from jaxstack.models import from_huggingface
+from tests.word_models import as_words, make_word_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return make_word_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> tuple[Path, list[int]]:
+    ids = np.random.default_rng(0).integers(1, 64, 50).tolist()
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(as_words(ids))
+    return path, ids
+
+
+def run(capsys, *arguments: str) -> dict:
+    capsys.readouterr()
+    assert evaluate.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("layout", [["parallel.data=1"], ["parallel.fsdp=4", "parallel.tensor=2"]], ids=str)
+def test_the_loss_of_a_checkpoint_is_that_of_its_logits(source, text, layout, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path, ids = text
+    values = run(capsys, "--run", str(source), "--data", str(path), *layout)
+    logits = from_huggingface(source)(np.array([[0, *ids]], np.int32))[0]
+    losses = -jax.nn.log_softmax(logits[:-1])[np.arange(len(ids)), ids]
+    assert values["eval_items"] == len(ids)
+    assert values["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+def refused(capsys, *arguments: str) -> str:
+    capsys.readouterr()
+    assert evaluate.main([*arguments]) == 2
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if not line.startswith(("tokenising", "held out"))]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    return lines[0]
+
+
+def test_wrong_use_gets_one_message(source, text, tmp_path, capsys, monkeypatch):
+    run = ["--run", str(source)]
+    assert "give --data or --tasks" in refused(capsys, *run)
+    assert "neither a run directory" in refused(capsys, "--run", str(tmp_path))
+    assert "--limit must be at least 1" in refused(capsys, *run, "--tasks", "x", "--limit", "0")
+    assert "found train" in refused(capsys, "train.steps=3", *run, "--tasks", "x")
+    more = make_word_model("llama", tmp_path / "more", words=80)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "the tokenizer has 80 ids" in refused(capsys, "--run", str(more), "--data", str(text[0]), "parallel.data=1")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "jaxstack.decoding.harness", raising=False)
+    assert "pip install 'jaxstack[eval]'" in refused(capsys, *run, "--tasks", "hellaswag")

@@ -1,0 +1,143 @@
+"""`jaxstack generate` on Hugging Face checkpoints and runs: whose text, the same on any mesh, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from jaxstack import convert
+from jaxstack import decoding as command
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.parallel import ParallelConfig
+from jaxstack.run.load import decoding_layout, open_config, open_generator
+from tests.word_models import FIXTURES, as_words, make_word_model
+
+ONE = "parallel.data=1"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    return make_word_model("qwen2", tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def converted(source, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("runs") / "qwen2"
+    assert convert.main([str(source), "--output", str(run)]) == 0
+    return run
+
+
+def generate(capsys, *arguments: str) -> str:
+    capsys.readouterr()
+    assert command.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def of_transformers() -> tuple[str, str]:
+    """A prompt and what transformers goes on with, greedily, up to the end of text."""
+    expected = load_file(FIXTURES / "qwen2" / "expected.safetensors")
+    greedy = expected["greedy"].tolist()
+    return as_words(expected["tokens"][0, :6]), as_words(greedy[: greedy.index(63)])
+
+
+@pytest.mark.parametrize("kind", ["files", "run"])
+def test_greedy_text_is_that_of_transformers_up_to_the_end_of_text(source, converted, capsys, kind):
+    prompt, wanted = of_transformers()
+    said = ["--prompt", prompt, "--temperature", "0", "--no-document-start", ONE]
+    assert generate(capsys, "--run", str(source if kind == "files" else converted), *said) == f"{prompt} {wanted}\n"
+    assert json.loads((converted / "generation_config.json").read_text()) == {"eos_token_id": [63]}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [{"prompt": as_words(range(5, 5 + n))} for n in (3, 9, 1)]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+def texts(capsys, source: Path, prompts: Path, *more: str) -> list[dict]:
+    said = ["--run", str(source), "--prompts", str(prompts), "--samples", "2", "--json", "--max-tokens", "10"]
+    return [json.loads(line) for line in generate(capsys, *said, *more).splitlines()]
+
+
+def test_eight_devices_and_other_batches_give_the_same_texts(source, prompts, capsys):
+    found = texts(capsys, source, prompts, ONE, "--seed", "3")
+    assert [line["seed"] for line in found] == [3, 4] * 3
+    assert {line["finish_reason"] for line in found} <= {"stop", "length"}
+    assert len({line["text"] for line in found}) == 6
+    layout = ["parallel.data=2", "parallel.fsdp=2", "parallel.tensor=2", "--batch-size", "4"]
+    assert texts(capsys, source, prompts, "--seed", "3", *layout) == found
+
+
+def test_several_texts_have_titles_and_end_at_stop_strings(source, prompts, capsys):
+    whole = texts(capsys, source, prompts, ONE)
+    stop = whole[2]["text"].split()[4]
+    said = ["--run", str(source), "--prompts", str(prompts), "--max-tokens", "10", ONE, "--stop", f"{stop} "]
+    shown = generate(capsys, *said, "--samples", "2").split("--- ")[1:]
+    assert [text.split("\n")[0] for text in shown] == [
+        f"prompt {number}, sample {sample}" for number in (1, 2, 3) for sample in (1, 2)
+    ]
+    for line, text in zip(whole, shown, strict=True):
+        assert text == f"{text.splitlines()[0]}\n{line['prompt']}{line['text'].split(f'{stop} ')[0]}\n"
+    assert shown[2].count(stop) < whole[2]["text"].count(stop)
+
+
+def test_the_default_layout_divides_heads_and_widths(source):
+    config = open_config(source)
+    assert decoding_layout(config, 8, given=False) == ParallelConfig(tensor=2)
+    odd = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 47})})
+    assert decoding_layout(odd, 8, given=False) == ParallelConfig(tensor=1)
+
+
+def test_a_text_generator_for_python(source):
+    generator, step = open_generator(source, [ONE])
+    both = generator.generate(["w5 w6", "w9"], 4, Sampling(temperature=0))
+    assert step == 0 and both[1] == generator.generate(["w9"], 4, Sampling(temperature=0))[0]
+
+
+def refused(capsys, *arguments: str, code: int = 2) -> str:
+    capsys.readouterr()
+    assert command.main([*arguments]) == code
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if not line.startswith("[")]
+    assert len(lines) == 1 and "Traceback" not in said, said
+    return lines[0]
+
+
+def test_what_does_not_fit_gets_one_message(source, converted, tmp_path, capsys):
+    long = ["--run", str(source), "--prompt", as_words([5] * 70), ONE]
+    assert "a prompt of 71 tokens leaves no room in the model's context of 64 tokens" in refused(capsys, *long)
+    long = ["--run", str(source), "--prompt", as_words([5] * 60), "--max-tokens", "9", ONE]
+    assert "at most 3 new tokens fit" in refused(capsys, *long)
+    run = ["--run", str(source)]
+    assert "only keys of parallel and precision" in refused(capsys, *run, "model.hidden_size=3")
+    assert "unknown key" in refused(capsys, *run, "parallel.tensors=3")
+    assert "num_heads (4)" in refused(capsys, *run, "parallel.tensor=3")
+    assert "found context 2" in refused(capsys, *run, "parallel.context=2")
+    assert "has no steps" in refused(capsys, *run, "--step", "3", ONE)
+    assert "--seed" in refused(capsys, *run, "--seed", "-1")
+    assert "at least one character" in refused(capsys, *run, "--stop", "", ONE)
+    assert "nothing to go on from" in refused(capsys, *run, "--no-document-start", ONE)
+    assert "must be a JSON object" in refused(capsys, *run, "--prompts", str(source / "config.json"))
+    assert "neither a run directory" in refused(capsys, "--run", str(tmp_path))
+
+
+def test_a_run_directory_of_another_model_gets_one_message(source, converted, tmp_path, capsys):
+    other = Path(shutil.copytree(converted, tmp_path / "other"))
+    tree = yaml.safe_load((other / "config.yaml").read_text())
+    tree["model"]["intermediate_size"] = 64
+    (other / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert command.main(["--run", str(other), ONE]) == 2
+    said = capsys.readouterr().err
+    assert "does not fit this run (6 of 27 leaves differ)" in said and "Traceback" not in said
+    shutil.rmtree(other / "checkpoints")
+    assert "holds no checkpoint yet" in refused(capsys, "--run", str(other), ONE, code=1)
+    more = make_word_model("llama", tmp_path / "more", words=80)
+    said = refused(capsys, "--run", str(more), "--prompt", "w5 w70", ONE)
+    assert "token id 70 is outside of the model's vocabulary of 64" in said
+    (more / "tokenizer.json").unlink()
+    assert "has no tokenizer.json" in refused(capsys, "--run", str(more), ONE)
