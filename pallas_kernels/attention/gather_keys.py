@@ -59,20 +59,20 @@ def _collect(plan: Collection, x: jax.Array) -> list[jax.Array]:
         return [lax.all_gather(x, plan.axis_name, axis=1, tiled=True)]
     if plan.gathered:
         return _from_all(plan, x)
-    parts = split(x, plan.layout)
+    parts = split(x, plan.describe)
     before = [_from_holders(plan, parts, distance) for distance in range(plan.reach, 0, -1)]
     return [jnp.concatenate([*(found[p] for found in before), own], axis=1) for p, own in enumerate(parts)]
 
 
 def _from_all(plan: Collection, x: jax.Array) -> list[jax.Array]:
     everything = lax.all_gather(x, plan.axis_name)
-    chunks = plan.devices * chunks_a_device(plan.layout)
+    chunks = plan.devices * chunks_a_device(plan.describe)
     chunk = x.shape[1] * plan.devices // chunks
     everything = jnp.moveaxis(everything, 0, 1).reshape(x.shape[0], chunks, chunk, *x.shape[2:])
-    order = np.argsort(chunk_order(plan.devices, plan.layout))
+    order = np.argsort(chunk_order(plan.devices, plan.describe))
     in_order = everything[:, np.concatenate([order, order])]
     found = []
-    for number in own_chunks(plan.axis_name, plan.layout):
+    for number in own_chunks(plan.axis_name, plan.describe):
         # Behind the sequence it stands once more, so that any run of chunks, also around its end, is one slice.
         start = (number - plan.reach) % chunks
         run = lax.dynamic_slice_in_dim(in_order, start, plan.reach + 1, axis=1)
@@ -98,12 +98,12 @@ def _collect_ids(plan: Collection, ids: jax.Array | None, like: jax.Array) -> li
     if not plan.causal:
         return [None if ids is None else (ids, _collect(plan, ids)[0])]
     own = jnp.zeros(like.shape[:2], jnp.int32) if ids is None else ids
-    query_ids = split(own, plan.layout)
+    query_ids = split(own, plan.describe)
     size = query_ids[0].shape[1]
     places = jnp.arange((plan.reach + 1) * size) // size - plan.reach
     key_ids = [None] * len(query_ids) if ids is None else _collect(plan, ids)
     found = []
-    for number, queries, keys in zip(own_chunks(plan.axis_name, plan.layout), query_ids, key_ids, strict=True):
+    for number, queries, keys in zip(own_chunks(plan.axis_name, plan.describe), query_ids, key_ids, strict=True):
         keys = jnp.zeros((1, places.size), jnp.int32) if keys is None else keys
         keys = jnp.where((number + places >= 0)[None], keys, _NOBODY)
         found.append((queries, jnp.broadcast_to(keys, (queries.shape[0], places.size))))
@@ -111,7 +111,7 @@ def _collect_ids(plan: Collection, ids: jax.Array | None, like: jax.Array) -> li
 
 
 def _cut(plan: Collection, x: jax.Array, dim: int = 1) -> list[jax.Array]:
-    return split(x, plan.layout, dim) if plan.causal else [x]
+    return split(x, plan.describe, dim) if plan.causal else [x]
 
 
 def _forward(

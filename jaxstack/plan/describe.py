@@ -17,7 +17,7 @@ from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig
 
 
-def plan_layout(config: RunConfig, devices: int | None = None) -> dict[str, Any]:
+def describe_plan(config: RunConfig, devices: int | None = None) -> dict[str, Any]:
     """What a run with this configuration would be on `devices` devices, as plain JSON.
 
     Args:
