@@ -11,7 +11,8 @@ import numpy as np
 from jaxstack.decoding.sampling import Sampling, sample
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.parallel.rules import AxisRules, is_matrix, logical_axis_rules
+from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.rules import AxisRules, is_matrix
 
 _BLOCK = 64
 """Prompts are filled up to this many tokens times a power of two, caches to a multiple, so that few shapes are
