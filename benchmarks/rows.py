@@ -19,6 +19,8 @@ from typing import Any
 from benchmarks.sources import read_sources
 
 RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
+RUN = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%S} {platform.node()} {os.getpid()}"
+"""Name of this process: rows that have the same were measured in turn on one machine."""
 UNCOMMITTED = "BENCHMARK_UNCOMMITTED"
 SCRATCH = "tiny/"
 """Prefix of the results of dry runs with tiny sizes, which git ignores; these rows are never refused."""
@@ -41,6 +43,7 @@ def append_rows(script: str, rows: Iterable[Mapping[str, Any]]) -> None:
         "command": "python " + " ".join(shlex.quote(a) for a in [_script_path(), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": platform.node(),
+        "run": RUN,
     }
     path = RESULTS / f"{script}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
