@@ -48,7 +48,7 @@ def check_memory(trainer: Trainer) -> str | None:
     device = trainer.rules.mesh.devices.flat[0]
     shared = " of this host's memory, which the CPU devices share" if device.platform == "cpu" else ""
     if needed > available:
-        whole = needed * trainer.rules.mesh.size
+        whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.optimizer, trained)))
         count = -(-whole // available)
         raise ConfigError(
             f"the model does not fit: a step needs {parts}, but there are {byte_size(available)}{shared}. "

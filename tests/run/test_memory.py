@@ -36,7 +36,7 @@ def test_a_model_too_large_is_refused_before_its_data_is_prepared(tmp_path, monk
 
 @pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4)])
 def test_bytes_are_those_of_the_shards(monkeypatch, data, fsdp):
-    monkeypatch.setattr(devices, "host_memory", lambda: 1)
+    monkeypatch.setattr(devices, "host_memory", lambda: 8)
     trainer = tiny_trainer(data=data, fsdp=fsdp)
     with pytest.raises(ConfigError, match="does not fit"):
         memory.check_memory(trainer)
