@@ -1,12 +1,14 @@
 """The frame of every command: exit codes, one clear message instead of a traceback, and examples in the help."""
 
 import argparse
+import contextlib
 import errno
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO, cast
 
 from jaxstack.errors import JaxstackError
 
@@ -36,6 +38,58 @@ _FILE_SYSTEM_ERRORS = frozenset(
 """Errors of disks, permissions and paths, which are not faults of the program."""
 
 
+class LastingOutput:
+    """A text stream that drops its output once nobody reads it any more.
+
+    A pager, `head` or `tee` may end, and a terminal may be closed, before the command does. Without this, the work of
+    hours would be lost with the output.
+
+    Args:
+      stream: standard output or standard error.
+      notice: called once, when a write finds that the reader is gone.
+    """
+
+    def __init__(self, stream: TextIO, notice: Callable[[], None] = lambda: None):
+        self._stream, self._notice, self._gone = stream, notice, False
+
+    def write(self, text: str) -> int:
+        self._guarded(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._guarded(self._stream.flush)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self._gone = True
+            # Python flushes its buffer at exit, which must not fail.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._notice()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lasting_output(name: str) -> Iterator[None]:
+    """Keep the command running if the reader of its output goes away, with one message on standard error.
+
+    Args:
+      name: name of the command, which begins the message.
+    """
+    text = f"{name}: nobody reads standard output any more; going on without it"
+    errors = LastingOutput(sys.stderr)
+    output = LastingOutput(sys.stdout, lambda: print(text, file=cast(TextIO, errors), flush=True))
+    with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(cast(TextIO, errors)):
+        yield
+
+
 def run_command(name: str, body: Callable[[], int | None]) -> int:
     """Run the body of a command, and turn what it raises into an exit code and one message on standard error.
 
@@ -44,8 +98,8 @@ def run_command(name: str, body: Callable[[], int | None]) -> int:
       body: does the command's work; returns an exit code, or None for success.
 
     Returns:
-      0 for success, 2 for a configuration or usage error, 1 for a failure, 130 for Ctrl-C, 143 for SIGTERM. An
-      unexpected failure keeps its traceback: it is a bug in jaxstack to be reported.
+      0 for success, 2 for a configuration or usage error, 1 for a failure, 129 for SIGHUP, 130 for Ctrl-C, 143 for
+      SIGTERM. An unexpected failure keeps its traceback: it is a bug in jaxstack to be reported.
     """
     try:
         return body() or 0

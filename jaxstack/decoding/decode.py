@@ -1,6 +1,7 @@
 """Autoregressive decoding with a KV cache: one prefill over the prompts, then one token per step for all of them."""
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import jax
@@ -9,9 +10,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxstack.decoding.sampling import Sampling, sample
+from jaxstack.distributed.devices import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.parallel.rules import AxisRules, is_matrix, logical_axis_rules
+from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.rules import AxisRules, is_matrix
 
 Params = dict[str, PyTree]
 """Parameters, or other variables, of a module as nested dicts of arrays."""
@@ -148,6 +151,7 @@ class Decoder(ModelOnMesh):
         rows = -(-len(prompts) // self.batch_unit) * self.batch_unit
         tokens, lengths = _pad(prompts, rows, self.padded_length(max(map(len, prompts))))
         capacity = tokens.shape[1] + -(-max_tokens // _BLOCK) * _BLOCK
+        self._check_cache(rows, capacity, tokens.shape[1])
         sample_step = functools.partial(self._sample, seeds=np.resize(seeds, rows), sampling=sampling)
         ended, stops = np.zeros(len(prompts), bool), np.asarray(sorted(stop_tokens), np.int32)
         with jax.set_mesh(self.rules.mesh):
@@ -181,6 +185,31 @@ class Decoder(ModelOnMesh):
                 f"the prompt ({longest} tokens) and {max_tokens} new tokens exceed the model's "
                 f"max_position_embeddings ({limit}); at most {limit - longest} new tokens fit."
             )
+
+    def _check_cache(self, rows: int, capacity: int, filled: int) -> None:
+        """Check that the cache for `capacity` tokens of each row, `filled` of them prompts, fits the devices' memory.
+
+        Raises:
+          ConfigError: it does not.
+        """
+        available = memory_per_device()
+        if available is None:
+            return
+        total = available * self.rules.mesh.size
+        needed = self._cache_bytes(rows, capacity)
+        if needed <= total:
+            return
+        per_token = (needed - self._cache_bytes(rows, _BLOCK)) / max(capacity - _BLOCK, 1)
+        fits = max(0, int(total / per_token) // _BLOCK * _BLOCK - filled)
+        raise ConfigError(
+            f"the cache of keys and values for {rows} x {capacity:,} tokens takes {needed / 2**30:,.1f} GiB, of "
+            f"{total / 2**30:,.1f} GiB on {self.rules.mesh.size} device(s); at most about {fits:,} new tokens fit."
+        )
+
+    def _cache_bytes(self, rows: int, capacity: int) -> int:
+        model = self.module.merge(self.module.abstract_params, self.module.abstract_non_params)
+        cache = jax.eval_shape(lambda: model.make_cache(rows, capacity).layers)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
     def _prefill_step(
         self,

@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.devices is not None and args.devices < 1:
             raise ConfigError(f"--devices must be at least 1; found {args.devices}.")
         from jaxstack.plan.describe import describe_plan
-        from jaxstack.plan.rehearsal import rehearse
         from jaxstack.plan.draw import draw_plan
+        from jaxstack.plan.rehearsal import rehearse
         from jaxstack.run_config import load_config
 
         config = load_config(args.config, args.overrides)

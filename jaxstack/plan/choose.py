@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from jax.sharding import Mesh
 
 from jaxstack.config.sections import TrainConfig
-from jaxstack.distributed.xla_options import copies_known
+from jaxstack.distributed.xla_options import supports_peer_copies
 from jaxstack.errors import ConfigError
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.transfers import in_one_process
@@ -90,7 +90,7 @@ def uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
         return config.parallel.copy_engines == "always"
     split = _split_axes(mesh.shape)
     measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
-    return measured and in_one_process(mesh) and copies_known()
+    return measured and in_one_process(mesh) and supports_peer_copies()
 
 
 def _split_axes(shape: Mapping[str, int]) -> set[str]:

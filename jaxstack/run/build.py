@@ -21,7 +21,7 @@ from jaxstack.models import (
     add_adapters,
     in_fp8,
 )
-from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.plan.choose import uses_peer_copies
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
@@ -53,17 +53,20 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
 
 
 def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
-    """Return the sharding rules of this run on `mesh`."""
+    """Return the mapping of logical axes onto the mesh in this run."""
+    return make_rules(mesh, sequence=config.parallel.sequence)
+
+
+def step_layout(config: RunConfig, mesh: Mesh) -> StepLayout:
+    """Return the layout of the train step on the mesh in this run."""
     parallel = config.parallel
-    return make_rules(
-        mesh,
-        sequence=parallel.sequence,
-        reduce=config.precision.reduce,
+    return StepLayout(
         zero=parallel.zero,
-        context_method=parallel.context_method,
+        reduce_dtype=config.precision.reduce,
+        context_method=None if parallel.context_method == "auto" else parallel.context_method,
         overlap=parallel.overlap,
         prefetch=parallel.prefetch,
-        copies=uses_peer_copies(config, mesh),
+        peer_copies=uses_peer_copies(config, mesh),
         pipeline=config.pipeline_plan(),
     )
 
@@ -108,6 +111,7 @@ def make_trainer(
         optimizer=config.optimizer,
         schedule=config.schedule,
         mesh=layout_rules(config, mesh),
+        layout=step_layout(config, mesh),
         train=train,
         seed=config.run.seed,
     )
