@@ -121,7 +121,7 @@ def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[s
 
 def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """The resolved configuration of a run, and its data."""
-    from jaxstack.data.build import available_cores
+    from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
     from jaxstack.distributed.devices import cache_compilations, start_devices
     from jaxstack.run.build import resolve_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxstack.data.build import available_cores
+from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.devices import cache_compilations, start_devices
