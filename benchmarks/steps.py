@@ -129,7 +129,7 @@ def sustained_rates(config: Any, times: Mapping[str, Any], devices: int, device:
 
 def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """Return the resolved configuration of a run, and its data."""
-    from jaxstack.data.build import available_cores
+    from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
     from jaxstack.distributed.devices import cache_compilations, start_devices
     from jaxstack.plan.choose import training_layout

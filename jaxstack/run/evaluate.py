@@ -8,7 +8,7 @@ from types import ModuleType
 
 import jax
 
-from jaxstack.data.build import available_cores
+from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.devices import cache_compilations, start_devices

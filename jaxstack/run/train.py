@@ -9,7 +9,7 @@ import jax
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
-from jaxstack.data.build import available_cores
+from jaxstack.data.build_shards import available_cores
 from jaxstack.data.byte_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
