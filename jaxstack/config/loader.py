@@ -165,7 +165,9 @@ def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence
             components = _components_in(annotation)
             annotation = _annotation(components[0], key) if components else None
             section = section.get(key, {}) if isinstance(section, dict) else {}
-        members = {str(c.model_fields["name"].default): c for c in _components_in(annotation) if "name" in c.model_fields}
+        members = {
+            str(c.model_fields["name"].default): c for c in _components_in(annotation) if "name" in c.model_fields
+        }
         if last != "name" or not isinstance(section, dict) or len(members) < 2 or value.strip() not in members:
             continue
         known = {"name", *_keys(members[value.strip()])}
@@ -196,9 +198,7 @@ def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def build_component(
-    kind: type[C], tree: Any, origin: str = "the configuration", overrides: Sequence[str] = ()
-) -> C:
+def build_component(kind: type[C], tree: Any, origin: str = "the configuration", overrides: Sequence[str] = ()) -> C:
     """Validates `tree` as a `kind`.
 
     Args:
@@ -258,7 +258,9 @@ def _explain(kind: type[BaseModel], problem: Any, overrides: Sequence[str]) -> s
     """Return one line for one of pydantic's findings: where, what is wrong, and the way out."""
     path, owner = _walk(kind, problem["loc"])
     name = ".".join(path)
-    given = next((text for text in overrides if path and f"{name}.".startswith(f"{text.partition('=')[0].strip()}.")), "")
+    given = next(
+        (text for text in overrides if path and f"{name}.".startswith(f"{text.partition('=')[0].strip()}.")), ""
+    )
     return (f"{_OVERRIDE}{given}: " if given else "") + _explain_problem(path, owner, problem)
 
 

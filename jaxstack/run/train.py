@@ -13,7 +13,7 @@ from jaxstack.data.build_shards import available_cores
 from jaxstack.data.byte_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
-from jaxstack.distributed.coordination import join
+from jaxstack.distributed.coordination import connect
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import cannot_write
 from jaxstack.evaluation import bits_per_byte
@@ -137,7 +137,7 @@ def _connect(config: RunConfig) -> list[str]:
     place, limits = find_place(), config.resilience
     if place is None:
         return []
-    join(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
+    connect(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
     return check_program(dump_yaml(config), limits.connect_seconds)
 
 
