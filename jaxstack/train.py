@@ -46,7 +46,9 @@ def _run(args: argparse.Namespace) -> int:
     os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
 
     def body() -> None:
-        from jaxstack.config.loader import dump_yaml
+        from jaxstack.config.loader import dump_yaml, load_yaml
+
+        load_yaml(args.config)  # a missing or malformed file is told before jax is imported, which takes seconds
         from jaxstack.run_config import load_config
 
         config = load_config(args.config, args.overrides)
