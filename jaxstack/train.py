@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jaxstack.cli import add_examples, run_command
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
-from jaxstack.resilience.ending import EndAtOnce
+from jaxstack.resilience.exit_on_signal import ExitOnSignal
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    with EndAtOnce("jaxstack train"):
+    with ExitOnSignal("jaxstack train"):
         code = _run(make_parser().parse_intermixed_args(argv))
         processes = sys.modules.get("jaxstack.distributed.coordination")
         return processes.end(code) if processes is not None else code
