@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -94,8 +93,7 @@ def make_trainer(
     train = config.train
     if platform == "cpu" and dtype.itemsize < 4:
         train = train.model_copy(update={"xla_options": {**narrow_cpu_options(), **train.xla_options}})
-    # The z-loss shapes training only: a held-out loss is comparable between runs.
-    loss = functools.partial(_loss, z_loss=config.train.z_loss)
+    loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
     return Trainer(
         lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         loss,
@@ -107,7 +105,3 @@ def make_trainer(
         train=train,
         seed=config.run.seed,
     )
-
-
-def _loss(model: Transformer, batch: Any, key: jax.Array | None, *, z_loss: float) -> Any:
-    return language_model_loss(model, batch, key, z_loss=z_loss if key is not None else 0.0)
