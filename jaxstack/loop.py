@@ -256,7 +256,7 @@ class Loop:
         limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
         if self.skipped:
             self._skip(step, values, limits)
-        values.pop("weight")
+        values.pop("count")
         train, every = self.trainer.train, self.settings.observe.log_every
         if step % every and step not in (1, train.steps):
             return
