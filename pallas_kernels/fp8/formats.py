@@ -40,7 +40,8 @@ def power_of_two_scale(amax: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Arra
 
 def saturating_cast(x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """x * scale in the format, clipped to its range (nan stays nan)."""
-    # In the dtype of x, where the product is as exact: of a float32 one XLA may name_for_checkpoint a float32 copy of x.
+    # In the dtype of x, where the product is as exact: of a float32 one XLA may name_for_checkpoint a float32 copy of
+    # x.
     limit = jnp.asarray(largest(dtype), x.dtype)
     return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
 

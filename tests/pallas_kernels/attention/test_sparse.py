@@ -231,12 +231,12 @@ def test_backends_that_know_bands_only_refuse(attend):
     (choice,) = choices
     assert choice.backend == "xla"
     reasons = dict(choice.refused)
-    assert "block layouts" in reasons["cudnn"] and "one run of keys" in reasons["triton"]
+    assert "block layouts" in reasons["cudnn"] and "one range of keys" in reasons["triton"]
 
 
 def test_a_backend_asked_for_by_name_refuses_what_it_cannot_mask():
     q = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
-    with pytest.raises(NotSupported, match="one run of keys a query.*4 global tokens"):
+    with pytest.raises(NotSupported, match="one range of keys per query.*4 global tokens"):
         longformer_attention(q, q, q, window=8, global_tokens=4, implementation="triton")
 
 
