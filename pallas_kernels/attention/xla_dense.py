@@ -40,7 +40,9 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
 def lower_priority_reason(request: AttentionRequest) -> str | None:
     """Prefer the chunked backend, whose memory is linear, for long sequences."""
     if max(request.query_length, request.key_length) > LONGEST:
-        return f"stores the score matrix: for lengths to {LONGEST}, got T {request.query_length}, S {request.key_length}"
+        return (
+            f"stores the score matrix: for lengths to {LONGEST}, got T {request.query_length}, S {request.key_length}"
+        )
     return None
 
 

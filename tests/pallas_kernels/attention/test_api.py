@@ -96,6 +96,7 @@ def test_an_explicit_choice_never_falls_back():
     assert [(c.backend, c.explicit) for c in choices] == [("xla", True)]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
@@ -117,6 +118,7 @@ def test_wrong_arguments_name_the_rule(shapes, options, message):
         flash_attention(*(jnp.zeros(shape) for shape in shapes), **options)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_wrong_dtypes():
     x = jnp.zeros((1, 4, 1, 8))
     with pytest.raises(ValueError, match="one dtype; got float32, bfloat16, float32"):
