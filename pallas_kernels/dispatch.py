@@ -39,7 +39,7 @@ class NotSupported(ValueError):
 
 @dataclass(frozen=True)
 class Backend(Generic[RequestT]):
-    """One way of computing an operation: a row of the operation's table.
+    """A way of computing an operation: a row of the operation's table.
 
     Every callable takes the operation's request, the object that holds the checked arguments of one call.
 

@@ -32,7 +32,7 @@ both take the same time if T N / K is 4000.
 
 @dataclasses.dataclass(frozen=True)
 class ContextRequest:
-    """One call with its arguments checked.
+    """A call with its arguments checked.
 
     Attributes:
         q, k, v: this device's shards [B, T, N, H], [B, T, K, H], [B, T, K, H]; arrays or shape structs.

@@ -1,4 +1,4 @@
-"""One call of attention with its arguments checked: the request that every backend is asked about.
+"""A call of attention with its arguments checked: the request that every backend is asked about.
 
 Dims: B batch, T query length, S key length, N query heads, K key and value heads, H head dim.
 """
@@ -60,7 +60,7 @@ class Options:
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """One call of attention with its arguments checked.
+    """A call of attention with its arguments checked.
 
     Attributes:
         q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.

@@ -11,7 +11,7 @@ with the computation for the device's own keys.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels.attention.context_layout import receive_from_previous, split
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.part import PartOptions, attend_part, part_gradients
+from pallas_kernels.attention.part import QKV, PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.scores import accumulator_dtype, merge, row_delta
 
@@ -35,6 +35,8 @@ class RingOptions:
     options: PartOptions
 
 
+Tree = TypeVar("Tree")
+Sums = TypeVar("Sums")
 Index = int | jax.Array
 """Number of a chunk, known while tracing or traced."""
 
@@ -96,7 +98,7 @@ def _pair(query_ids: list | None, key_ids: list | None, tile: _Tile) -> tuple | 
     return _take(query_ids, tile.query), _take(key_ids, tile.key)
 
 
-def _send_after(kv: jax.Array, after: Any, axis_name: str) -> tuple[jax.Array, Any]:
+def _send_after(kv: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, Tree]:
     """Return (kv of the previous device, `after`), sending only once `after` is computed.
 
     Otherwise XLA would issue all transfers at once.
@@ -105,10 +107,10 @@ def _send_after(kv: jax.Array, after: Any, axis_name: str) -> tuple[jax.Array, A
     return receive_from_previous(kv, axis_name), after
 
 
-def _order_after(rows: Any, sums: Any) -> tuple[Any, Any]:
+def _order_after(rows: Tree, sums: Sums) -> tuple[Tree, Sums]:
     """Return both, with the rows available only once the sums are computed.
 
-    Otherwise XLA would slice the operands of all steps at once, and hold them.
+    Otherwise XLA would slice the operands of all steps at once, and store them.
     """
     return lax.optimization_barrier((rows, sums))
 
@@ -132,7 +134,7 @@ def _forward(
             arrays = _operands([queries], keys, tile)
             ids_here = _pair(query_ids, key_ids, tile)
 
-            def attend(arrays: Any = arrays, ids_here: tuple | None = ids_here) -> tuple:
+            def attend(arrays: QKV = arrays, ids_here: tuple | None = ids_here) -> tuple:
                 return attend_part(ring.options, Mask(causal=False), arrays, ids_here)
 
             found = _if_active(tile.active, attend)

@@ -249,7 +249,7 @@ def _label(mask: Mask, segments: Segments | None) -> _SegmentLabels | None:
 
 
 class _Tile(NamedTuple):
-    """One pair of a query block and a key block, with traced block numbers."""
+    """A pair of a query block and a key block, with traced block numbers."""
 
     options: Options
     tiling: Blocks

@@ -1,4 +1,4 @@
-"""One call of the fused head and loss with its arguments checked.
+"""A call of the fused head and loss with its arguments checked.
 
 Dims: D model, V vocabulary (of this device, if an axis name shards it). The leading dims of `hidden` are those of
 `labels`.
@@ -33,7 +33,7 @@ class Options:
 
 @dataclass(frozen=True)
 class CrossEntropyRequest:
-    """One call with its arguments checked.
+    """A call with its arguments checked.
 
     Attributes:
         hidden: [..., D].

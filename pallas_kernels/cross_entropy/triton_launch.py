@@ -1,4 +1,4 @@
-"""One launch of the Triton kernel: the losses of a chunk, and the gradient of its logits, written in their place."""
+"""The launch of the Triton kernel: the losses of a chunk, and the gradient of its logits, written in their place."""
 
 import dataclasses
 import math

@@ -5,7 +5,7 @@ gradients. `per_token_loss` learns the cotangents of the losses only in the back
 four matmuls.
 
 Tokens are [B, P, S] here: B sequences of P pieces of S positions, and a chunk is C positions of every piece. XLA's
-sharding is thereby kept: that of the batch always, that of the sequence because it is split into pieces if XLA
+sharding is thereby preserved: that of the batch always, that of the sequence because it is split into pieces if XLA
 partitions it. Further dims: D model, V vocabulary.
 """
 

@@ -19,7 +19,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class Fp8Request:
-    """One call with its arguments checked: x [rows, D] times weights [D, outputs].
+    """A call with its arguments checked: x [rows, D] times weights [D, outputs].
 
     Attributes:
         options: the static arguments.

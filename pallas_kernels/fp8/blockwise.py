@@ -133,7 +133,7 @@ def multiply(
         for w, q in zip(matrices, quantized, strict=True)
     )
     carriers = tuple(w.astype(options.dtype) for w in matrices)
-    function = _swiglu_mlp if mlp else _multiply
+    function: Callable[..., tuple[jax.Array, ...]] = _swiglu_mlp if mlp else _multiply
     flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *norm_inputs)]
     results = function(operations, options, flat[0], tuple(flat[1:]), carriers, given)
     outputs = [w.shape[options.contracted :] for w in weights[-len(results) :]]
@@ -178,7 +178,7 @@ def _forward(
 
 
 def _backward(
-    operations: Operations, options: Fp8Options, saved: Any, gradients: tuple[jax.Array, ...]
+    operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
     transposed_x, weights = from_bytes(saved)
     both = [operations.quantize_both(IDENTITY, (gradient,))[0] for gradient in gradients]
@@ -223,7 +223,7 @@ def _mlp_forward(
 
 
 def _mlp_backward(
-    operations: Operations, options: Fp8Options, saved: Any, gradients: tuple[jax.Array, ...]
+    operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
 ) -> tuple[Any, ...]:
     transposed_x, wide, transposed_hidden, weights = from_bytes(saved)
     quantized_d_out = operations.quantize_both(IDENTITY, gradients)

@@ -1,4 +1,4 @@
-"""One call of the activated matmul with its arguments checked."""
+"""A call of the activated matmul with its arguments checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class ActivatedMatmulRequest:
-    """One call with its arguments checked.
+    """A call with its arguments checked.
 
     Attributes:
         inputs: arrays [..., F].

@@ -1,1 +1,1 @@
-"""One matmul per group of rows: `api.grouped_matmul` chooses among the backends of this folder."""
+"""A matmul per group of rows: `api.grouped_matmul` chooses among the backends of this folder."""

@@ -1,4 +1,4 @@
-"""One call of the grouped matmul with its arguments checked. Dims: R rows, G groups, D and F of the matrices."""
+"""A call of the grouped matmul with its arguments checked. Dims: R rows, G groups, D and F of the matrices."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class GroupedMatmulRequest:
-    """One call with its arguments checked.
+    """A call with its arguments checked.
 
     Attributes:
         x: rows [R, D].
