@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
