@@ -1,13 +1,15 @@
 """The frame of every command: `jaxstack <subcommand>`, exit codes, one clear message instead of a traceback."""
 
 import argparse
+import contextlib
 import errno
 import importlib
 import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO, cast
 
 from jaxstack import __version__
 from jaxstack.errors import JaxstackError, nearest
@@ -62,11 +64,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     return importlib.import_module(COMMANDS[name][0]).main(arguments[1:])
 
 
+class LastingOutput:
+    """A text stream that goes on without its reader.
+
+    A pager, `head` or `tee` may end, and a terminal may be closed, before the command does. What is written from then
+    on is dropped, so that work of hours is not lost with the output.
+
+    Args:
+      stream: standard output or standard error.
+      notice: called once, when the reader is found to have gone.
+    """
+
+    def __init__(self, stream: TextIO, notice: Callable[[], None] = lambda: None):
+        self._stream, self._notice, self._gone = stream, notice, False
+
+    def write(self, text: str) -> int:
+        self._guarded(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._guarded(self._stream.flush)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self._gone = True
+            # What Python still holds in its buffer must not fail at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._notice()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def lasting_output(name: str) -> Iterator[None]:
+    """Within it, the process goes on when the reader of its output goes away, and says so on standard error once."""
+    text = f"{name}: nobody reads standard output any more; going on without it"
+    errors = LastingOutput(sys.stderr)
+    output = LastingOutput(sys.stdout, lambda: print(text, file=cast(TextIO, errors), flush=True))
+    with contextlib.redirect_stdout(cast(TextIO, output)), contextlib.redirect_stderr(cast(TextIO, errors)):
+        yield
+
+
 def run_command(name: str, body: Callable[[], int | None]) -> int:
     """Runs a command's body and turns what it raises into an exit code and one message on standard error.
 
-    0 success, 2 configuration or usage error, 1 failure, 130 Ctrl-C, 143 SIGTERM. A failure that was not foreseen
-    keeps its traceback: it is a fault of jaxstack's, to be reported.
+    0 success, 2 configuration or usage error, 1 failure, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM. A failure that was not
+    foreseen keeps its traceback: it is a fault of jaxstack's, to be reported.
     """
     try:
         return body() or 0

@@ -32,6 +32,7 @@ from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
 from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.resilience.ending import signal_name
 from jaxstack.resilience.guard import StateGuard
 from jaxstack.resilience.interval import advise_interval
 from jaxstack.resilience.progress_file import ProgressFile
@@ -322,7 +323,9 @@ class Loop:
             steps = self.manager.all_steps()
             self.signs.note("end", saved=self._committed())
             kept = f"checkpoint {steps[-1]} in {self.run_dir}" if steps else "no checkpoint kept"
-        raise Interrupted(signum, f"stopped by signal {signum} after step {step}; {kept}; the same command goes on")
+        raise Interrupted(
+            signum, f"stopped by {signal_name(signum)} after step {step}; {kept}; the same command goes on"
+        )
 
     def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
         """Evaluates and logs; True where `stop` gave it up."""

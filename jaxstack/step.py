@@ -20,7 +20,8 @@ from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import LossSum
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.optim.build import gradient_norm, largest_overload
-from jaxstack.parallel.pipeline.plan import PipelinePlan
+from jaxstack.parallel.context import ShardingContext
+from jaxstack.parallel.layout import StepLayout
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.state import TrainState
 from pallas_kernels import sequence_order
@@ -35,7 +36,7 @@ class StepFunctions:
       loss: `loss(module, batch)` or `loss(module, batch, key)`; returns a scalar mean or a `LossSum`.
       learning_rate: step -> learning rate, for the metrics; None where it is not known.
       accumulation: number of microbatches that a batch is cut into.
-      pipeline: how a StagedModule's batch goes through its stages.
+      layout: the other choices of parallelism; a StagedModule needs its `pipeline`. None: `StepLayout()`.
     """
 
     def __init__(
@@ -45,16 +46,17 @@ class StepFunctions:
         optimizer: optax.GradientTransformation,
         learning_rate: Callable[[jax.Array], jax.Array] | None,
         rules: AxisRules,
+        layout: StepLayout | None = None,
         accumulation: int = 1,
-        pipeline: PipelinePlan | None = None,
     ):
         self.module, self.optimizer, self.rules, self.learning_rate = module, optimizer, rules, learning_rate
         self.spike_threshold: float | None = None
         """See `resilience.spike_threshold`; read when the step is traced."""
-        if pipeline is not None and isinstance(module, StagedModule):
-            self.gradients = PipelinedGradients(module, loss, rules, pipeline)
+        context = ShardingContext(rules, layout or StepLayout())
+        if isinstance(module, StagedModule):
+            self.gradients = PipelinedGradients(module, loss, context)
         else:
-            self.gradients = make_gradients(module, loss, rules, accumulation)
+            self.gradients = make_gradients(module, loss, context, accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped, expert_overload (scalars).

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import add_examples, lasting_output, run_command
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
 from jaxstack.resilience.ending import EndAtOnce
 
@@ -34,8 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    with EndAtOnce("jaxstack train"):
-        code = _run(make_parser().parse_intermixed_args(argv))
+    arguments = make_parser().parse_intermixed_args(argv)
+    with lasting_output("jaxstack train"), EndAtOnce("jaxstack train"):
+        code = _run(arguments)
         processes = sys.modules.get("jaxstack.distributed.coordination")
         return processes.end(code) if processes is not None else code
 

@@ -36,7 +36,7 @@ def step_of(loss, accumulation: int = 1, devices: int = 1, optimizer=None):
     rules = make_rules(make_mesh(devices=jax.devices()[:devices]))
     module = FunctionalModule(Line)
     optimizer = optimizer or optax.sgd(0.1)
-    steps = StepFunctions(module, loss, optimizer, None, rules, accumulation)
+    steps = StepFunctions(module, loss, optimizer, None, rules, accumulation=accumulation)
     return jax.jit(steps.train_step), init_state(module, optimizer, jax.random.key(0))
 
 

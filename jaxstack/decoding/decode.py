@@ -1,6 +1,7 @@
 """Autoregressive decoding with a KV cache: one prefill over the prompts, then a token a step for all of them."""
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack.decoding.sampling import Sampling, sample
+from jaxstack.distributed.devices import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.parallel.rules import AxisRules, is_matrix, logical_axis_rules
+from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.rules import AxisRules, is_matrix
 
 _BLOCK = 64
 """Prompts are filled up to this many tokens times a power of two, caches to a multiple, so that few shapes are
@@ -129,6 +132,7 @@ class Decoder(ModelOnMesh):
         rows = -(-len(prompts) // self.batch_unit) * self.batch_unit
         tokens, lengths = _filled_up(prompts, rows, self.width(max(map(len, prompts))))
         room = tokens.shape[1] + -(-max_tokens // _BLOCK) * _BLOCK
+        self._check_cache(rows, room, tokens.shape[1])
         draw = functools.partial(self._draw, seeds=np.resize(seeds, rows), sampling=sampling)
         ended, stops = np.zeros(len(prompts), bool), np.asarray(sorted(stop_tokens), np.int32)
         with jax.set_mesh(self.rules.mesh):
@@ -162,6 +166,27 @@ class Decoder(ModelOnMesh):
                 f"the prompt ({longest} tokens) and {max_tokens} new tokens exceed the model's "
                 f"max_position_embeddings ({limit}); at most {limit - longest} new tokens fit."
             )
+
+    def _check_cache(self, rows: int, room: int, filled: int) -> None:
+        """Raises ConfigError where the cache for `room` tokens of each row cannot fit the devices' memory."""
+        available = memory_per_device()
+        if available is None:
+            return
+        total = available * self.rules.mesh.size
+        needed = self._cache_bytes(rows, room)
+        if needed <= total:
+            return
+        per_token = (needed - self._cache_bytes(rows, _BLOCK)) / max(room - _BLOCK, 1)
+        fits = max(0, int(total / per_token) // _BLOCK * _BLOCK - filled)
+        raise ConfigError(
+            f"the cache of keys and values for {rows} x {room:,} tokens takes {needed / 2**30:,.1f} GiB, of "
+            f"{total / 2**30:,.1f} GiB on {self.rules.mesh.size} device(s); at most about {fits:,} new tokens fit."
+        )
+
+    def _cache_bytes(self, rows: int, room: int) -> int:
+        model = self.module.merge(self.module.abstract_params, self.module.abstract_non_params)
+        cache = jax.eval_shape(lambda: model.make_cache(rows, room).layers)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
     def _prefill_step(self, params: Any, non_params: Any, tokens: jax.Array, lengths: jax.Array, *, room: int) -> Any:
         with logical_axis_rules(self.rules):

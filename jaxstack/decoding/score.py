@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxstack.decoding.decode import ModelOnMesh
-from jaxstack.parallel.rules import logical_axis_rules
+from jaxstack.parallel.context import logical_axis_rules
 
 _LOGITS_AT_ONCE = 4096
 """Tokens whose logits are in memory together."""

@@ -27,7 +27,7 @@ class _ByteText:
     def push(self, token: int) -> str:
         return self._decoder.decode(self._tokenizer.decode_bytes([token]))
 
-    def non_params(self) -> str:
+    def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
@@ -46,7 +46,7 @@ class _WordText:
             return ""
         return self._take(text)
 
-    def non_params(self) -> str:
+    def flush(self) -> str:
         return self._take(self._added())
 
     def _added(self) -> str:
@@ -89,7 +89,7 @@ class TextStream:
 
     def finish(self, reason: Reason = "length") -> str:
         """Ends the text; returns what was held back."""
-        piece = self._release(self._text.non_params())
+        piece = self._release(self._text.flush())
         if self.reason is None:
             self.reason, piece = reason, piece + self._held
         return piece

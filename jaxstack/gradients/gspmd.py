@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.gradients.microbatches import Batch, Microbatches, Sums
 from jaxstack.loss import LossSum
-from jaxstack.parallel.rules import AxisRules, logical_axis_rules
+from jaxstack.parallel.context import ShardingContext
 
 
 class GlobalGradients:
@@ -18,34 +18,35 @@ class GlobalGradients:
     the last microbatch: in which dtype such a module uses its parameters, and where, is not known here.
     """
 
-    def __init__(self, microbatches: Microbatches, rules: AxisRules):
-        self._microbatches, self._rules = microbatches, rules
-        module = microbatches.module
-        self._stored = module.split_frozen(module.parameter_specs(rules))[0]
-        self._used = module.map_parameters(lambda names, shape, _: rules.parameter_spec(names, shape), rules)
+    def __init__(self, microbatches: Microbatches, context: ShardingContext):
+        self._microbatches, self._context, self._rules = microbatches, context, context.rules
+        module, zero = microbatches.module, context.layout.zero
+        self._stored = module.split_frozen(module.parameter_specs(self._rules, zero))[0]
+        spec = self._rules.parameter_spec
+        self._used = module.map_parameters(lambda names, shape, _: spec(names, shape), self._rules)
 
     def __call__(self, params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
         sums, non_params = self._sums(self._placed(params, self._used), non_params, batch, key)
         return sums._replace(gradients=self._placed(sums.gradients, self._stored)), non_params
 
     def _placed(self, tree: Any, specs: Any) -> Any:
-        if not self._rules.zero:
+        if not self._context.layout.zero:
             return tree
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731
         return jax.tree.map(place, tree, specs)
 
     def _sums(self, params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
-        rules = self._rules
+        rules, context = self._rules, self._context
         # `data` is either 1 or manual where rows are cut; the batch's other axes still split them.
         shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data"])
         if self._microbatches.count == 1 or rules.mesh.shape["data"] == 1:
-            with logical_axis_rules(rules):
+            with context.entered():
                 return self._microbatches.finish(*self._microbatches(params, non_params, batch, key, shards=shards))
 
         # `data` is manual here: XLA, left to itself, would reduce gradients over it once a microbatch.
         def replica(params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-            with logical_axis_rules(rules.within(["data"])):
+            with context.within(["data"]).entered():
                 sums, non_params = self._microbatches(params, non_params, batch, key, shards=shards)
             gradients, loss, weight = jax.lax.psum(sums[:3], "data")
             sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
@@ -62,7 +63,7 @@ class GlobalGradients:
         )(params, non_params, batch, key)
 
     def loss(self, params: Any, non_params: Any, batch: Batch) -> LossSum:
-        with logical_axis_rules(self._rules):
+        with self._context.entered():
             return self._microbatches.loss(self._placed(params, self._used), non_params, batch, None)[0]
 
 

@@ -21,12 +21,12 @@ from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import LossSum
 from jaxstack.models import Transformer
 from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
+from jaxstack.parallel.context import ShardingContext, TracedParameters
 from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline.execute import StageFunctions, execute
-from jaxstack.parallel.pipeline.plan import PipelinePlan
 from jaxstack.parallel.pipeline.schedule import Schedule, forward_only
-from jaxstack.parallel.rules import AxisRules, is_cast, logical_axis_rules, restrict
-from jaxstack.parallel.weights import beside_tensor, dims_of
+from jaxstack.parallel.rules import is_cast, restrict
+from jaxstack.parallel.weights import dims_of, on_tensor_shards
 from jaxstack.precision.recipe import ScalingState
 
 
@@ -41,20 +41,22 @@ class PipelinedGradients:
       ConfigError: the model has variables beside its parameters and the scales of FP8.
     """
 
-    def __init__(self, module: StagedModule, loss: LossFunction, rules: AxisRules, plan: PipelinePlan):
+    def __init__(self, module: StagedModule, loss: LossFunction, context: ShardingContext):
         scaling, others = module.split_scaling(module.abstract_non_params)
         if jax.tree.leaves(others):
             raise ConfigError(
                 "parallel.pipeline trains models whose only variables are their parameters and FP8's scales; this one "
                 f"has others ({', '.join(sorted(others))}), such as running statistics. Set parallel.pipeline=1."
             )
-        self._module, self._rules, self._plan = module, rules, plan
+        rules, plan = context.rules, context.layout.pipeline
+        assert plan is not None
+        self._module, self._context, self._rules, self._plan = module, context, rules, plan
         self._loss = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
         self._split = ("pipeline", *rules.batch_axes)
         # Experts stay where they are, also those of a layer that runs with the head.
         self._of_ends = tuple(axis for axis in self._split if axis != "expert")
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
-        stored = module.parameter_specs(rules)
+        stored = module.parameter_specs(rules, context.layout.zero)
         is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
         self._specs = jax.tree.map(lambda spec: restrict(spec, self._split), stored, is_leaf=is_spec)
         self._trained_specs = module.split_frozen(self._specs)[0]
@@ -107,30 +109,34 @@ class PipelinedGradients:
         self, schedule: Schedule, params: Any, non_params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[Any, jax.Array, jax.Array]:
         """((gradients of this device's shards, maxima for FP8's scales) or None, loss, weight) of this device alone."""
-        rules = self._rules.within(self._taken)
+        context = self._context.within(self._taken)
         model = self._module.merge_stage(params, non_params)
         graph, layers, ends, others = nnx.split(model, is_stacked, (nnx.Param, ScalingState), ...)
         dtype = model.dtype
-        with logical_axis_rules(rules):
-            layers = _map_parameters(lambda p: _gathered(p, rules, ("data",), dtype), layers)
-            ends = _map_parameters(lambda p: _gathered(p, rules, self._of_ends, dtype), ends)
+        with context.entered():
+            layers = _map_parameters(lambda p: _gathered(p, context, ("data",), dtype), layers)
+            ends = _map_parameters(lambda p: _gathered(p, context, self._of_ends, dtype), ends)
         parts = (graph, (layers, ends), others)
-        functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, rules)
+        functions = _Functions(parts, self._loss, batch, key, schedule.microbatches, context)
         totals = execute(schedule, self._module.layout, functions.stages(), layers, ends, unroll=self._module.unrolled)
         if totals.layers is None:
             return None, totals.loss, totals.weight
-        with logical_axis_rules(rules):
+        with context.entered():
             layers = totals.layers
-            if rules.zero < 2:  # else scattered as they were made
-                layers = _map_parameters(lambda p: _scattered(p, rules, ("data",)), layers)
-            ends = _map_parameters(lambda p: _scattered(p, rules, self._of_ends), totals.ends)
+            if context.layout.zero < 2:  # else scattered as they were made
+                layers = _map_parameters(lambda p: _scattered(p, context, ("data",)), layers)
+            ends = _map_parameters(lambda p: _scattered(p, context, self._of_ends), totals.ends)
         found = self._module.split_stage(nnx.merge(graph, layers, ends, others))
         return found, totals.loss, totals.weight
 
     def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
         """The sum over the axes along which the parameter is whole; over the others it was summed already."""
         lacking = self._rules.lacking(spec, self._split)
-        return jax.lax.psum(gradient.astype(self._rules.reduce), lacking).astype(jnp.float32) if lacking else gradient
+        return (
+            jax.lax.psum(gradient.astype(self._context.layout.reduce_dtype), lacking).astype(jnp.float32)
+            if lacking
+            else gradient
+        )
 
     def _largest(self, maximum: jax.Array, spec: PartitionSpec) -> jax.Array:
         """That of all devices; of stacked layers those along `pipeline` have others."""
@@ -148,13 +154,15 @@ class _Functions:
         batch: Batch,
         key: jax.Array | None,
         microbatches: int,
-        rules: AxisRules,
+        context: ShardingContext,
     ):
         self._model, self._loss, self._key = model, loss, key
         self._pieces = {name: x.reshape(microbatches, -1, *x.shape[1:]) for name, x in batch.items()}
-        self._layer_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline"]))
-        self._end_rules = dataclasses.replace(rules, gathered=frozenset(["pipeline", *rules.weight_axes]))
-        self._context: Any = None
+        gathered = frozenset(["pipeline"])
+        self._layer_context = dataclasses.replace(context, parameters=TracedParameters(gathered))
+        whole = TracedParameters(gathered | set(context.rules.weight_axes))
+        self._end_context = dataclasses.replace(context, parameters=whole)
+        self._shared_inputs: Any = None
 
     def stages(self) -> StageFunctions:
         alone = self._merge(None).decoder.scanned.start == 0
@@ -169,37 +177,37 @@ class _Functions:
         )
 
     def _first(self, ends: Any, microbatch: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        with logical_axis_rules(self._end_rules):
+        with self._end_context.entered():
             x, own = inputs_of_layers(self._merge(ends), self._loss_of(microbatch))
         return x, own if self._key is not None else None
 
     def _sum_layer(self, gradients: Any) -> Any:
         """With ZeRO-2 the gradients of a layer in parts over `data`, so that no stage ever has all of them whole."""
-        rules = self._layer_rules
-        if rules.zero < 2:
+        context = self._layer_context
+        if context.layout.zero < 2:
             return gradients
-        return _map_parameters(lambda p: _scattered(p, rules, ("data",), row=True), gradients)
+        return _map_parameters(lambda p: _scattered(p, context, ("data",), row=True), gradients)
 
     def _last(self, ends: Any, x: jax.Array, microbatch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        with logical_axis_rules(self._end_rules):
+        with self._end_context.entered():
             found = loss_of_outputs(self._merge(ends), self._loss_of(microbatch), x)
         if not isinstance(found, LossSum):
             raise TypeError("in a pipeline the loss function must return a jaxstack.loss.LossSum, which adds up.")
         return found.total.astype(jnp.float32), found.weight.astype(jnp.float32)
 
     def _shared(self, microbatch: jax.Array) -> list[jax.Array]:
-        with logical_axis_rules(self._end_rules):
+        with self._end_context.entered():
             found = shared_inputs(self._merge(None), self._loss_of(microbatch))
         leaves, structure = jax.tree.flatten(found)
         # Flags among them are for Python, and the same for every microbatch.
-        self._context = structure, [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        self._shared_inputs = structure, [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
     def _layer(self, weights: Any, x: jax.Array, shared: list[jax.Array], index: jax.Array) -> Any:
-        structure, leaves = self._context
+        structure, leaves = self._shared_inputs
         arrays = iter(shared)
         inputs = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
-        with logical_axis_rules(self._layer_rules):
+        with self._layer_context.entered():
             x, own = repetition(self._merge(None))(weights, x, inputs, index)
         return x, own if self._key is not None else None  # routers' losses are for training alone
 
@@ -233,17 +241,17 @@ def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _splits(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str]) -> tuple[PartitionSpec, Dims]:
+def _splits(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[str]) -> tuple[PartitionSpec, Dims]:
     """How a parameter is stored, and along which dims `axes` split it."""
     known = parameter.get_metadata()
-    stored = rules.stored_spec(known["logical_axes"], known["whole_shape"])
+    stored = context.stored_spec(known["logical_axes"], known["whole_shape"])
     return stored, dims_of(stored, axes)
 
 
-def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dtype: Any) -> jax.Array:
+def _gathered(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[str], dtype: Any) -> jax.Array:
     """A matrix in the compute dtype and whole over `axes`, once a step; what is still a shard is cast when gathered."""
-    x, known = parameter[...], parameter.get_metadata()
-    stored, splits = _splits(parameter, rules, axes)
+    rules, x, known = context.rules, parameter[...], parameter.get_metadata()
+    stored, splits = _splits(parameter, context, axes)
     shard = not set(rules.weight_axes) <= set(axes) and bool(dims_of(stored, rules.weight_axes))
     if is_cast(known["logical_axes"], known["whole_shape"]) and (splits or not shard):
         x = x.astype(dtype)
@@ -253,24 +261,24 @@ def _gathered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], dt
             x = jax.lax.all_gather(x, own, axis=dim, tiled=True)
         return x
 
-    return beside_tensor(gather, stored, rules)(x) if splits else x
+    return on_tensor_shards(gather, stored, rules)(x) if splits else x
 
 
-def _scattered(parameter: nnx.Variable, rules: AxisRules, axes: Sequence[str], row: bool = False) -> Any:
+def _scattered(parameter: nnx.Variable, context: ShardingContext, axes: Sequence[str], row: bool = False) -> Any:
     """The inverse of `_gathered` for a gradient, or None: this device's part of the sum.
 
     Args:
       row: the gradient is that of one of the stacked layers that the parameter holds.
     """
     gradient = parameter.get_raw_value()
-    stored, splits = _splits(parameter, rules, axes)
+    stored, splits = _splits(parameter, context, axes)
     if row:
         stored, splits = PartitionSpec(*stored[1:]), tuple((own, dim - 1) for own, dim in splits)
 
     def scatter(x: jax.Array) -> jax.Array:
-        x = x.astype(rules.reduce)
+        x = x.astype(context.layout.reduce_dtype)
         for own, dim in splits:
             x = jax.lax.psum_scatter(x, own, scatter_dimension=dim, tiled=True)
         return x.astype(jnp.float32)
 
-    return beside_tensor(scatter, stored, rules)(gradient) if splits and gradient is not None else gradient
+    return on_tensor_shards(scatter, stored, context.rules)(gradient) if splits and gradient is not None else gradient

@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.gradients.microbatches import Batch, Gradients, Microbatches, Sums
 from jaxstack.loss import LossSum, as_loss_sum
+from jaxstack.parallel.context import ShardingContext, TracedParameters
 from jaxstack.parallel.exchange import Dims, Exchange, WorkingCopy, sum_gradient
-from jaxstack.parallel.rules import AxisRules, Names, is_cast, logical_axis_rules, restrict
-from jaxstack.parallel.weights import beside_tensor, dims_of, exchange_weight
+from jaxstack.parallel.rules import Names, is_cast, restrict
+from jaxstack.parallel.weights import dims_of, exchange_weight, on_tensor_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +41,16 @@ class LocalGradients:
     A loss that is no `LossSum` may not add up over parts of a batch: it gets the whole one, from `otherwise`.
     """
 
-    def __init__(self, microbatches: Microbatches, rules: AxisRules, otherwise: Gradients):
-        self._microbatches, self._otherwise, self._rules = microbatches, otherwise, rules
+    def __init__(self, microbatches: Microbatches, context: ShardingContext, otherwise: Gradients):
+        rules, layout = context.rules, context.layout
+        self._microbatches, self._otherwise, self._rules, self._zero = microbatches, otherwise, rules, layout.zero
         # Where XLA has nothing to partition, no axis is left to it: a kernel then needs no shard_map of its own.
         self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         self._split = rules.batch_axes
-        self._exchange = Exchange("", rules.reduce, copies=rules.copies)
-        self._at_use = rules.zero == 2 or (rules.zero == 0 and microbatches.count == 1)
+        self._exchange = Exchange("", layout.reduce_dtype, peer_copies=layout.peer_copies)
+        self._at_use = layout.zero == 2 or (layout.zero == 0 and microbatches.count == 1)
         summed = self._split if self._at_use else ()
-        self._inner = dataclasses.replace(rules.within(self._taken), summed=summed)
+        self._inner = dataclasses.replace(context.within(self._taken), parameters=TracedParameters(summed=summed))
         self._layouts = microbatches.module.map_parameters(self._layout, rules)
         self._specs = jax.tree.map(lambda x: restrict(x.stored, self._split), self._layouts)
         self._trained_layouts = microbatches.module.split_frozen(self._layouts)[0]
@@ -92,7 +94,7 @@ class LocalGradients:
         rules = self._rules
 
         def local(*arguments: Any) -> Any:
-            with logical_axis_rules(self._inner):
+            with self._inner.entered():
                 return function(*arguments)
 
         parts = {name: restrict(rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
@@ -107,7 +109,7 @@ class LocalGradients:
 
     def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> Layout:
         rules = self._rules
-        spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape)
+        spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape, self._zero)
         dtype = self._microbatches.module.dtype if is_cast(names, shape) else None
         return Layout(spec, stored, str(jnp.dtype(dtype or jnp.float32)), bool(metadata.get("sum_where_used")))
 
@@ -117,7 +119,7 @@ class LocalGradients:
         if not parts:
             return x
         how = self._exchange._replace(dtype=layout.dtype, gathered=parts)
-        return exchange_weight(x, how, layout.spec, self._inner)
+        return exchange_weight(x, how, layout.spec, self._inner.rules)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: Layout) -> jax.Array | WorkingCopy:
         """What the module gets for the parameter `x`, so that its gradient arrives summed up and in the layout of x."""
@@ -127,7 +129,7 @@ class LocalGradients:
             return held
         lacking = self._rules.lacking(layout.spec, self._split)
         how = self._exchange._replace(dtype=str(copy.dtype), scattered=parts, summed=lacking)
-        return exchange_weight(held, how, layout.spec, self._inner)
+        return exchange_weight(held, how, layout.spec, self._inner.rules)
 
     def _sum(self, gradient: jax.Array, layout: Layout) -> jax.Array:
         """The sum of a whole gradient over the axes along which the parameter is whole, as the parameter is stored."""
@@ -136,7 +138,7 @@ class LocalGradients:
         if not parts and not lacking:
             return gradient
         how = self._exchange._replace(scattered=parts, summed=lacking)
-        add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, self._inner)
+        add = on_tensor_shards(lambda g: sum_gradient(g, how), layout.spec, self._inner.rules)
         return add(gradient).astype(jnp.float32)
 
     def _mean(self, x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxstack.launch.budget import Budget
 from jaxstack.launch.child import Child, adopt_orphans, end_all
 from jaxstack.launch.guard import Guard
 from jaxstack.launch.watch import Limits, find_straggler, find_stuck
-from jaxstack.resilience.ending import SAME_SECONDS
+from jaxstack.resilience.ending import SAME_SECONDS, stop_signals
 from jaxstack.resilience.progress_file import Record
 
 _LOOK_SECONDS = 0.1
@@ -210,7 +210,7 @@ class Supervisor:
             if self._signum is None:
                 self._signum, self._heard = signum, now
 
-        before = {signum: signal.signal(signum, receive) for signum in (signal.SIGTERM, signal.SIGINT)}
+        before = {signum: signal.signal(signum, receive) for signum in stop_signals()}
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxstack.distributed.xla_options import copies_known, narrow_cpu_options
+from jaxstack.distributed.xla_options import narrow_cpu_options, supports_peer_copies
 from jaxstack.errors import ConfigError
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
@@ -18,7 +18,7 @@ from jaxstack.models import (
     add_adapters,
     in_fp8,
 )
-from jaxstack.parallel import AxisRules, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.transfers import in_one_process
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
@@ -44,28 +44,31 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
 
 
 def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
-    """How logical axes lie on the mesh in this run."""
+    """Return the mapping of logical axes onto the mesh in this run."""
+    return make_rules(mesh, sequence=config.parallel.sequence)
+
+
+def step_layout(config: RunConfig, mesh: Mesh) -> StepLayout:
+    """Return the layout of the train step on the mesh in this run."""
     parallel = config.parallel
-    return make_rules(
-        mesh,
-        sequence=parallel.sequence,
-        reduce=config.precision.reduce,
+    return StepLayout(
         zero=parallel.zero,
-        context_method=parallel.context_method,
+        reduce_dtype=config.precision.reduce,
+        context_method=None if parallel.context_method == "auto" else parallel.context_method,
         overlap=parallel.overlap,
         prefetch=parallel.prefetch,
-        copies=_by_copies(config, mesh),
+        peer_copies=_uses_peer_copies(config, mesh),
         pipeline=config.pipeline_plan(),
     )
 
 
-def _by_copies(config: RunConfig, mesh: Mesh) -> bool:
-    """Whether weights travel by copies: always, never, or where that was measured no slower."""
+def _uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
+    """Return True if weights travel by peer-to-peer copies: as configured, or where that was measured no slower."""
     if config.parallel.copy_engines != "auto":
         return config.parallel.copy_engines == "always"
     split = {axis for axis, degree in mesh.shape.items() if degree > 1}
     measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
-    return measured and in_one_process(mesh) and copies_known()
+    return measured and in_one_process(mesh) and supports_peer_copies()
 
 
 def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
@@ -100,6 +103,7 @@ def make_trainer(
         optimizer=config.optimizer,
         schedule=config.schedule,
         mesh=layout_rules(config, mesh),
+        layout=step_layout(config, mesh),
         train=train,
         seed=config.run.seed,
     )

@@ -29,6 +29,7 @@ from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
+from jaxstack.run.memory import check_memory, looks_too_large
 from jaxstack.run_config import RunConfig, resolve_layout
 from jaxstack.trainer import Trainer
 
@@ -58,10 +59,14 @@ def train(config: RunConfig) -> dict[str, Any]:
     say = print_line if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
+    if looks_too_large(config.model, config.parallel):
+        check_memory(make_trainer(config, lambda step: {}))
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
+    if warning := check_memory(trainer):
+        say(f"warning: {warning}")
     frozen = trainer.frozen_parameters()
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     flops -= flops_saved_per_token(config.model, frozen)

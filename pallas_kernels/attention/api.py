@@ -6,11 +6,13 @@ import jax
 
 from pallas_kernels.attention import cudnn, mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.attention.masks import Mask, unsupported_unless_band
-from pallas_kernels.attention.request import Request, check_window, make_request
+from pallas_kernels.attention.request import AttentionRequest, check_window, make_request
 from pallas_kernels.dispatch import Backend, select
 
 
-def _for_bands(unsupported_reason: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
+def _for_bands(
+    unsupported_reason: Callable[[AttentionRequest], str | None],
+) -> Callable[[AttentionRequest], str | None]:
     """The refusals of a backend that knows of no global tokens and no layout."""
     return lambda request: unsupported_unless_band(request.options.mask) or unsupported_reason(request)
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.api import flash_attention
-from pallas_kernels.attention.context_layout import chunks_a_device
-from pallas_kernels.attention.gather_keys import Collection, attend_collected, reach_of
+from pallas_kernels.attention.context_layout import chunks_per_device
+from pallas_kernels.attention.gather_keys import KeyGather, attend_gathered, count_reached_chunks
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.part import PartOptions
 from pallas_kernels.attention.request import check_arrays, check_window
-from pallas_kernels.attention.ring import Ring, attend_around
+from pallas_kernels.attention.ring import RingOptions, attend_ring
 from pallas_kernels.attention.ulysses import unsupported_heads, with_whole_sequences
 from pallas_kernels.dispatch import Backend, select
 
@@ -46,11 +46,11 @@ class ContextRequest:
 
     @property
     def chunk(self) -> int:
-        return self.q.shape[1] // chunks_a_device(self.layout)
+        return self.q.shape[1] // chunks_per_device(self.layout)
 
     @property
     def chunks(self) -> int:
-        return self.devices * chunks_a_device(self.layout)
+        return self.devices * chunks_per_device(self.layout)
 
     def __str__(self) -> str:
         segments = " segments" if self.ids is not None else ""
@@ -91,31 +91,31 @@ def _ulysses_lower_priority(request: ContextRequest) -> str | None:
 
 
 def _reach(request: ContextRequest) -> int:
-    return reach_of(request.mask.window, request.chunk, request.chunks)
+    return count_reached_chunks(request.mask.window, request.chunk, request.chunks)
 
 
 def _ring(request: ContextRequest) -> tuple[jax.Array, jax.Array]:
     if request.mask.window is not None:
-        return _collected(request, gathered=False)
-    ring = Ring(request.axis_name, request.devices, request.mask.causal, request.layout, request.options)
-    return attend_around(ring, request.q, request.k, request.v, request.ids)
+        return _attend_gathered(request, use_all_gather=False)
+    ring = RingOptions(request.axis_name, request.devices, request.mask.causal, request.layout, request.options)
+    return attend_ring(ring, request.q, request.k, request.v, request.ids)
 
 
-def _collected(request: ContextRequest, *, gathered: bool = True) -> tuple[jax.Array, jax.Array]:
-    plan = Collection(
+def _attend_gathered(request: ContextRequest, *, use_all_gather: bool = True) -> tuple[jax.Array, jax.Array]:
+    plan = KeyGather(
         request.axis_name,
         request.devices,
         request.mask.causal,
         request.mask.window,
         request.layout,
         _reach(request),
-        gathered,
+        use_all_gather,
         request.options,
     )
-    return attend_collected(plan, request.q, request.k, request.v, request.ids)
+    return attend_gathered(plan, request.q, request.k, request.v, request.ids)
 
 
-def _exchanged(request: ContextRequest) -> tuple[jax.Array, None]:
+def _attend_exchanged(request: ContextRequest) -> tuple[jax.Array, None]:
     options, mask = request.options, request.mask
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> jax.Array:
@@ -140,10 +140,10 @@ METHODS = (
         "all_to_all",
         "whole sequences for a part of the heads, where that sends less than gathering all keys",
         lambda request: unsupported_heads(request.q.shape[2], request.devices),
-        _exchanged,
+        _attend_exchanged,
         _ulysses_lower_priority,
     ),
-    Backend("all_gather", "all keys in one go: for short sequences", _unsupported_open_window, _collected),
+    Backend("all_gather", "all keys in one go: for short sequences", _unsupported_open_window, _attend_gathered),
 )
 """How attention is computed over a mesh axis, in the order in which it is chosen."""
 
@@ -229,7 +229,7 @@ def _make_request(
 ) -> ContextRequest:
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     check_arrays(q, k, v)
-    devices, cuts = lax.axis_size(axis_name), chunks_a_device(layout)
+    devices, cuts = lax.axis_size(axis_name), chunks_per_device(layout)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"queries and keys must be of the same part of the sequence; got {q.shape[1]}, {k.shape[1]}")
     if q.shape[1] % cuts:

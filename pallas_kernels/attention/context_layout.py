@@ -1,4 +1,4 @@
-"""How a sequence lies on the devices of a mesh axis, and how chunks of it move between them.
+"""How a sequence lies on the devices of a mesh axis, and how chunks of it permute between them.
 
 Of n devices, in the layout "contiguous" device i holds the i-th of n chunks. In "zigzag" it holds, one after the other,
 chunks i and 2n-1-i of 2n: under a causal mask all devices then have the same work (Brandon et al., Striped Attention,
@@ -17,7 +17,7 @@ from pallas_kernels.target import current_target
 LAYOUTS = ("zigzag", "contiguous")
 
 
-def chunks_a_device(layout: str) -> int:
+def chunks_per_device(layout: str) -> int:
     """How many chunks of the sequence a device holds.
 
     Raises:
@@ -30,7 +30,7 @@ def chunks_a_device(layout: str) -> int:
 
 def chunk_order(devices: int, layout: str = "zigzag") -> list[int]:
     """The chunks' numbers as they lie in memory, device after device."""
-    if chunks_a_device(layout) == 1:
+    if chunks_per_device(layout) == 1:
         return list(range(devices))
     return [chunk for device in range(devices) for chunk in (device, 2 * devices - 1 - device)]
 
@@ -42,7 +42,7 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndar
     Raises:
         ValueError: the chunks do not divide the length.
     """
-    chunks = devices * chunks_a_device(layout)
+    chunks = devices * chunks_per_device(layout)
     if length % chunks:
         below = length // chunks * chunks
         raise ValueError(
@@ -55,15 +55,15 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndar
 def own_chunks(axis_name: str, layout: str) -> list[jax.Array]:
     """The numbers [] of this device's chunks, in their order."""
     index, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
-    return [index, 2 * devices - 1 - index][: chunks_a_device(layout)]
+    return [index, 2 * devices - 1 - index][: chunks_per_device(layout)]
 
 
 def split(x: jax.Array, layout: str, dim: int = 1) -> list[jax.Array]:
     """This device's chunks, cut out of its part of an array."""
-    return jnp.split(x, chunks_a_device(layout), axis=dim)
+    return jnp.split(x, chunks_per_device(layout), axis=dim)
 
 
-def move(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+def permute(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Sends x from device to device, by (from, to); who gets nothing has zeros. Linear, so differentiable.
 
     XLA's CPU backend lets a permute wait for devices that took another branch of a conditional, as the stages of a
@@ -79,7 +79,7 @@ def move(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> jax.
     return jnp.where(sender >= 0, found, jnp.zeros_like(found))
 
 
-def shift(x: jax.Array, axis_name: str) -> jax.Array:
+def receive_from_previous(x: jax.Array, axis_name: str) -> jax.Array:
     """x of the device before this one, around the ring."""
     devices = lax.axis_size(axis_name)
-    return move(x, axis_name, [(i, (i + 1) % devices) for i in range(devices)])
+    return permute(x, axis_name, [(i, (i + 1) % devices) for i in range(devices)])

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.remat import OUT_NAME
-from pallas_kernels.attention.request import Request
+from pallas_kernels.attention.request import AttentionRequest
 
 _ASSUMED_VERSION = 91900
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """The first rule of jax's cuDNN attention that the request breaks."""
     if request.target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {request.target}"
@@ -28,7 +28,7 @@ def unsupported_reason(request: Request) -> str | None:
     return _unsupported_options(request) or _unsupported_installation(request)
 
 
-def _unsupported_options(request: Request) -> str | None:
+def _unsupported_options(request: AttentionRequest) -> str | None:
     mask = request.options.mask
     if request.segments is not None:
         return "jax's public API passes no segment ids to cuDNN"
@@ -48,7 +48,7 @@ def _unsupported_options(request: Request) -> str | None:
     return None
 
 
-def _unsupported_installation(request: Request) -> str | None:
+def _unsupported_installation(request: AttentionRequest) -> str | None:
     if request.target.declared:
         return None
     try:
@@ -58,7 +58,7 @@ def _unsupported_installation(request: Request) -> str | None:
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, None]:
+def attend(request: AttentionRequest) -> tuple[jax.Array, None]:
     """out [B, T, N, H]; no log-sum-exp."""
     mask = request.options.mask
     with _assume_target(request):
@@ -82,7 +82,7 @@ def _fused_attention():
 
 
 @contextlib.contextmanager
-def _assume_target(request: Request) -> Iterator[None]:
+def _assume_target(request: AttentionRequest) -> Iterator[None]:
     """Lets a machine without the GPU trace cuDNN attention for the declared target.
 
     jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, also when it

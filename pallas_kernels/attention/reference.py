@@ -7,10 +7,10 @@ jax.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.request import Request
+from pallas_kernels.attention.request import AttentionRequest
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+def attend(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] in the dtype of q, lse [B, N, T] in float32 (natural logarithm).
 
     A query that sees no key gets the output 0 and the log-sum-exp -inf.
@@ -32,7 +32,7 @@ def attend(request: Request) -> tuple[jax.Array, jax.Array]:
     return out.astype(request.q.dtype), lse
 
 
-def _visible(request: Request) -> jax.Array:
+def _visible(request: AttentionRequest) -> jax.Array:
     """Boolean [B or 1, 1, T, S]."""
     length, key_length, mask, segments = (
         request.query_length,

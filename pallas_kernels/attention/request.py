@@ -47,7 +47,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
+class AttentionRequest:
     """One call of attention, its rules already checked.
 
     Attributes:
@@ -99,7 +99,7 @@ def make_request(
     scale: float | None,
     soft_cap: float | None,
     return_lse: bool,
-) -> Request:
+) -> AttentionRequest:
     """Checks the arguments of a call and fills in the default scale.
 
     Raises:
@@ -118,7 +118,7 @@ def make_request(
             f"with segment_ids the global tokens are the first of each document, which needs T = S; "
             f"got T {q.shape[1]}, S {k.shape[1]}; give all queries, or no segment_ids"
         )
-    return Request(q, k, v, segments, options, bool(return_lse), current_target())
+    return AttentionRequest(q, k, v, segments, options, bool(return_lse), current_target())
 
 
 def check_window(window: int) -> int:

@@ -64,21 +64,21 @@ def needs_correction(dtype: jnp.dtype) -> bool:
     return dtype == accumulator_dtype(dtype)
 
 
-def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
+def weighted_sum_of_values(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Weights [B, K, G, T, S] times v [B, S, K, H] -> [B, T, K, G, H] in the accumulator dtype."""
     return jnp.einsum(
         "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=accumulator_dtype(v.dtype)
     )
 
 
-def gather_to_keys(gradient: jax.Array, x: jax.Array) -> jax.Array:
+def sum_over_queries(gradient: jax.Array, x: jax.Array) -> jax.Array:
     """[B, K, G, T, S] with x [B, T, K, G, H] -> [B, S, K, H] in the accumulator dtype: dK and dV."""
     return jnp.einsum(
         "bkgts,btkgh->bskh", gradient.astype(x.dtype), x, preferred_element_type=accumulator_dtype(x.dtype)
     )
 
 
-def rows_second(statistic: jax.Array) -> jax.Array:
+def per_query(statistic: jax.Array) -> jax.Array:
     """[B, K, G, T] -> [B, T, K, G, 1], to multiply with [B, T, K, G, H]."""
     return jnp.moveaxis(statistic, -1, 1)[..., None]
 
@@ -107,14 +107,14 @@ def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState
     shift = finite_or_zero(maximum)
     weights = jnp.exp(scores - shift[..., None])
     shrink = jnp.exp(state.maximum - shift)
-    out = state.out * rows_second(shrink) + weigh(weights, v)
+    out = state.out * per_query(shrink) + weighted_sum_of_values(weights, v)
     return SoftmaxState(out, maximum, state.total * shrink + weights.sum(axis=-1))
 
 
 def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
     """Normalised out [B, T, K, G, H] and log-sum-exp [B, K, G, T]; 0 and -inf for rows that saw no key."""
     total = one_if_zero(state.total)
-    out = state.out / rows_second(total)
+    out = state.out / per_query(total)
     lse = jnp.where(state.total == 0.0, -jnp.inf, finite_or_zero(state.maximum) + jnp.log(total))
     return out, lse
 

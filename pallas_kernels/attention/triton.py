@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.request import AttentionRequest, Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
 
@@ -89,7 +89,7 @@ def _width(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """The first rule that the request breaks."""
     target = request.target
     if target.platform != "cuda":
@@ -106,30 +106,30 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def lower_priority_reason(request: Request) -> str | None:
+def lower_priority_reason(request: AttentionRequest) -> str | None:
     """A few queries against many keys leave most of a block empty and most of the GPU idle."""
     if request.query_length < _SHORTEST:
         return f"a block of queries would be mostly empty: from T {_SHORTEST} on, got T {request.query_length}"
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+def attend(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T]."""
     return _differentiable(_static(request), request.q, request.k, request.v, request.segments)
 
 
-def gradients(request: Request, *rows: jax.Array) -> tuple:
+def gradients(request: AttentionRequest, *rows: jax.Array) -> tuple:
     """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
     return _backward(_static(request), (request.q, request.k, request.v, *rows), request.segments)
 
 
-def _static(request: Request) -> "_Static":
+def _static(request: AttentionRequest) -> "_StaticArguments":
     capability = request.target.compute_capability or _LEAST_CAPABILITY
-    return _Static(request.options, tiling_for(request.head_dim, capability), capability)
+    return _StaticArguments(request.options, tiling_for(request.head_dim, capability), capability)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class _StaticArguments:
     """What is known of a call besides shapes."""
 
     options: Options
@@ -138,7 +138,7 @@ class _Static:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class AttentionKernelPlan:
     """What one kernel is compiled for; the kernels read it as a constant.
 
     Attributes:
@@ -146,8 +146,8 @@ class Plan:
         query_block, key_block: rows and columns of a tile.
         causal, window, scale: of `Options`.
         capped: whether scores are soft-capped.
-        before, after: a score, as a power of two, is `after` times its product with q times `before`; where
-            `capped`, `after` times the tanh for which exp2(before * product) is the exponential.
+        input_scale, output_scale: a score, as a power of two, is `output_scale` times its product with q times `input_scale`; where
+            `capped`, `output_scale` times the tanh for which exp2(input_scale * product) is the exponential.
         packed: whether there are segments.
     """
 
@@ -163,8 +163,8 @@ class Plan:
     window: int | None
     scale: float
     capped: bool
-    before: float
-    after: float
+    input_scale: float
+    output_scale: float
     packed: bool
     ln2: float = math.log(2.0)
 
@@ -198,16 +198,16 @@ class Plan:
         return Blocks(self.length, self.key_length, self.query_block, self.key_block)
 
 
-def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> Plan:
+def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> AttentionKernelPlan:
     scale, soft_cap = options.scale, options.soft_cap
     if soft_cap is not None:
-        before, after = 2.0 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E
+        input_scale, output_scale = 2.0 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E
     elif scale > 0.0:
-        before, after = 1.0, scale * _LOG2E
+        input_scale, output_scale = 1.0, scale * _LOG2E
     else:
-        # The largest product gives the largest score only where `after` is positive.
-        before, after = scale, _LOG2E
-    return Plan(
+        # The largest product gives the largest score only where `output_scale` is positive.
+        input_scale, output_scale = scale, _LOG2E
+    return AttentionKernelPlan(
         batch=q.shape[0],
         length=q.shape[1],
         key_length=k.shape[1],
@@ -220,14 +220,20 @@ def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool
         window=options.mask.window,
         scale=scale,
         capped=soft_cap is not None,
-        before=before,
-        after=after,
+        input_scale=input_scale,
+        output_scale=output_scale,
         packed=packed,
     )
 
 
 def launch(
-    kernel: Any, plan: Plan, tile: Tile, capability: tuple[int, int], programs: int, arrays: tuple, outputs: tuple
+    kernel: Any,
+    plan: AttentionKernelPlan,
+    tile: Tile,
+    capability: tuple[int, int],
+    programs: int,
+    arrays: tuple,
+    outputs: tuple,
 ) -> tuple[jax.Array, ...]:
     """Calls a Triton kernel on `arrays`; `outputs` are the shapes of its results."""
     import jax_triton
@@ -245,7 +251,7 @@ def launch(
     )
 
 
-def _over_batches(function: Callable[..., tuple]) -> Any:
+def _vmap_over_batch(function: Callable[..., tuple]) -> Any:
     """`function` of trees of arrays [B, ...], to which `jax.vmap` gives one longer batch."""
     call = jax.custom_batching.custom_vmap(function)
 
@@ -267,7 +273,7 @@ def _ids(segments: Segments | None, ranges: jax.Array) -> jax.Array:
     return ranges if segments is None else jnp.concatenate(segments, axis=1)
 
 
-def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+def _forward(static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
     from pallas_kernels.attention.triton_forward import forward_kernel
 
     tile = static.tiling.forward
@@ -282,7 +288,7 @@ def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments
     return tuple(launch(forward_kernel, plan, tile, static.capability, programs, arrays, outputs))
 
 
-def _backward(static: _Static, arrays: tuple, segments: Segments | None) -> tuple:
+def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None) -> tuple:
     """dQ, dK and dV from (q, k, v, d_out, lse, delta)."""
     from pallas_kernels.attention.triton_backward import key_kernel, query_kernel
 
@@ -309,21 +315,23 @@ def _backward(static: _Static, arrays: tuple, segments: Segments | None) -> tupl
 
 
 def _attend(
-    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+    static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
-    return _over_batches(functools.partial(_forward, static))(q, k, v, segments)
+    return _vmap_over_batch(functools.partial(_forward, static))(q, k, v, segments)
 
 
-def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+def _forward_rule(
+    static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple:
     out, lse = name_outputs(*_attend(static, q, k, v, segments))
     return (out, lse), (q, k, v, segments, out, lse)
 
 
-def _backward_rule(static: _Static, saved: tuple, cotangents: tuple) -> tuple:
+def _backward_rule(static: _StaticArguments, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = saved
     d_out, d_lse = cotangents
     arrays = q, k, v, d_out, lse, row_delta(out, d_out, d_lse)
-    return *_over_batches(functools.partial(_backward, static))(arrays, segments), None
+    return *_vmap_over_batch(functools.partial(_backward, static))(arrays, segments), None
 
 
 _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))

@@ -40,7 +40,7 @@ def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: 
         keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
         values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
         scores = score(tl.dot(queries, tl.trans(keys)), plan)
-        weights = tl.exp2(scores * plan.after - lse[:, None])
+        weights = tl.exp2(scores * plan.output_scale - lse[:, None])
         if masked:
             key = start + tl.arange(0, plan.key_block)
             weights = tl.where(visible(ids, query[:, None], key[None, :], plan), weights, 0.0)
@@ -98,7 +98,7 @@ def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.cons
         queries = load_rows(q + part, start, plan.query_block, plan.heads, plan.query_limit, plan)
         lse, delta = _load_statistics(rows + member * plan.length, query, plan)
         scores = score(tl.dot(keys, tl.trans(queries)), plan)
-        weights = tl.exp2(scores * plan.after - lse[None, :])
+        weights = tl.exp2(scores * plan.output_scale - lse[None, :])
         if masked:
             weights = tl.where(visible(ids, query[None, :], key[:, None], plan), weights, 0.0)
         d_outs = load_rows(d_out + part, start, plan.query_block, plan.heads, plan.query_limit, plan)

@@ -1,7 +1,7 @@
 """The forward of attention in Triton, and the pieces that the backward shares with it.
 
 A program owns a block of queries of one head and visits the key blocks that the mask leaves, first those that need no
-mask. Scores are powers of two: `plan.after` holds log2(e), as exp2 is what the hardware computes.
+mask. Scores are powers of two: `plan.output_scale` holds log2(e), as exp2 is what the hardware computes.
 """
 
 # A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
@@ -57,12 +57,12 @@ def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
 
 @triton.jit
 def score(products, plan: tl.constexpr):
-    """Products q.k to what `plan.after`, a positive number, makes powers of two of; capped to -1..1."""
+    """Products q.k to what `plan.output_scale`, a positive number, makes powers of two of; capped to -1..1."""
     if plan.capped:
         # tanh; at infinity the quotient is 0.
-        scores = 1.0 - 2.0 / (tl.exp2(products * plan.before) + 1.0)
-    elif plan.before != 1.0:
-        scores = products * plan.before
+        scores = 1.0 - 2.0 / (tl.exp2(products * plan.input_scale) + 1.0)
+    elif plan.input_scale != 1.0:
+        scores = products * plan.input_scale
     else:
         scores = products
     return scores
@@ -99,12 +99,12 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
         if masked:
             key = start + tl.arange(0, plan.key_block)
             scores = tl.where(visible(ids, query[:, None], key[None, :], plan), scores, -float("inf"))
-        highest = tl.maximum(maximum, tl.max(scores, 1) * plan.after)
+        highest = tl.maximum(maximum, tl.max(scores, 1) * plan.output_scale)
         shift = highest
         if masked:
             # A row that has seen no key yet would compute inf - inf.
             shift = tl.where(highest == -float("inf"), 0.0, highest)
-        weights = tl.exp2(scores * plan.after - shift[:, None])
+        weights = tl.exp2(scores * plan.output_scale - shift[:, None])
         shrink = tl.exp2(maximum - shift)
         total = total * shrink + tl.sum(weights, 1)
         values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)

@@ -17,7 +17,7 @@ import numpy as np
 from pallas_kernels.attention import scores as pieces
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.request import AttentionRequest, Options, Segments
 from pallas_kernels.attention.scores import SoftmaxState
 from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_pairs, visible_tiles
 
@@ -28,20 +28,20 @@ _TILE_BYTES = 2**28
 _STEP_ELEMENTS = 2**22
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Nothing: this backend computes every call."""
     del request
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+def attend(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T]."""
     tiling = _tiling(request)
     out, lse = _differentiable(request.options, tiling, *_padded(request, tiling))
     return out[:, : tiling.length], lse[..., : tiling.length]
 
 
-def gradients(request: Request, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
+def gradients(request: AttentionRequest, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
     """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
     tiling = _tiling(request)
     missing = -tiling.length % tiling.query_block
@@ -51,7 +51,7 @@ def gradients(request: Request, d_out: jax.Array, lse: jax.Array, delta: jax.Arr
     return d_q[:, : tiling.length], d_k[:, : tiling.key_length], d_v[:, : tiling.key_length]
 
 
-def _padded(request: Request, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
+def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
     """q, k, v and segments, filled up to whole blocks."""
     q = _pad(request.q, tiling.query_block)
     k, v = _pad(request.k, tiling.key_block), _pad(request.v, tiling.key_block)
@@ -61,7 +61,7 @@ def _padded(request: Request, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax
     return q, k, v, segments
 
 
-def _tiling(request: Request) -> Blocks:
+def _tiling(request: AttentionRequest) -> Blocks:
     """The block size with the least work in tiles, of those whose float32 scores stay within `_TILE_BYTES`."""
     rows = request.q.shape[0] * request.q.shape[2]
     length, key_length = request.query_length, request.key_length
@@ -97,9 +97,9 @@ def _attend(
         row = SoftmaxState(tile.rows(state.out, 1), tile.rows(state.maximum, -1), tile.rows(state.total, -1))
         row = pieces.absorb(row, tile.scores(grouped, k, labels), tile.keys(v, 1))
         return SoftmaxState(
-            tile.put_rows(state.out, row.out, 1),
-            tile.put_rows(state.maximum, row.maximum, 3),
-            tile.put_rows(state.total, row.total, 3),
+            tile.update_rows(state.out, row.out, 1),
+            tile.update_rows(state.maximum, row.maximum, 3),
+            tile.update_rows(state.total, row.total, 3),
         )
 
     out, lse = pieces.finish(_visit_tiles(options, tiling, segments, visit, start))
@@ -120,7 +120,7 @@ def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangent
         rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
         return *_gradients(options, tiling, q, k, v, segments, rows), None
     rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
-    return *_Backward.of(options, tiling, q, k, v, segments, rows).corrected(d_lse).gradients(), None
+    return *_Backward.create(options, tiling, q, k, v, segments, rows).corrected(d_lse).gradients(), None
 
 
 def _gradients(
@@ -130,10 +130,10 @@ def _gradients(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
-    of_rows: tuple,
+    row_statistics: tuple,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dQ, dK and dV from d_out, lse and delta."""
-    return _Backward.of(options, tiling, q, k, v, segments, of_rows).gradients()
+    return _Backward.create(options, tiling, q, k, v, segments, row_statistics).gradients()
 
 
 class _Backward(NamedTuple):
@@ -153,7 +153,7 @@ class _Backward(NamedTuple):
     total: jax.Array | None = None
 
     @classmethod
-    def of(
+    def create(
         cls,
         options: Options,
         tiling: Blocks,
@@ -161,9 +161,9 @@ class _Backward(NamedTuple):
         k: jax.Array,
         v: jax.Array,
         segments: Segments | None,
-        of_rows: tuple,
+        row_statistics: tuple,
     ) -> "_Backward":
-        d_out, lse, delta = of_rows
+        d_out, lse, delta = row_statistics
         grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
         rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
         lse, delta = pieces.finite_or_zero(lse).reshape(rows), delta.reshape(rows)
@@ -175,16 +175,16 @@ class _Backward(NamedTuple):
 
         def visit(sums: tuple, pair: jax.Array, masked: bool) -> tuple:
             tile = _Tile(self.options, self.tiling, pair, masked)
-            weights, d_weights, _ = shifted.weigh(tile)
+            weights, d_weights, _ = shifted.softmax_weights(tile)
             parts = weights.sum(axis=-1), (weights * d_weights).sum(axis=-1)
-            return tuple(tile.put_rows(x, tile.rows(x, -1) + part, 3) for x, part in zip(sums, parts, strict=True))
+            return tuple(tile.update_rows(x, tile.rows(x, -1) + part, 3) for x, part in zip(sums, parts, strict=True))
 
         start = jnp.zeros_like(self.lse), jnp.zeros_like(self.lse)
         total, products = _visit_tiles(self.options, self.tiling, self.segments, visit, start)
         total = pieces.one_if_zero(total)
         return shifted._replace(total=total, delta=products / total - d_lse.reshape(self.lse.shape))
 
-    def weigh(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
+    def softmax_weights(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
         """The softmax weights of a tile, their gradient less the shift, and the scores: [B, K, G, rows, keys]."""
         scores = tile.scores(self.q, self.k, _label(self.options.mask, self.segments))
         weights = jnp.exp(scores - tile.rows(self.lse, -1)[..., None])
@@ -202,15 +202,15 @@ class _Backward(NamedTuple):
         def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
             d_q, d_k, d_v = gradients
             tile = _Tile(self.options, self.tiling, pair, masked)
-            weights, d_weights, scores = self.weigh(tile)
+            weights, d_weights, scores = self.softmax_weights(tile)
             gradient = pieces.score_gradient(weights, d_weights, tile.rows(self.delta, -1), scores, self.options)
-            of_q = pieces.weigh(gradient, tile.keys(self.k, 1))
-            of_k = pieces.gather_to_keys(gradient, tile.rows(self.q, 1))
-            of_v = pieces.gather_to_keys(weights, tile.rows(self.d_out, 1))
+            of_q = pieces.weighted_sum_of_values(gradient, tile.keys(self.k, 1))
+            of_k = pieces.sum_over_queries(gradient, tile.rows(self.q, 1))
+            of_v = pieces.sum_over_queries(weights, tile.rows(self.d_out, 1))
             return (
-                tile.put_rows(d_q, tile.rows(d_q, 1) + of_q, 1),
-                tile.put_keys(d_k, tile.keys(d_k, 1) + of_k, 1),
-                tile.put_keys(d_v, tile.keys(d_v, 1) + of_v, 1),
+                tile.update_rows(d_q, tile.rows(d_q, 1) + of_q, 1),
+                tile.update_keys(d_k, tile.keys(d_k, 1) + of_k, 1),
+                tile.update_keys(d_v, tile.keys(d_v, 1) + of_v, 1),
             )
 
         start = tuple(jnp.zeros(x.shape, self.lse.dtype) for x in (self.q, self.k, self.v))
@@ -224,15 +224,15 @@ _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
 _differentiable.defvjp(_forward_rule, _backward_rule)
 
 
-class _Labels(NamedTuple):
+class _SegmentLabels(NamedTuple):
     """What segments say of queries and keys: document numbers, and which are global tokens of their document."""
 
     ids: Segments
     is_global: tuple[jax.Array, jax.Array] | None
 
 
-def _label(mask: Mask, segments: Segments | None) -> _Labels | None:
-    return None if segments is None else _Labels(segments, segments.global_tokens(mask))
+def _label(mask: Mask, segments: Segments | None) -> _SegmentLabels | None:
+    return None if segments is None else _SegmentLabels(segments, segments.global_tokens(mask))
 
 
 class _Tile(NamedTuple):
@@ -251,13 +251,13 @@ class _Tile(NamedTuple):
         size = self.tiling.key_block
         return jax.lax.dynamic_slice_in_dim(x, self.pair[1] * size, size, dim)
 
-    def put_rows(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
+    def update_rows(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[0] * self.tiling.query_block, dim)
 
-    def put_keys(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
+    def update_keys(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[1] * self.tiling.key_block, dim)
 
-    def scores(self, grouped: jax.Array, k: jax.Array, labels: _Labels | None) -> jax.Array:
+    def scores(self, grouped: jax.Array, k: jax.Array, labels: _SegmentLabels | None) -> jax.Array:
         """Scores [B, K, G, query block, key block], -inf where a key is not visible."""
         scores = pieces.raw_scores(self.rows(grouped, 1), self.keys(k, 1), self.options)
         if not self.masked:
@@ -265,11 +265,11 @@ class _Tile(NamedTuple):
         tiling = self.tiling
         queries = jnp.arange(tiling.query_block) + self.pair[0] * tiling.query_block
         keys = jnp.arange(tiling.key_block) + self.pair[1] * tiling.key_block
-        marks = None
+        is_global = None
         if labels is not None and labels.is_global is not None:
-            marks = self.rows(labels.is_global[0], 1), self.keys(labels.is_global[1], 1)
+            is_global = self.rows(labels.is_global[0], 1), self.keys(labels.is_global[1], 1)
         visible = jnp.broadcast_to(keys[None, :] < tiling.key_length, (queries.size, keys.size))
-        unmasked = self.options.mask.visible(queries + tiling.key_length - tiling.length, keys, marks)
+        unmasked = self.options.mask.visible(queries + tiling.key_length - tiling.length, keys, is_global)
         if unmasked is not None:
             visible = visible & unmasked
         if labels is not None:
@@ -284,7 +284,7 @@ def _visit_tiles(
 ) -> Any:
     """Folds `visit(state, pair, masked)` over the tiles that hold visible keys."""
     if segments is not None:
-        return _visit_living(options.mask, tiling, segments, visit, state)
+        return _visit_active_tiles(options.mask, tiling, segments, visit, state)
     for pairs, masked in zip(visible_pairs(options.mask, *tiling), (False, True), strict=True):
         if len(pairs):
             state, _ = jax.lax.scan(
@@ -295,9 +295,9 @@ def _visit_tiles(
     return state
 
 
-def _visit_living(mask: Mask, tiling: Blocks, segments: Segments, visit: Callable[..., Any], state: Any) -> Any:
+def _visit_active_tiles(mask: Mask, tiling: Blocks, segments: Segments, visit: Callable[..., Any], state: Any) -> Any:
     """Folds over the tiles in which some sequence has a visible pair; how many these are is known when running."""
     pairs = jnp.asarray(np.argwhere(possible_tiles(mask, tiling, True)), jnp.int32)
-    living = visible_tiles(mask, tiling, segments)[0].any(axis=0)[pairs[:, 0], pairs[:, 1]]
-    pairs = pairs[jnp.argsort(~living, stable=True)]
-    return jax.lax.fori_loop(0, living.sum(), lambda i, state: visit(state, pairs[i], True), state)
+    active = visible_tiles(mask, tiling, segments)[0].any(axis=0)[pairs[:, 0], pairs[:, 1]]
+    pairs = pairs[jnp.argsort(~active, stable=True)]
+    return jax.lax.fori_loop(0, active.sum(), lambda i, state: visit(state, pairs[i], True), state)

@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.attention import scores as pieces
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.request import AttentionRequest, Options, Segments
 from pallas_kernels.attention.tiles import Blocks, possible_tiles
 
 LONGEST = 1024
@@ -30,13 +30,13 @@ class _Block(NamedTuple):
     last_key: int
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """Nothing: every call is computed, at a memory that grows with T x S."""
     del request
     return None
 
 
-def lower_priority_reason(request: Request) -> str | None:
+def lower_priority_reason(request: AttentionRequest) -> str | None:
     """Long sequences belong to the chunked backend, whose memory is linear."""
     if max(request.query_length, request.key_length) > LONGEST:
         return (
@@ -45,20 +45,20 @@ def lower_priority_reason(request: Request) -> str | None:
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
+def attend(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T]."""
-    keep_weights = request.target.platform == "cpu"
-    return _differentiable(request.options, keep_weights, request.q, request.k, request.v, request.segments)
+    save_weights = request.target.platform == "cpu"
+    return _differentiable(request.options, save_weights, request.q, request.k, request.v, request.segments)
 
 
-def gradients(request: Request, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
+def gradients(request: AttentionRequest, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
     """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
     rows = d_out, lse, delta
     return _gradients(request.options, request.q, request.k, request.v, request.segments, rows, None)
 
 
 def _attend(
-    options: Options, keep_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+    options: Options, save_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
     out, lse, _ = _forward(options, q, k, v, segments)
     return out, lse
@@ -82,11 +82,11 @@ def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, 
     offset = k.shape[1] - q.shape[1]
     rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
     scores = pieces.raw_scores(q[:, rows], k[:, keys], options)
-    marks = segments.global_tokens(options.mask) if segments is not None else None
+    is_global = segments.global_tokens(options.mask) if segments is not None else None
     visible = options.mask.visible(
         jnp.arange(block.start, block.stop) + offset,
         jnp.arange(block.first_key, block.last_key),
-        None if marks is None else (marks[0][:, rows], marks[1][:, keys]),
+        None if is_global is None else (is_global[0][:, rows], is_global[1][:, keys]),
     )
     if segments is not None:
         same = segments.query[:, rows, None] == segments.key[:, None, keys]
@@ -104,7 +104,7 @@ def _forward(
     """out [B, T, N, H], lse [B, N, T] and the softmax weights of each block."""
     grouped = pieces.group_heads(q, k.shape[2])
     rows_may_be_empty = segments is not None or q.shape[1] > k.shape[1] or options.mask.layout is not None
-    outs, lses, kept = [], [], []
+    outs, lses, saved_weights = [], [], []
     for block in _blocks(options.mask, q.shape[1], k.shape[1], segments is not None):
         scores = _masked_scores(options, block, grouped, k, segments)
         maximum = scores.max(axis=-1)
@@ -114,30 +114,30 @@ def _forward(
         total = weights.sum(axis=-1)
         lses.append(maximum + jnp.log(total))
         weights = weights / (jnp.where(total == 0.0, 1.0, total) if rows_may_be_empty else total)[..., None]
-        outs.append(pieces.weigh(weights, v[:, block.first_key : block.last_key]).astype(q.dtype))
-        kept.append(weights)
+        outs.append(pieces.weighted_sum_of_values(weights, v[:, block.first_key : block.last_key]).astype(q.dtype))
+        saved_weights.append(weights)
     out = jnp.concatenate(outs, axis=1).reshape(q.shape)
     lse = jnp.concatenate(lses, axis=-1)
-    return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1]), kept
+    return out, lse.reshape(q.shape[0], q.shape[2], q.shape[1]), saved_weights
 
 
 def _forward_rule(
-    options: Options, keep_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+    options: Options, save_weights: bool, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple:
     out, lse, weights = _forward(options, q, k, v, segments)
     out, lse = name_outputs(out, lse)
-    return (out, lse), (q, k, v, segments, out, lse, weights if keep_weights else None)
+    return (out, lse), (q, k, v, segments, out, lse, weights if save_weights else None)
 
 
-def _backward_rule(options: Options, keep_weights: bool, residuals: tuple, cotangents: tuple) -> tuple:
-    del keep_weights
-    q, k, v, segments, out, lse, kept = residuals
+def _backward_rule(options: Options, save_weights: bool, residuals: tuple, cotangents: tuple) -> tuple:
+    del save_weights
+    q, k, v, segments, out, lse, saved_weights = residuals
     d_out, d_lse = cotangents
     if pieces.needs_correction(q.dtype):
         rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
-        return *_gradients(options, q, k, v, segments, rows, kept, d_lse), None
+        return *_gradients(options, q, k, v, segments, rows, saved_weights, d_lse), None
     rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
-    return *_gradients(options, q, k, v, segments, rows, kept), None
+    return *_gradients(options, q, k, v, segments, rows, saved_weights), None
 
 
 def _gradients(
@@ -146,17 +146,17 @@ def _gradients(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
-    of_rows: tuple,
-    kept: list[jax.Array] | None,
+    row_statistics: tuple,
+    saved_weights: list[jax.Array] | None,
     d_lse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dQ, dK and dV from d_out, lse and delta.
 
     Args:
-        kept: the softmax weights of each block, if there are.
+        saved_weights: the softmax weights of each block, if there are.
         d_lse: the gradient of the log-sum-exp where delta is without it, and is to be corrected.
     """
-    d_out, lse, delta = of_rows
+    d_out, lse, delta = row_statistics
     dtype = pieces.accumulator_dtype(q.dtype)
     num_kv_heads = k.shape[2]
     delta = delta.reshape(_grouped_rows(q, k))
@@ -165,11 +165,11 @@ def _gradients(
     d_q, d_k, d_v = [], jnp.zeros(k.shape, dtype), jnp.zeros(v.shape, dtype)
     for index, block in enumerate(_blocks(options.mask, q.shape[1], k.shape[1], segments is not None)):
         rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
-        if kept is None or options.soft_cap is not None:
+        if saved_weights is None or options.soft_cap is not None:
             scores = _masked_scores(options, block, grouped, k, segments)
             weights = jnp.exp(scores - lse[..., rows, None])
         else:
-            scores, weights = None, kept[index]
+            scores, weights = None, saved_weights[index]
         d_weights = jnp.einsum("btkgh,bskh->bkgts", d_grouped[:, rows], v[:, keys], preferred_element_type=dtype)
         delta_rows = delta[..., rows]
         if d_lse is not None:
@@ -177,10 +177,10 @@ def _gradients(
             weights = weights / pieces.one_if_zero(weights.sum(axis=-1))[..., None]
             delta_rows = (weights * d_weights).sum(axis=-1) - d_lse.reshape(delta.shape)[..., rows]
         gradient = pieces.score_gradient(weights, d_weights, delta_rows, scores, options)
-        d_q.append(pieces.weigh(gradient, k[:, keys]).astype(q.dtype))
-        beside = ((0, 0), (block.first_key, k.shape[1] - block.last_key), (0, 0), (0, 0))
-        d_k += jnp.pad(pieces.gather_to_keys(gradient, grouped[:, rows]), beside)
-        d_v += jnp.pad(pieces.gather_to_keys(weights, d_grouped[:, rows]), beside)
+        d_q.append(pieces.weighted_sum_of_values(gradient, k[:, keys]).astype(q.dtype))
+        padding = ((0, 0), (block.first_key, k.shape[1] - block.last_key), (0, 0), (0, 0))
+        d_k += jnp.pad(pieces.sum_over_queries(gradient, grouped[:, rows]), padding)
+        d_v += jnp.pad(pieces.sum_over_queries(weights, d_grouped[:, rows]), padding)
     return jnp.concatenate(d_q, axis=1).reshape(q.shape), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 

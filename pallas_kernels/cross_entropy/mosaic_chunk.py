@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
 from pallas_kernels.cross_entropy import mosaic_kernel
-from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 from pallas_kernels.hopper.target import unsupported_target
 
 # Tests set this to run the kernel on a CPU.
@@ -27,7 +27,7 @@ _GROUP = 64
 _LARGEST = math.exp(80)
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """The first rule that the request breaks."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:

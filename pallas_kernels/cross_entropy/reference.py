@@ -3,17 +3,17 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy.request import Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """A vocabulary in parts: a device's own logits are not the contract."""
     if request.options.axis_name is not None:
         return "it reads the whole vocabulary; gather the weight and leave axis_name out"
     return None
 
 
-def per_token_loss(request: Request) -> jax.Array:
+def per_token_loss(request: CrossEntropyRequest) -> jax.Array:
     """Loss [...] in float32 (float64 for float64 inputs)."""
     options, labels = request.options, request.labels
     dtype = jnp.promote_types(request.hidden.dtype, jnp.float32)
@@ -27,7 +27,7 @@ def per_token_loss(request: Request) -> jax.Array:
     return jnp.where(labels == options.ignore_index, 0.0, loss)
 
 
-def loss_sum(request: Request) -> jax.Array:
+def loss_sum(request: CrossEntropyRequest) -> jax.Array:
     """Sum of the losses in float32 (float64 for float64 inputs)."""
     losses = per_token_loss(request)
     return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy.shards import axis_size, vary_alike
+from pallas_kernels.cross_entropy.shards import axis_size, match_varying_axes
 from pallas_kernels.target import Target, current_target
 
 
@@ -32,7 +32,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
+class CrossEntropyRequest:
     """One call, its rules already checked: hidden [..., D], weight [D, V], labels int32 [...].
 
     `token_weights` is a float array [...], or None where every token counts 1.
@@ -64,7 +64,7 @@ def make_request(
     labels: jax.Array,
     token_weights: jax.Array | None,
     options: Options,
-) -> Request:
+) -> CrossEntropyRequest:
     """Checks the arguments of `linear_cross_entropy` and `linear_cross_entropy_sum`.
 
     Raises:
@@ -110,7 +110,7 @@ def _checked(options: Options) -> Options:
 
 def _request(
     hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array | None, options: Options
-) -> Request:
+) -> CrossEntropyRequest:
     labels = labels.astype(jnp.int32)
-    hidden, weight, labels, token_weights = vary_alike(options.axis_name, hidden, weight, labels, token_weights)
-    return Request(hidden, weight, labels, token_weights, options, current_target())
+    hidden, weight, labels, token_weights = match_varying_axes(options.axis_name, hidden, weight, labels, token_weights)
+    return CrossEntropyRequest(hidden, weight, labels, token_weights, options, current_target())

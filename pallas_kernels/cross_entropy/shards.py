@@ -37,7 +37,7 @@ def on_first_device(axis_name: str | None, x: jax.Array) -> jax.Array:
     return x if axis_name is None else jax.numpy.where(jax.lax.axis_index(axis_name) == 0, x, 0)
 
 
-def vary_alike(axis_name: str | None, *arrays: Any) -> list[Any]:
+def match_varying_axes(axis_name: str | None, *arrays: Any) -> list[Any]:
     """The arrays, each marked as varying over every mesh axis that one of them, or the vocabulary, varies over.
 
     Under `check_vma` JAX then sums a gradient over the axes along which its array is the same everywhere, and a

@@ -8,12 +8,12 @@ import importlib.util
 import jax
 
 from pallas_kernels.cross_entropy import xla
-from pallas_kernels.cross_entropy.request import Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 _LEAST_CAPABILITY = (8, 0)
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """The first rule that the request breaks."""
     capability, vocabulary = request.target.compute_capability, request.weight.shape[1]
     if not all(importlib.util.find_spec(name) for name in ("triton", "jax_triton")):
@@ -29,7 +29,7 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def loss_sum(request: Request) -> jax.Array:
+def loss_sum(request: CrossEntropyRequest) -> jax.Array:
     """Sum of the losses in float32."""
     major, minor = request.target.compute_capability or (0, 0)
     return xla.sum_of_chunks(request, 10 * major + minor)

@@ -13,7 +13,7 @@ _LONG_ROW = 128 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RowKernelPlan:
     """The static part of a launch, as the kernel reads it."""
 
     vocabulary: int
@@ -70,5 +70,5 @@ def _launch(
         num_warps=warps,
         num_stages=1,
         compute_capability=capability,
-        plan=Plan(vocabulary, 64 * warps, options.ignore_index, options.z_loss),
+        plan=RowKernelPlan(vocabulary, 64 * warps, options.ignore_index, options.z_loss),
     )

@@ -27,7 +27,7 @@ from pallas_kernels.cross_entropy.logits import (
     loss_shares,
     slope_of_cap,
 )
-from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 from pallas_kernels.target import automatic_axes
 
 CHUNK_BYTES = 788 * 2**20
@@ -48,7 +48,7 @@ Chunk = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _ChunkPlan:
     """How a call is computed, hashable."""
 
     options: Options
@@ -63,24 +63,24 @@ class _Plan:
     """Whether a product of our own gives a chunk's exponentials in place of its logits."""
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """Nothing: this backend computes every call."""
     del request
     return None
 
 
-def per_token_loss(request: Request) -> jax.Array:
+def per_token_loss(request: CrossEntropyRequest) -> jax.Array:
     """Loss [...] in float32; this device's share where the vocabulary is sharded."""
     plan, hidden, labels, _ = _cut(request)
     return _differentiable_losses(plan, hidden, request.weight, labels).reshape(request.labels.shape)
 
 
-def loss_sum(request: Request) -> jax.Array:
+def loss_sum(request: CrossEntropyRequest) -> jax.Array:
     """Sum of the losses in float32; this device's share where the vocabulary is sharded."""
     return sum_of_chunks(request, None)
 
 
-def sum_of_chunks(request: Request, capability: int | None, *, exponentials: bool = False) -> jax.Array:
+def sum_of_chunks(request: CrossEntropyRequest, capability: int | None, *, exponentials: bool = False) -> jax.Array:
     """`loss_sum`, with the gradients of logits by XLA, or by the Triton kernel for a GPU of this capability.
 
     With `exponentials` by our Hopper kernel, and by the other way once more where that does not hold the logits.
@@ -90,13 +90,13 @@ def sum_of_chunks(request: Request, capability: int | None, *, exponentials: boo
     return _differentiable_sum(plan, hidden, request.weight, labels, token_weights)
 
 
-def rows_of_chunks(request: Request) -> list[int]:
+def rows_of_chunks(request: CrossEntropyRequest) -> list[int]:
     """How many tokens the chunks of a call have."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
 
 
-def _plan(request: Request, capability: int | None) -> tuple[_Plan, tuple[int, int, int]]:
+def _plan(request: CrossEntropyRequest, capability: int | None) -> tuple[_ChunkPlan, tuple[int, int, int]]:
     """The plan, and (B, P, S)."""
     labels, weight = request.labels, request.weight
     # XLA may spread tokens and vocabulary over all devices of the mesh that no shard_map has taken.
@@ -117,11 +117,13 @@ def _plan(request: Request, capability: int | None) -> tuple[_Plan, tuple[int, i
         accumulator = weight.dtype
     # A vocabulary that XLA partitions cannot always be regrouped.
     grouped = request.target.platform == "cuda" and devices == 1 and weight.shape[1] % GROUP == 0
-    plan = _Plan(request.options, sizes, GROUP if grouped else 1, accumulator, capability)
+    plan = _ChunkPlan(request.options, sizes, GROUP if grouped else 1, accumulator, capability)
     return plan, (batch, pieces, length // pieces)
 
 
-def _cut(request: Request, capability: int | None = None) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
+def _cut(
+    request: CrossEntropyRequest, capability: int | None = None
+) -> tuple[_ChunkPlan, jax.Array, jax.Array, jax.Array]:
     """The plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
     labels, token_weights = request.labels, request.token_weights
     plan, shape = _plan(request, capability)
@@ -157,7 +159,7 @@ def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], 
     return tuple((number, size) for number, size in found if number and size)
 
 
-def _for_each_chunk(plan: _Plan, visit: Callable[[Any, Chunk, Any], Any], carry: Any) -> Any:
+def _for_each_chunk(plan: _ChunkPlan, visit: Callable[[Any, Chunk, Any], Any], carry: Any) -> Any:
     """visit(carry, chunk, start) for the chunks of `plan.sizes`."""
 
     def step(start: Any, size: int, carry: Any) -> Any:
@@ -181,7 +183,7 @@ def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, 2)
 
 
-def _chunk_loss(plan: _Plan, rows: jax.Array, matrix: jax.Array, labels: jax.Array) -> tuple:
+def _chunk_loss(plan: _ChunkPlan, rows: jax.Array, matrix: jax.Array, labels: jax.Array) -> tuple:
     """Logits [B, P, C, V] of a chunk before the soft cap, their log-sum-exp and the loss [B, P, C].
 
     The logits are rounded to the dtype of `hidden`: twice the bytes would travel three times through memory.
@@ -191,7 +193,9 @@ def _chunk_loss(plan: _Plan, rows: jax.Array, matrix: jax.Array, labels: jax.Arr
     return logits, lse, loss_shares(lse, chosen, labels, matrix.shape[1], plan.options)
 
 
-def _logits_gradient(plan: _Plan, logits: jax.Array, lse: jax.Array, labels: jax.Array, d_loss: jax.Array) -> jax.Array:
+def _logits_gradient(
+    plan: _ChunkPlan, logits: jax.Array, lse: jax.Array, labels: jax.Array, d_loss: jax.Array
+) -> jax.Array:
     """The gradient of a chunk's logits, in their memory."""
     blocks = BLOCKS if logits.shape[2] % BLOCKS == 0 else 1
     size = logits.shape[2] // blocks
@@ -231,15 +235,15 @@ def _add_gradients(
     return d_hidden, d_weight + jnp.einsum("bpcd,bpcv->dv", rows, d_logits, preferred_element_type=d_weight.dtype)
 
 
-def _no_gradients(plan: _Plan, hidden: jax.Array, weight: jax.Array) -> tuple:
+def _no_gradients(plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array) -> tuple:
     return jnp.zeros_like(hidden), jnp.zeros_like(weight, plan.accumulator)
 
 
-def _losses(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+def _losses(plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     return _losses_forward(plan, hidden, weight, labels)[0]
 
 
-def _losses_forward(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
+def _losses_forward(plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
     matrix = weight.astype(hidden.dtype)
 
     def visit(carry: tuple, chunk: Chunk, start: Any) -> tuple:
@@ -251,7 +255,7 @@ def _losses_forward(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: j
     return loss, (hidden, weight, labels, lse)
 
 
-def _losses_backward(plan: _Plan, residuals: tuple, d_loss: jax.Array) -> tuple:
+def _losses_backward(plan: _ChunkPlan, residuals: tuple, d_loss: jax.Array) -> tuple:
     hidden, weight, labels, lse = residuals
     matrix = weight.astype(hidden.dtype)
 
@@ -266,12 +270,14 @@ def _losses_backward(plan: _Plan, residuals: tuple, d_loss: jax.Array) -> tuple:
     return d_hidden, d_weight.astype(weight.dtype), None
 
 
-def _sum(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array) -> jax.Array:
+def _sum(
+    plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+) -> jax.Array:
     return jnp.sum(_losses(plan, hidden, weight, labels) * token_weights)
 
 
 def _sum_forward(
-    plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+    plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
 ) -> tuple:
     arrays = (hidden, weight.astype(hidden.dtype), labels, token_weights)
     found = _losses_and_gradients(plan, weight, *arrays)
@@ -286,7 +292,12 @@ def _sum_forward(
 
 
 def _losses_and_gradients(
-    plan: _Plan, weight: jax.Array, hidden: jax.Array, matrix: jax.Array, labels: jax.Array, token_weights: jax.Array
+    plan: _ChunkPlan,
+    weight: jax.Array,
+    hidden: jax.Array,
+    matrix: jax.Array,
+    labels: jax.Array,
+    token_weights: jax.Array,
 ) -> tuple:
     """Each token's loss, d_hidden and d_weight; `matrix` is the weight in the dtype of `hidden`."""
 
@@ -313,7 +324,7 @@ def _some_missing(losses: jax.Array) -> jax.Array:
     return ~jnp.isfinite(losses).all()
 
 
-def _sum_backward(plan: _Plan, residuals: tuple, d_sum: jax.Array) -> tuple:
+def _sum_backward(plan: _ChunkPlan, residuals: tuple, d_sum: jax.Array) -> tuple:
     del plan
     d_hidden, d_weight, losses, token_weights = residuals
     d_token_weights = (losses * d_sum).astype(token_weights.dtype)

@@ -4,18 +4,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cross_entropy.logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
-from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 
 LARGEST_LOGITS = 2**27
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """Nothing: every call is computed, at the memory of its logits."""
     del request
     return None
 
 
-def lower_priority_reason(request: Request) -> str | None:
+def lower_priority_reason(request: CrossEntropyRequest) -> str | None:
     """Large logits belong to the chunked backend."""
     size = 4 * request.logit_count
     if size > LARGEST_LOGITS:
@@ -23,12 +23,12 @@ def lower_priority_reason(request: Request) -> str | None:
     return None
 
 
-def per_token_loss(request: Request) -> jax.Array:
+def per_token_loss(request: CrossEntropyRequest) -> jax.Array:
     """Loss [...] in float32; this device's share where the vocabulary is sharded."""
     return _differentiable(request.options, request.hidden, request.weight, request.labels)
 
 
-def loss_sum(request: Request) -> jax.Array:
+def loss_sum(request: CrossEntropyRequest) -> jax.Array:
     """Sum of the losses in float32; this device's share where the vocabulary is sharded."""
     losses = per_token_loss(request)
     return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import select
-from pallas_kernels.fp8.backends import BACKENDS, Request
+from pallas_kernels.fp8.backends import BACKENDS, Fp8Request
 from pallas_kernels.fp8.formats import GRADIENT_FORMATS, Quantized
-from pallas_kernels.fp8.plan import Plan
+from pallas_kernels.fp8.options import Fp8Options
 
 RECIPES = tuple(BACKENDS)
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -190,10 +190,10 @@ def _call(
     *,
     mlp: bool = False,
 ) -> tuple[jax.Array, ...]:
-    raw, epsilon = (), None
+    norm_inputs, epsilon = (), None
     if isinstance(x, NormalisedInput):
         whole = contracted == 1
-        raw = (lax.stop_gradient(x.x), lax.stop_gradient(x.gain).astype(jnp.float32)) if whole else ()
+        norm_inputs = (lax.stop_gradient(x.x), lax.stop_gradient(x.gain).astype(jnp.float32)) if whole else ()
         x, epsilon = x.carrier, x.epsilon if whole else None
     states = tuple(states or [None] * len(weights))
     _check_recipe(recipe, gradients, states)
@@ -206,8 +206,8 @@ def _call(
             "cast them"
         )
     gradients = "e4m3" if recipe == "blockwise" else gradients
-    plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients, epsilon)
-    request = Request(plan, x, raw, carriers, quantized, states, mlp)
+    options = Fp8Options(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients, epsilon)
+    request = Fp8Request(options, x, norm_inputs, carriers, quantized, states, mlp)
     return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)
 
 

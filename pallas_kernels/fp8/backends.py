@@ -13,17 +13,17 @@ import jax
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.fp8 import blockwise, mosaic, per_tensor, triton
 from pallas_kernels.fp8.formats import Quantized
-from pallas_kernels.fp8.plan import Plan
+from pallas_kernels.fp8.options import Fp8Options
 from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
-class Request:
+class Fp8Request:
     """One call, checked: x [rows, D] times weights [D, outputs]; as `mlp` the gate, up and down weights of SwiGLU's."""
 
-    plan: Plan
+    options: Fp8Options
     x: jax.Array
-    raw: tuple[jax.Array, ...]
+    norm_inputs: tuple[jax.Array, ...]
     """Of what the input is the RMSNorm, where a backend may compute that itself: x [rows, D] and a gain [D]."""
     weights: tuple[jax.Array, ...]
     quantized: tuple[Quantized | None, ...]
@@ -34,19 +34,19 @@ class Request:
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
         """(rows, summed, outputs) of each product, several dims as one."""
-        contracted = self.plan.contracted
+        contracted = self.options.contracted
         rows = math.prod(self.x.shape[: self.x.ndim - contracted])
         return [(rows, math.prod(w.shape[:contracted]), math.prod(w.shape[contracted:])) for w in self.weights]
 
     def __str__(self) -> str:
         shown = ", ".join(f"{m} x {k} x {n}" for m, k, n in self.sizes)
-        return f"{shown} {self.plan.dtype}, gradients {self.plan.gradients} on {self.target}"
+        return f"{shown} {self.options.dtype}, gradients {self.options.gradients} on {self.target}"
 
 
 _ALIGNMENT = 16
 
 
-def _cublas_refuses(request: Request) -> str | None:
+def _cublas_unsupported_reason(request: Fp8Request) -> str | None:
     target = request.target
     if target.platform != "cuda" or target.compute_capability is None or target.compute_capability < (8, 9):
         return f"FP8 tensor cores are in NVIDIA GPUs from compute capability 8.9 on; lowered for {target}"
@@ -57,33 +57,37 @@ def _cublas_refuses(request: Request) -> str | None:
     return None
 
 
-def _per_tensor(request: Request) -> tuple[jax.Array, ...]:
+def _per_tensor(request: Fp8Request) -> tuple[jax.Array, ...]:
     function = per_tensor.swiglu_mlp if request.mlp else per_tensor.multiply
-    plan, raw = _where_rounded(request)
+    options, norm_inputs = _fuse_norm_if_possible(request)
     known = zip(request.weights, request.quantized, strict=True)
     values = tuple(jax.lax.stop_gradient(weight) if found is None else found for weight, found in known)
-    carriers = tuple(weight.astype(request.plan.dtype) for weight in request.weights)
-    return function(plan, request.x, raw, carriers, values, request.states)
+    carriers = tuple(weight.astype(request.options.dtype) for weight in request.weights)
+    return function(options, request.x, norm_inputs, carriers, values, request.states)
 
 
-def _where_rounded(request: Request) -> tuple[Plan, tuple[jax.Array, ...]]:
-    """The plan and what the input is computed of; without it where no kernel does that."""
-    if triton.takes(request.x.reshape(-1, request.x.shape[-1])):
-        return request.plan, request.raw
-    return dataclasses.replace(request.plan, epsilon=None), ()
+def _fuse_norm_if_possible(request: Fp8Request) -> tuple[Fp8Options, tuple[jax.Array, ...]]:
+    """The options and what the input is computed of; without it where no kernel does that."""
+    if triton.kernel_applies(request.x.reshape(-1, request.x.shape[-1])):
+        return request.options, request.norm_inputs
+    return dataclasses.replace(request.options, epsilon=None), ()
 
 
-def _mosaic_refuses(request: Request) -> str | None:
-    dtypes = (request.plan.dtype, request.plan.output)
+def _mosaic_unsupported_reason(request: Fp8Request) -> str | None:
+    dtypes = (request.options.dtype, request.options.output)
     return mosaic.unsupported_reason(request.target, dtypes, request.sizes)
 
 
-def _blockwise(operations: blockwise.Operations, request: Request) -> tuple[jax.Array, ...]:
-    plan, raw = _where_rounded(request)
-    return blockwise.multiply(operations, plan, request.x, raw, request.weights, request.quantized, mlp=request.mlp)
+def _blockwise(operations: blockwise.Operations, request: Fp8Request) -> tuple[jax.Array, ...]:
+    options, norm_inputs = _fuse_norm_if_possible(request)
+    return blockwise.multiply(
+        operations, options, request.x, norm_inputs, request.weights, request.quantized, mlp=request.mlp
+    )
 
 
-_CUBLAS = Backend("cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_refuses, _per_tensor)
+_CUBLAS = Backend(
+    "cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_unsupported_reason, _per_tensor
+)
 _PLAIN = Backend("xla", "the same rounded numbers in bfloat16 or float32 products", lambda request: None, _per_tensor)
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -93,7 +97,7 @@ BACKENDS: dict[str, tuple[Backend, ...]] = {
         Backend(
             "mosaic",
             "the tensor cores' FP8 rate, scales applied in registers",
-            _mosaic_refuses,
+            _mosaic_unsupported_reason,
             functools.partial(_blockwise, mosaic.MOSAIC),
             opaque=True,
         ),

@@ -18,9 +18,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.fp8.formats import E4M3, Quantized, as_bytes, from_bytes, keep, power_of_two_scale, saturating_cast
-from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Raw, Source, input_source
+from pallas_kernels.fp8.formats import (
+    E4M3,
+    Quantized,
+    as_bytes,
+    from_bytes,
+    name_for_checkpoint,
+    power_of_two_scale,
+    saturating_cast,
+)
+from pallas_kernels.fp8.options import Fp8Options
+from pallas_kernels.fp8.sources import IDENTITY, SWIGLU, SWIGLU_GRADIENTS, NormInputs, Source, input_source
 from pallas_kernels.target import automatic_axes
 
 BLOCK = 128
@@ -95,9 +103,9 @@ def _resized(x: jax.Array, rows: int, columns: int) -> jax.Array:
 
 def multiply(
     operations: Operations,
-    plan: Plan,
+    options: Fp8Options,
     x: jax.Array,
-    raw: tuple[jax.Array, ...],
+    norm_inputs: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
     quantized: tuple[Quantized | None, ...],
     *,
@@ -108,49 +116,64 @@ def multiply(
     As `mlp` swiglu(x @ gate, x @ up) @ down of three weights: SwiGLU and its gradients are in memory in FP8 only.
     A weight that comes `quantized` has been as a matrix [D, outputs], as `quantize_weight` does.
     """
-    rows = x.shape[: x.ndim - plan.contracted]
-    matrices = tuple(w.reshape(math.prod(w.shape[: plan.contracted]), -1) for w in weights)
-    given = tuple(
-        operations.quantize_weight(lax.stop_gradient(w)) if q is None else _turned(q, w)
+    rows = x.shape[: x.ndim - options.contracted]
+    matrices = tuple(w.reshape(math.prod(w.shape[: options.contracted]), -1) for w in weights)
+    quantized_weights = tuple(
+        operations.quantize_weight(lax.stop_gradient(w)) if q is None else _with_transpose(q, w)
         for w, q in zip(matrices, quantized, strict=True)
     )
-    carriers = tuple(w.astype(plan.dtype) for w in matrices)
+    carriers = tuple(w.astype(options.dtype) for w in matrices)
     function: Any = _swiglu_mlp if mlp else _multiply
-    flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *raw)]
-    results = function(operations, plan, flat[0], tuple(flat[1:]), carriers, given)
-    outputs = [w.shape[plan.contracted :] for w in weights[-len(results) :]]
+    flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *norm_inputs)]
+    results = function(operations, options, flat[0], tuple(flat[1:]), carriers, quantized_weights)
+    outputs = [w.shape[options.contracted :] for w in weights[-len(results) :]]
     return tuple(y.reshape(*rows, *dims) for y, dims in zip(results, outputs, strict=True))
 
 
-Given = tuple[tuple[Quantized, jax.Array], ...]
+QuantizedWeights = tuple[tuple[Quantized, jax.Array], ...]
 """Weights, quantised, and the transposes of their values."""
 
 
-def _turned(q: Quantized, weight: jax.Array) -> tuple[Quantized, jax.Array]:
+def _with_transpose(q: Quantized, weight: jax.Array) -> tuple[Quantized, jax.Array]:
     values = q.values.reshape(weight.shape)
     return Quantized(values, q.inverse_scale), values.T
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    quantized_weights: QuantizedWeights,
 ) -> tuple[jax.Array, ...]:
-    return _forward(operations, plan, x, raw, weights, given)[0]
+    return _forward(operations, options, x, norm_inputs, weights, quantized_weights)[0]
 
 
 def _forward(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    quantized_weights: QuantizedWeights,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
-    return _products(operations, plan.output, by_rows, given), (keep(turned), as_bytes([w for w, _ in given]))
+    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs))
+    return _products(operations, options.output, by_rows, quantized_weights), (
+        name_for_checkpoint(transposed),
+        as_bytes([w for w, _ in quantized_weights]),
+    )
 
 
-def _backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    turned_x, weights = from_bytes(saved)
-    both = [operations.quantize_both(GIVEN, (gradient,))[0] for gradient in gradients]
-    d_x, d_weights = _gradients(operations, plan, turned_x, weights, both)
-    return d_x, plan.none_of_raw, d_weights, (None,) * len(weights)
+def _backward(
+    operations: Operations, options: Fp8Options, saved: Any, gradients: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    transposed_x, weights = from_bytes(saved)
+    both = [operations.quantize_both(IDENTITY, (gradient,))[0] for gradient in gradients]
+    d_x, d_weights = _gradients(operations, options, transposed_x, weights, both)
+    return d_x, options.no_norm_input_gradients, d_weights, (None,) * len(weights)
 
 
 _multiply.defvjp(_forward, _backward)
@@ -158,53 +181,74 @@ _multiply.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _swiglu_mlp(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    quantized_weights: QuantizedWeights,
 ) -> tuple[jax.Array, ...]:
-    return _mlp_forward(operations, plan, x, raw, weights, given)[0]
+    return _mlp_forward(operations, options, x, norm_inputs, weights, quantized_weights)[0]
 
 
 def _mlp_forward(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    quantized_weights: QuantizedWeights,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
-    wide = _products(operations, plan.dtype, by_rows, given[:2])
-    ((hidden, turned_hidden),) = operations.quantize_both(SWIGLU, wide)
-    outs = _products(operations, plan.output, hidden, given[2:])
-    return outs, (keep(turned), wide, keep(turned_hidden), as_bytes([w for w, _ in given]))
+    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs))
+    wide = _products(operations, options.dtype, by_rows, quantized_weights[:2])
+    ((hidden, transposed_hidden),) = operations.quantize_both(SWIGLU, wide)
+    outs = _products(operations, options.output, hidden, quantized_weights[2:])
+    return outs, (
+        name_for_checkpoint(transposed),
+        wide,
+        name_for_checkpoint(transposed_hidden),
+        as_bytes([w for w, _ in quantized_weights]),
+    )
 
 
-def _mlp_backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    turned_x, wide, turned_hidden, weights = from_bytes(saved)
-    of_out = operations.quantize_both(GIVEN, gradients)
-    d_hidden, d_down = _gradients(operations, plan, turned_hidden, weights[2:], of_out)
-    of_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
-    d_x, d_first = _gradients(operations, plan, turned_x, weights[:2], of_wide)
-    return d_x, plan.none_of_raw, (*d_first, *d_down), (None,) * len(weights)
+def _mlp_backward(
+    operations: Operations, options: Fp8Options, saved: Any, gradients: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    transposed_x, wide, transposed_hidden, weights = from_bytes(saved)
+    quantized_d_out = operations.quantize_both(IDENTITY, gradients)
+    d_hidden, d_down = _gradients(operations, options, transposed_hidden, weights[2:], quantized_d_out)
+    quantized_d_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
+    d_x, d_first = _gradients(operations, options, transposed_x, weights[:2], quantized_d_wide)
+    return d_x, options.no_norm_input_gradients, (*d_first, *d_down), (None,) * len(weights)
 
 
 _swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _products(operations: Operations, dtype: str, x: Quantized, given: Given) -> tuple[jax.Array, ...]:
-    return tuple(operations.product(x, Quantized(turned, w.inverse_scale), dtype) for w, turned in given)
+def _products(
+    operations: Operations, dtype: str, x: Quantized, quantized_weights: QuantizedWeights
+) -> tuple[jax.Array, ...]:
+    return tuple(
+        operations.product(x, Quantized(transposed, w.inverse_scale), dtype) for w, transposed in quantized_weights
+    )
 
 
 def _gradients(
     operations: Operations,
-    plan: Plan,
-    turned_x: Quantized,
+    options: Fp8Options,
+    transposed_x: Quantized,
     weights: Sequence[Quantized],
     gradients: Sequence[tuple[Quantized, Quantized]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Of the input and the weights, from those of the results, by rows and turned."""
+    """Of the input and the weights, from those of the results, by rows and transposed."""
     d_x = [
-        operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), plan.dtype)
+        operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), options.dtype)
         for (by_rows, _), weight in zip(gradients, weights, strict=True)
     ]
-    d_weights = tuple(operations.product(turned_x, turned, plan.dtype) for _, turned in gradients)
+    d_weights = tuple(operations.product(transposed_x, transposed, options.dtype) for _, transposed in gradients)
     total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
-    return total.astype(plan.dtype), d_weights
+    return total.astype(options.dtype), d_weights
 
 
 XLA = Operations(quantize_both, quantize_weight_both, multiply_dequantized)

@@ -40,7 +40,7 @@ def power_of_two_scale(amax: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Arra
 
 def saturating_cast(x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """x * scale in the format, clipped to its range (nan stays nan)."""
-    # In the dtype of x, where the product is as exact: of a float32 one XLA may keep a float32 copy of x.
+    # In the dtype of x, where the product is as exact: of a float32 one XLA may name_for_checkpoint a float32 copy of x.
     limit = jnp.asarray(largest(dtype), x.dtype)
     return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
 
@@ -56,7 +56,7 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None =
     return Quantized(saturating_cast(x, scale, dtype), 1.0 / scale)
 
 
-def keep(x: Quantized) -> Quantized:
+def name_for_checkpoint(x: Quantized) -> Quantized:
     """x, named for `jax.checkpoint`'s policies: saved as it is, and not what it was rounded from; see `as_bytes`."""
     return Quantized(*(checkpoint_name(array, "fp8_input") for array in as_bytes(x)))
 

@@ -26,13 +26,13 @@ from pallas_kernels.fp8.formats import (
     as_bytes,
     dequantize,
     from_bytes,
-    keep,
+    name_for_checkpoint,
     quantize,
 )
-from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Raw, Source, input_source
-from pallas_kernels.fp8.state import Seen
-from pallas_kernels.fp8.triton import Both, cast_both, state_gradient
+from pallas_kernels.fp8.options import Fp8Options
+from pallas_kernels.fp8.sources import IDENTITY, SWIGLU, SWIGLU_GRADIENTS, NormInputs, Source, input_source
+from pallas_kernels.fp8.state import AmaxHistory
+from pallas_kernels.fp8.triton import QuantizedPair, cast_both, state_gradient
 from pallas_kernels.target import automatic_axes
 
 Weights = tuple[jax.Array, ...]
@@ -42,39 +42,41 @@ States = tuple[jax.Array | None, ...]
 """Of delayed scaling, one a weight, or all None for current scaling."""
 
 
-class Used(NamedTuple):
+class WeightResiduals(NamedTuple):
     """What the backward of a product needs of its weight."""
 
     weight: Quantized
     state: jax.Array | None
-    seen: tuple[jax.Array, jax.Array] | None
+    maxima: tuple[jax.Array, jax.Array] | None
     """The magnitudes of the input and of the weight, where a state wants them."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(
-    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
     """x [rows, D] times each weight [D, outputs]; x is quantised once.
 
     Gradients go to `weights`, which are not read, and have their dtype, that of x; what is multiplied are `values`. So
-    is x not read where it is computed of `raw`.
+    is x not read where it is computed of `norm_inputs`.
     """
-    return _forward(plan, x, raw, weights, values, states)[0]
+    return _forward(options, x, norm_inputs, weights, values, states)[0]
 
 
-def _forward(plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
-    both = _quantize_input(plan, x, raw, states)
-    outs, used = _products(plan, both, values, states)
-    return outs, (keep(both.turned), as_bytes(used))
+def _forward(
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
+) -> tuple[Any, ...]:
+    both = _quantize_input(options, x, norm_inputs, states)
+    outs, used = _products(options, both, values, states)
+    return outs, (name_for_checkpoint(both.transposed), as_bytes(used))
 
 
-def _backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+def _backward(options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     x, used = from_bytes(saved)
-    rows = x.values.ndim - plan.contracted
-    both = _quantize_gradients(plan, gradients, rows, [u.state for u in used])
-    d_x, d_weights, d_states = _gradients(plan, x, used, both, rows)
-    return d_x, plan.none_of_raw, d_weights, tuple(None for _ in used), d_states
+    rows = x.values.ndim - options.contracted
+    both = _quantize_gradients(options, gradients, rows, [u.state for u in used])
+    d_x, d_weights, d_states = _gradients(options, x, used, both, rows)
+    return d_x, options.no_norm_input_gradients, d_weights, tuple(None for _ in used), d_states
 
 
 multiply.defvjp(_forward, _backward)
@@ -82,103 +84,117 @@ multiply.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def swiglu_mlp(
-    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
     """swiglu(x @ gate, x @ up) @ down, of x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
 
     Between the products arrays as large as [rows, F] are written in FP8 only: the result of SwiGLU, and the gradients
     of gate and up. With current scaling they are rounded with a scale for each tile first, which gives their maxima.
     """
-    return _mlp_forward(plan, x, raw, weights, values, states)[0]
+    return _mlp_forward(options, x, norm_inputs, weights, values, states)[0]
 
 
 def _mlp_forward(
-    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[Any, ...]:
-    rows, both = x.ndim - 1, _quantize_input(plan, x, raw, states)
-    wide, used = _products(dataclasses.replace(plan, output=plan.dtype), both, values[:2], states[:2])
-    (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_expected(states[2], 0),))
-    outs, last = _products(plan, hidden, values[2:], states[2:])
-    return outs, (keep(both.turned), keep(hidden.turned), wide, as_bytes((*used, *last)))
+    rows, both = x.ndim - 1, _quantize_input(options, x, norm_inputs, states)
+    wide, used = _products(dataclasses.replace(options, output=options.dtype), both, values[:2], states[:2])
+    (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_amax_history(states[2], 0),))
+    outs, last = _products(options, hidden, values[2:], states[2:])
+    return outs, (
+        name_for_checkpoint(both.transposed),
+        name_for_checkpoint(hidden.transposed),
+        wide,
+        as_bytes((*used, *last)),
+    )
 
 
-def _mlp_backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+def _mlp_backward(options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     x, hidden, wide, used = from_bytes(saved)
     rows, states = x.values.ndim - 1, tuple(u.state for u in used)
-    of_out = _quantize_gradients(plan, gradients, rows, states[2:])
-    d_hidden, d_down, d_last = _gradients(plan, hidden, used[2:], of_out, rows)
-    expected = [_expected(state, 2) for state in states[:2]]
-    of_wide = _quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden), rows, GRADIENT_FORMATS[plan.gradients], expected)
-    d_x, d_first, d_states = _gradients(plan, x, used[:2], of_wide, rows)
-    return d_x, plan.none_of_raw, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
+    quantized_d_out = _quantize_gradients(options, gradients, rows, states[2:])
+    d_hidden, d_down, d_last = _gradients(options, hidden, used[2:], quantized_d_out, rows)
+    expected = [_amax_history(state, 2) for state in states[:2]]
+    quantized_d_wide = _quantize_both(
+        SWIGLU_GRADIENTS, (*wide, d_hidden), rows, GRADIENT_FORMATS[options.gradients], expected
+    )
+    d_x, d_first, d_states = _gradients(options, x, used[:2], quantized_d_wide, rows)
+    return d_x, options.no_norm_input_gradients, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
 
 
 swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _products(plan: Plan, x: Both, values: Values, states: States) -> tuple[tuple[jax.Array, ...], tuple[Used, ...]]:
+def _products(
+    options: Fp8Options, x: QuantizedPair, values: Values, states: States
+) -> tuple[tuple[jax.Array, ...], tuple[WeightResiduals, ...]]:
     outs, used = [], []
     for weight, state in zip(values, states, strict=True):
         if isinstance(weight, Quantized):
             # It has got its scale elsewhere.
-            turned, maxima = Quantized(_turn(weight.values, plan.contracted), weight.inverse_scale), jnp.zeros(1)
+            transposed, maxima = (
+                Quantized(_move_to_end(weight.values, options.contracted), weight.inverse_scale),
+                jnp.zeros(1),
+            )
         else:
-            (both,) = _quantize_both(GIVEN, (weight,), plan.contracted, E4M3, (_expected(state, 1),))
-            weight, turned, maxima = both
-        outs.append(_dot(plan, x.values, turned, plan.contracted, plan.output))
-        used.append(Used(weight, state, None if state is None else (x.maxima, maxima)))
+            (both,) = _quantize_both(IDENTITY, (weight,), options.contracted, E4M3, (_amax_history(state, 1),))
+            weight, transposed, maxima = both
+        outs.append(_dot(options, x.values, transposed, options.contracted, options.output))
+        used.append(WeightResiduals(weight, state, None if state is None else (x.maxima, maxima)))
     return tuple(outs), tuple(used)
 
 
 def _gradients(
-    plan: Plan, x: Quantized, used: Sequence[Used], gradients: Sequence[Both], rows: int
+    options: Fp8Options, x: Quantized, used: Sequence[WeightResiduals], gradients: Sequence[QuantizedPair], rows: int
 ) -> tuple[jax.Array, tuple[jax.Array, ...], States]:
-    """Of the input, the weights and the states, from those of the results; x is turned."""
-    d_x = [_dot(plan, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
-    d_weights = tuple(_dot(plan, x, g.turned, rows) for g in gradients)
+    """Of the input, the weights and the states, from those of the results; x is transposed."""
+    d_x = [_dot(options, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
+    d_weights = tuple(_dot(options, x, g.transposed, rows) for g in gradients)
     d_states = tuple(
-        None if u.seen is None or u.state is None else state_gradient(u.state, (*u.seen, g.maxima))
+        None if u.maxima is None or u.state is None else state_gradient(u.state, (*u.maxima, g.maxima))
         for g, u in zip(gradients, used, strict=True)
     )
     # In this dtype and order XLA lets each product add to those before, in float32 before it rounds.
     return functools.reduce(lambda total, last: last + total, d_x), d_weights, d_states
 
 
-def _expected(state: jax.Array | None, role: int) -> Seen | None:
-    return None if state is None else Seen(state, role)
+def _amax_history(state: jax.Array | None, role: int) -> AmaxHistory | None:
+    return None if state is None else AmaxHistory(state, role)
 
 
-def _quantize_input(plan: Plan, x: jax.Array, raw: Raw, states: States) -> Both:
-    source, arrays = input_source(plan.epsilon, x, raw)
-    return _quantize_both(source, arrays, x.ndim - plan.contracted, E4M3, (_expected(states[0], 0),))[0]
+def _quantize_input(options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, states: States) -> QuantizedPair:
+    source, arrays = input_source(options.epsilon, x, norm_inputs)
+    return _quantize_both(source, arrays, x.ndim - options.contracted, E4M3, (_amax_history(states[0], 0),))[0]
 
 
-def _quantize_gradients(plan: Plan, arrays: Sequence[jax.Array], rows: int, states: Sequence[Any]) -> list[Both]:
-    dtype, both = GRADIENT_FORMATS[plan.gradients], []
+def _quantize_gradients(
+    options: Fp8Options, arrays: Sequence[jax.Array], rows: int, states: Sequence[Any]
+) -> list[QuantizedPair]:
+    dtype, both = GRADIENT_FORMATS[options.gradients], []
     # Behind the barrier they are read once more for their maxima; before it XLA takes these into the kernel that
     # computes a gradient, and for that what fits there better out of it: the sums for a norm's weight.
     for x, state in zip(lax.optimization_barrier(tuple(arrays)), states, strict=True):
-        both += _quantize_both(GIVEN, (x,), rows, dtype, (_expected(state, 2),))
+        both += _quantize_both(IDENTITY, (x,), rows, dtype, (_amax_history(state, 2),))
     return both
 
 
 def _quantize_both(
-    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[Seen | None]
-) -> list[Both]:
+    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[AmaxHistory | None]
+) -> list[QuantizedPair]:
     """What the source makes of the arrays, in the format, as it is and with its `first` dims behind the others."""
     shape = arrays[0].shape
     if automatic_axes():
         # Sharded dims must stay apart.
         found = []
-        for x, seen in zip(source.compute(*arrays), expected, strict=True):
-            values = quantize(x, dtype, seen and seen.amax)
-            turned = Quantized(_turn(values.values, first), values.inverse_scale)
-            found.append(Both(values, turned, absolute_maximum(x).reshape(1)))
+        for x, history in zip(source.compute(*arrays), expected, strict=True):
+            values = quantize(x, dtype, history and history.amax)
+            transposed = Quantized(_move_to_end(values.values, first), values.inverse_scale)
+            found.append(QuantizedPair(values, transposed, absolute_maximum(x).reshape(1)))
         return found
-    turned = (*shape[first:], *shape[:first])
+    transposed = (*shape[first:], *shape[:first])
     flat = [x.reshape(math.prod(shape[:first]), -1) if x.shape == shape else x.reshape(-1) for x in arrays]
     return [
-        Both(_reshape(both.values, shape), _reshape(both.turned, turned), both.maxima)
+        QuantizedPair(_reshape(both.values, shape), _reshape(both.transposed, transposed), both.maxima)
         for both in cast_both(source, flat, dtype, expected)
     ]
 
@@ -187,18 +203,18 @@ def _reshape(x: Quantized, shape: tuple[int, ...]) -> Quantized:
     return Quantized(x.values.reshape(shape), x.inverse_scale)
 
 
-def _turn(x: jax.Array, first: int) -> jax.Array:
+def _move_to_end(x: jax.Array, first: int) -> jax.Array:
     return jnp.transpose(x, (*range(first, x.ndim), *range(first)))
 
 
-def _dot(plan: Plan, a: Quantized, b: Quantized, summed: int, output: str | None = None) -> jax.Array:
+def _dot(options: Fp8Options, a: Quantized, b: Quantized, summed: int, output: str | None = None) -> jax.Array:
     """The product over the last `summed` dims of both.
 
     For `output`, or for a gradient, with every partial sum in float32 (at 12% less of the rate on an H200).
     """
     precision = lax.Precision.HIGHEST if output is None else lax.Precision.DEFAULT
-    left, right = dequantize(a, plan.dtype), dequantize(b, plan.dtype)
+    left, right = dequantize(a, options.dtype), dequantize(b, options.dtype)
     dims = tuple(range(left.ndim - summed, left.ndim)), tuple(range(right.ndim - summed, right.ndim))
     return lax.dot_general(
-        left, right, (dims, ((), ())), precision=precision, preferred_element_type=output or plan.dtype
+        left, right, (dims, ((), ())), precision=precision, preferred_element_type=output or options.dtype
     )

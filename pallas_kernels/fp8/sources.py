@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.pointwise.gated import swiglu, swiglu_gradients
 
-Raw = tuple[jax.Array, ...]
+NormInputs = tuple[jax.Array, ...]
 """What a product's input is the RMSNorm of, [..., D] and a gain [D] float32; or nothing."""
 
 
@@ -26,7 +26,7 @@ class Source(NamedTuple):
     """Columns of a tile: how many the registers hold."""
 
 
-GIVEN = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
+IDENTITY = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
 SWIGLU = Source(
     lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", "swiglu_tiles_kernel", "swiglu_blocks_kernel", 64
 )
@@ -46,10 +46,10 @@ NORM = Source(
 )
 
 
-def input_source(epsilon: float | None, x: jax.Array, raw: Raw) -> tuple[Source, tuple[jax.Array, ...]]:
-    """Of a product's input x, which with an epsilon is the RMSNorm of `raw`."""
+def input_source(epsilon: float | None, x: jax.Array, norm_inputs: NormInputs) -> tuple[Source, tuple[jax.Array, ...]]:
+    """Of a product's input x, which with an epsilon is the RMSNorm of `norm_inputs`."""
     if epsilon is None:
-        return GIVEN, (x,)
-    raw_x, gain = raw
-    square = jnp.square(raw_x.astype(jnp.float32)).mean(axis=-1)
-    return NORM, (raw_x, jax.lax.rsqrt(square + epsilon), gain)
+        return IDENTITY, (x,)
+    x, gain = norm_inputs
+    square = jnp.square(x.astype(jnp.float32)).mean(axis=-1)
+    return NORM, (x, jax.lax.rsqrt(square + epsilon), gain)

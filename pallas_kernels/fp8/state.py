@@ -38,7 +38,7 @@ def updated_fp8_state(state: jax.Array, gradient: jax.Array) -> jax.Array:
     return jnp.concatenate([newest, state[..., :-1]], axis=-1)
 
 
-class Seen(NamedTuple):
+class AmaxHistory(NamedTuple):
     """The magnitudes that one role's next tensor is scaled for."""
 
     state: jax.Array
@@ -46,15 +46,15 @@ class Seen(NamedTuple):
     role: int
 
     @property
-    def unseen(self) -> float:
+    def default_amax(self) -> float:
         """Taken where nothing was seen yet."""
         return _FIRST_AMAX[self.role]
 
     @property
     def amax(self) -> jax.Array:
         """The largest [], of which the scale is made."""
-        seen = jnp.max(self.state[self.role])
-        return jnp.where(seen > 0, seen, self.unseen)
+        largest = jnp.max(self.state[self.role])
+        return jnp.where(largest > 0, largest, self.default_amax)
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:

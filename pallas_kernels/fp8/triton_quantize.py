@@ -1,4 +1,4 @@
-"""Rounds a tile to FP8, as it is and turned, in one pass: with one scale, or with one for 128 values.
+"""Rounds a tile to FP8, as it is and transposed, in one pass: with one scale, or with one for 128 values.
 
 With one scale also what has just been computed of other arrays: RMSNorm, SwiGLU, and its gradients.
 """
@@ -22,18 +22,18 @@ def group_scale(amax, limit: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, values, inverse, turned_values, turned_inverse, plan: tl.constexpr):
-    """One tile of x [rows, columns]; values as x, turned_values [columns, rows], scales [tiles, rows or columns]."""
+def quantize_kernel(x, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
+    """One tile of x [rows, columns]; values as x, transposed_values [columns, rows], scales [tiles, rows or columns]."""
     rows, columns = tile_of(plan)
     block = tl.load(x + rows * plan.columns + columns)
-    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
-def quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan: tl.constexpr):
-    """Writes a tile of 128 x 128 with a scale for each of its rows; and turned, with one for each column.
+def quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan: tl.constexpr):
+    """Writes a tile of 128 x 128 with a scale for each of its rows; and transposed, with one for each column.
 
-    Multiplied by a power of two it is as exact in two bytes, of which a tile is turned faster.
+    Multiplied by a power of two it is as exact in two bytes, of which a tile is transposed faster.
     """
     size = tl.abs(block.to(tl.float32))
     tile = tl.program_id(0)
@@ -44,8 +44,8 @@ def quantize_both(block, values, inverse, turned_values, turned_inverse, rows, c
 
     scale = group_scale(tl.max(size, axis=0)[None, :], plan.limit)
     rounded = tl.trans((block.to(tl.float32) * scale).to(tl.bfloat16)).to(tl.float32).to(values.dtype.element_ty)
-    tl.store(turned_values + tl.trans(columns) * plan.rows + tl.trans(rows), rounded)
-    tl.store(turned_inverse + tile // plan.column_tiles * plan.columns + columns, 1.0 / scale)
+    tl.store(transposed_values + tl.trans(columns) * plan.rows + tl.trans(rows), rounded)
+    tl.store(transposed_inverse + tile // plan.column_tiles * plan.columns + columns, 1.0 / scale)
 
 
 @triton.jit
@@ -59,35 +59,35 @@ def tile_of(plan: tl.constexpr):
 
 @triton.jit
 def scale_of(history, inverse, plan: tl.constexpr):
-    """The scale [] for the largest of the magnitudes `history`, from `plan.first` on; its inverse is written."""
-    places = tl.arange(0, plan.padded_seen)
-    amax = tl.max(tl.load(history + plan.first + places, places < plan.seen, 0.0))
-    scale = group_scale(tl.where(amax > 0, amax, plan.unseen), plan.limit)
+    """The scale [] for the largest of the magnitudes `history`, from `plan.history_start` on; its inverse is written."""
+    places = tl.arange(0, plan.padded_history)
+    amax = tl.max(tl.load(history + plan.history_start + places, places < plan.history, 0.0))
+    scale = group_scale(tl.where(amax > 0, amax, plan.default_amax), plan.limit)
     if tl.program_id(0) == 0:
         tl.store(inverse, 1.0 / scale)
     return scale
 
 
 @triton.jit
-def store_both(block, scale, values, turned, rows, columns, plan: tl.constexpr):
-    """Writes a tile times scale [], and turned. Casts saturate."""
+def store_both(block, scale, values, transposed, rows, columns, plan: tl.constexpr):
+    """Writes a tile times scale [], and transposed. Casts saturate."""
     rounded = (block.to(tl.float32) * scale).to(values.dtype.element_ty)
     tl.store(values + rows * plan.columns + columns, rounded)
-    tl.store(turned + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
+    tl.store(transposed + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
 
 
 @triton.jit
-def cast_kernel(x, history, values, turned, maxima, inverse, plan: tl.constexpr):
+def cast_kernel(x, history, values, transposed, maxima, inverse, plan: tl.constexpr):
     """x [rows, columns] with one scale."""
     rows, columns = tile_of(plan)
     scale = scale_of(history, inverse, plan)
     block = tl.load(x + rows * plan.columns + columns)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
 @triton.jit
-def recast_kernel(x, x_maxima, history, values, turned, inverse, plan: tl.constexpr):
+def recast_kernel(x, x_maxima, history, values, transposed, inverse, plan: tl.constexpr):
     """The same of an x that is in FP8, each tile with a scale of its own, given by its largest magnitude.
 
     Scales are powers of two: only what falls below the normal numbers of the format is rounded a second time.
@@ -95,8 +95,8 @@ def recast_kernel(x, x_maxima, history, values, turned, inverse, plan: tl.conste
     rows, columns = tile_of(plan)
     own = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * own
-    # Exact in two bytes, of which a tile is turned faster.
-    store_both(block.to(tl.bfloat16), scale_of(history, inverse, plan), values, turned, rows, columns, plan)
+    # Exact in two bytes, of which a tile is transposed faster.
+    store_both(block.to(tl.bfloat16), scale_of(history, inverse, plan), values, transposed, rows, columns, plan)
 
 
 @triton.jit
@@ -143,42 +143,42 @@ def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
 
 
 @triton.jit
-def swiglu_blocks_kernel(gate, up, values, inverse, turned_values, turned_inverse, plan: tl.constexpr):
+def swiglu_blocks_kernel(gate, up, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
     """As `quantize_kernel`, of silu(gate) * up."""
     rows, columns = tile_of(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
-    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
 def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
-    gate, up, d_out, gate_values, gate_inverse, gate_turned, gate_turned_inverse,
-    up_values, up_inverse, up_turned, up_turned_inverse, plan: tl.constexpr,
+    gate, up, d_out, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse,
+    up_values, up_inverse, up_transposed, up_transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """As `quantize_kernel`, of the gradients of gate and up."""
     rows, columns = tile_of(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
-    quantize_both(d_gate, gate_values, gate_inverse, gate_turned, gate_turned_inverse, rows, columns, plan)
-    quantize_both(d_up, up_values, up_inverse, up_turned, up_turned_inverse, rows, columns, plan)
+    quantize_both(d_gate, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse, rows, columns, plan)
+    quantize_both(d_up, up_values, up_inverse, up_transposed, up_transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
-def weight_kernel(x, values, turned, inverse, plan: tl.constexpr):
+def weight_kernel(x, values, transposed, inverse, plan: tl.constexpr):
     """x [rows, columns] with a scale for each tile of 128 x 128."""
     rows, columns = tile_of(plan)
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
     scale = group_scale(tl.max(tl.abs(block)), plan.limit)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(inverse + tl.program_id(0), 1.0 / scale)
 
 
 @triton.jit
-def swiglu_kernel(gate, up, history, values, turned, maxima, inverse, plan: tl.constexpr):
+def swiglu_kernel(gate, up, history, values, transposed, maxima, inverse, plan: tl.constexpr):
     """silu(gate) * up, both [rows, columns], with one scale."""
     rows, columns = tile_of(plan)
     scale = scale_of(history, inverse, plan)
     block = swiglu_of(gate, up, rows, columns, plan)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
@@ -192,16 +192,16 @@ def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients_kernel(  # noqa: PLR0913
-    gate, up, d_out, gate_history, up_history, gate_values, gate_turned, gate_maxima, gate_inverse,
-    up_values, up_turned, up_maxima, up_inverse, plan: tl.constexpr,
+    gate, up, d_out, gate_history, up_history, gate_values, gate_transposed, gate_maxima, gate_inverse,
+    up_values, up_transposed, up_maxima, up_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and up, all [rows, columns], each with one scale."""
     rows, columns = tile_of(plan)
     gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
-    store_both(d_gate, gate_scale, gate_values, gate_turned, rows, columns, plan)
+    store_both(d_gate, gate_scale, gate_values, gate_transposed, rows, columns, plan)
     tl.store(gate_maxima + tl.program_id(0), tl.max(tl.abs(d_gate.to(tl.float32))))
-    store_both(d_up, up_scale, up_values, up_turned, rows, columns, plan)
+    store_both(d_up, up_scale, up_values, up_transposed, rows, columns, plan)
     tl.store(up_maxima + tl.program_id(0), tl.max(tl.abs(d_up.to(tl.float32))))
 
 
@@ -222,11 +222,11 @@ def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
 
 
 @triton.jit
-def norm_kernel(x, inverse_rms, gain, history, values, turned, maxima, inverse, plan: tl.constexpr):
+def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inverse, plan: tl.constexpr):
     """x [rows, columns] * inverse_rms [rows] * gain [columns], with one scale."""
     rows, columns = tile_of(plan)
     block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
@@ -240,12 +240,12 @@ def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
 
 @triton.jit
 def norm_blocks_kernel(
-    x, inverse_rms, gain, values, inverse, turned_values, turned_inverse, plan: tl.constexpr,
+    x, inverse_rms, gain, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
     """As `quantize_kernel`, of the same."""
     rows, columns = tile_of(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
-    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
@@ -258,8 +258,8 @@ def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
         largest = largest_of(weights, plan.weights)
     else:
         largest = largest_of(gradients, plan.gradients)
-    places = tl.arange(0, plan.padded_seen)
-    tl.store(found + role * plan.seen + places, tl.where(places == 0, largest, 0.0), places < plan.seen)
+    places = tl.arange(0, plan.padded_history)
+    tl.store(found + role * plan.history + places, tl.where(places == 0, largest, 0.0), places < plan.history)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
 from pallas_kernels.fused_mlp import mosaic_kernel
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
-from pallas_kernels.fused_mlp.request import Request
+from pallas_kernels.fused_mlp.request import ActivatedMatmulRequest
 from pallas_kernels.hopper.target import unsupported_target
 
 # Tests set this to run the kernel on a CPU.
@@ -19,7 +19,7 @@ _FEWEST_TILES = 132
 """With fewer the plain product is as fast."""
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
     """The first rule that the request breaks."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
@@ -42,7 +42,7 @@ def make_product(rows: int, width: int, depth: int) -> Product:
     return on_one_device(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
 
 
-def multiply(request: Request) -> jax.Array:
+def multiply(request: ActivatedMatmulRequest) -> jax.Array:
     """[..., D]."""
     return _multiply(request.activation, request.inputs, request.weight)
 

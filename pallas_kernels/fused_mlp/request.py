@@ -10,7 +10,7 @@ from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
-class Request:
+class ActivatedMatmulRequest:
     """One call, its rules already checked: inputs each [..., F], weight [F, D]."""
 
     inputs: tuple[jax.Array, ...]
@@ -27,7 +27,7 @@ class Request:
         return f"{self.activation} of {list(x.shape)} {x.dtype.name} times {list(self.weight.shape)} on {self.target}"
 
 
-def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str) -> Request:
+def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str) -> ActivatedMatmulRequest:
     """Checks the arguments of `activated_matmul`.
 
     Raises:
@@ -44,4 +44,4 @@ def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str
         raise ValueError(f"the inputs must have one shape, and they and weight one dtype; {shown}")
     if weight.ndim != 2 or not weight.size or inputs[0].ndim < 1 or inputs[0].shape[-1] != weight.shape[0]:
         raise ValueError(f"weight [F, D] must have as many rows as the last dim of the inputs [..., F]; {shown}")
-    return Request(tuple(inputs), weight, activation, current_target())
+    return ActivatedMatmulRequest(tuple(inputs), weight, activation, current_target())

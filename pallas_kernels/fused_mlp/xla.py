@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
-from pallas_kernels.fused_mlp.request import Request
+from pallas_kernels.fused_mlp.request import ActivatedMatmulRequest
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
     """Nothing."""
     del request
     return None
 
 
-def multiply(request: Request) -> jax.Array:
+def multiply(request: ActivatedMatmulRequest) -> jax.Array:
     """[..., D]."""
     activation = ACTIVATIONS[request.activation].forward
     # A GPU's memory is slower than its arithmetic.

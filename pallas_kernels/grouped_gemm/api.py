@@ -4,10 +4,10 @@ import jax
 
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.grouped_gemm import mosaic, reference, xla
-from pallas_kernels.grouped_gemm.request import Request, make_request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest, make_request
 
 
-def _by_name_only(request: Request) -> str:
+def _by_name_only(request: GroupedMatmulRequest) -> str:
     del request
     return "runs only when asked for by name"
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import jax
 
 from pallas_kernels.grouped_gemm.groups import aligned_rows, realign
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
 class Products(Protocol):
@@ -26,7 +26,7 @@ class Products(Protocol):
         ...
 
 
-def multiply(products: Products, request: Request) -> jax.Array:
+def multiply(products: Products, request: GroupedMatmulRequest) -> jax.Array:
     """The request by these products; groups that are not aligned to their tiles are copied to where they are."""
     return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 

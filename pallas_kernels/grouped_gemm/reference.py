@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_gemm.groups import group_bounds
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
     """Nothing: it costs G times the work."""
     del request
     return None
 
 
-def multiply(request: Request) -> jax.Array:
+def multiply(request: GroupedMatmulRequest) -> jax.Array:
     """[R, F] in the dtype of x."""
     x, weights = request.x, request.weights
     starts, _ = group_bounds(request.group_sizes, request.alignment)

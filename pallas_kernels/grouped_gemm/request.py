@@ -9,7 +9,7 @@ from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
-class Request:
+class GroupedMatmulRequest:
     """One call, its rules already checked: x [R, D], weights [G, D, F], group_sizes int32 [G]."""
 
     x: jax.Array
@@ -25,7 +25,7 @@ class Request:
         )
 
 
-def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, alignment: int) -> Request:
+def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, alignment: int) -> GroupedMatmulRequest:
     """Checks the arguments of `grouped_matmul`.
 
     Raises:
@@ -48,4 +48,4 @@ def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, align
         raise ValueError(f"group_sizes must be integers, got {group_sizes.dtype}")
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or x.shape[0] % alignment:
         raise ValueError(f"alignment must be at least 1 and divide the rows of x ({x.shape[0]}), got {alignment!r}")
-    return Request(x, weights, group_sizes.astype(jnp.int32), alignment, current_target())
+    return GroupedMatmulRequest(x, weights, group_sizes.astype(jnp.int32), alignment, current_target())

@@ -11,12 +11,12 @@ from jax import lax
 
 from pallas_kernels.grouped_gemm import products
 from pallas_kernels.grouped_gemm.groups import group_of_tiles
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 SMALLEST_TILE, LARGEST_TILE = 8, 512
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
     """Nothing."""
     del request
     return None
@@ -30,7 +30,7 @@ def preferred_tile(rows: int, groups: int) -> int:
     return tile
 
 
-def multiply(request: Request) -> jax.Array:
+def multiply(request: GroupedMatmulRequest) -> jax.Array:
     """[R, F] in the dtype of x, float32 accumulation."""
     tile = request.alignment
     if not SMALLEST_TILE <= tile <= LARGEST_TILE:

@@ -15,7 +15,7 @@ from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.linear_time_attention import reference, xla
 from pallas_kernels.linear_time_attention.favor import Favor
 from pallas_kernels.linear_time_attention.features import FEATURE_MAPS, Elementwise
-from pallas_kernels.linear_time_attention.request import Request, make_request
+from pallas_kernels.linear_time_attention.request import LinearAttentionRequest, make_request
 from pallas_kernels.linear_time_attention.state import LinearState
 
 BACKENDS = (
@@ -130,7 +130,7 @@ def performer_attention(
     return _run("performer_attention", implementation, request)
 
 
-def _run(operation: str, implementation: str | None, request: Request) -> Any:
+def _run(operation: str, implementation: str | None, request: LinearAttentionRequest) -> Any:
     out, last = select(operation, BACKENDS, implementation, request).call(request)
     out = checkpoint_name(out, OUT_NAME)
     return out if request.state is None else (out, last)

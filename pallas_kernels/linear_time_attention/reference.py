@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear_time_attention.request import Request
+from pallas_kernels.linear_time_attention.request import LinearAttentionRequest
 from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
 
-def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
+def attend(request: LinearAttentionRequest) -> tuple[jax.Array, LinearState | None]:
     """out [B, T, N, H], and the state after the last token where `request.causal`.
 
     It holds the whole [B, N, T, S] matrix of similarities, in float32 (float64 for float64 inputs), and is
@@ -43,7 +43,7 @@ def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
     return out.astype(request.q.dtype), _last_state(request, key, weight, v) if request.causal else None
 
 
-def _visible(request: Request) -> jax.Array:
+def _visible(request: LinearAttentionRequest) -> jax.Array:
     """Boolean [B or 1, 1, T, S]."""
     visible = jnp.ones((1, 1, request.q.shape[1], request.k.shape[1]), bool)
     if request.causal:
@@ -53,7 +53,7 @@ def _visible(request: Request) -> jax.Array:
     return visible
 
 
-def _last_state(request: Request, key: jax.Array, weight: jax.Array, v: jax.Array) -> LinearState:
+def _last_state(request: LinearAttentionRequest, key: jax.Array, weight: jax.Array, v: jax.Array) -> LinearState:
     """The sums over the keys of the last token's document."""
     start = request.state
     if request.documents is not None:

@@ -15,7 +15,7 @@ from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
-class Request:
+class LinearAttentionRequest:
     """One call, its rules already checked.
 
     Attributes:
@@ -60,7 +60,7 @@ def make_request(
     segment_ids: jax.Array | None,
     state: LinearState | None,
     chunk: int | None,
-) -> Request:
+) -> LinearAttentionRequest:
     """Checks the arguments of `linear_attention`.
 
     Raises:
@@ -80,7 +80,7 @@ def make_request(
     documents = hidden = None
     if segment_ids is not None:
         documents, hidden = _documents(jnp.asarray(segment_ids), k)
-    return Request(q, k, v, feature_map, bool(causal), documents, hidden, state, chunk, current_target())
+    return LinearAttentionRequest(q, k, v, feature_map, bool(causal), documents, hidden, state, chunk, current_target())
 
 
 def _documents(ids: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear_time_attention.request import Request
+from pallas_kernels.linear_time_attention.request import LinearAttentionRequest
 from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 64, 256
@@ -29,20 +29,20 @@ class _Chunks(NamedTuple):
     documents: jax.Array | None  # [B, 1, n, C]
 
 
-class _Before(NamedTuple):
+class _StateBefore(NamedTuple):
     """What each chunk finds: the state of the chunks before it, and which of its tokens that state belongs to."""
 
     state: LinearState  # [B, K, n, ...]
     seen: jax.Array | None  # boolean [B, 1, n, C]; None where all
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: LinearAttentionRequest) -> str | None:
     """Nothing: this backend computes every call."""
     del request
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
+def attend(request: LinearAttentionRequest) -> tuple[jax.Array, LinearState | None]:
     """out [B, T, N, H], and the state after the last token where `request.causal`."""
 
     def compute(
@@ -65,8 +65,8 @@ def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
     return jax.checkpoint(compute)(request.q, request.k, request.v, request.state)
 
 
-def _cut(request: Request, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
-    """Features in chunks; a single one where every query sees all keys, of a length of its own for the queries."""
+def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
+    """Features in chunks; a single one where every query sees all keys, of a length of its in_last_document for the queries."""
     features = jax.eval_shape(request.feature_map.key, k).values.shape[-1]
     if request.causal or request.documents is not None:
         chunk = query_chunk = min(request.chunk or _chunk(features, v.shape[-1]), q.shape[1])
@@ -78,12 +78,12 @@ def _cut(request: Request, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
     k, v = _split(k, chunk), _split(v, chunk)
     key = request.feature_map.key(jnp.moveaxis(k, 3, 1))
     query = request.feature_map.query(jnp.moveaxis(q, (3, 4), (1, 3))).values
-    counts = _counting(request, chunk)
+    counted = _counting(request, chunk)
     values, log_weight = key.values, key.log_weight
-    if counts is not None:
-        values = jnp.where(counts[..., None], values, 0)
-        log_weight = None if log_weight is None else jnp.where(counts, log_weight, EMPTY)
-    # Without it XLA keeps the features in float32 as well.
+    if counted is not None:
+        values = jnp.where(counted[..., None], values, 0)
+        log_weight = None if log_weight is None else jnp.where(counted, log_weight, EMPTY)
+    # Without it XLA continues the features in float32 as well.
     query, values = jax.lax.optimization_barrier((query, values))
     documents = request.documents
     return _Chunks(
@@ -109,33 +109,35 @@ def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
 
 
-def _counting(request: Request, chunk: int) -> jax.Array | None:
+def _counting(request: LinearAttentionRequest, chunk: int) -> jax.Array | None:
     """Boolean [B or 1, 1, n, C], the keys that are neither hidden nor fill up the last chunk; None where all are."""
     length = request.k.shape[1]
     if request.hidden is None and length % chunk == 0:
         return None
-    counts = jnp.ones((1, length), bool) if request.hidden is None else ~request.hidden
-    return _split(counts, chunk)[:, None]
+    counted = jnp.ones((1, length), bool) if request.hidden is None else ~request.hidden
+    return _split(counted, chunk)[:, None]
 
 
-def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_Before, LinearState]:
+def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_StateBefore, LinearState]:
     """The state before each chunk, and after the last."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
     batch, heads, count, _, features = chunks.key.shape
-    own, keeps, seen = None, jnp.ones((batch, 1, count), bool), None
+    in_last_document, continues, seen = None, jnp.ones((batch, 1, count), bool), None
     if chunks.documents is not None:
         first, last = chunks.documents[..., 0], chunks.documents[..., -1]
         previous = jnp.concatenate([first[..., :1], last[..., :-1]], axis=-1)
-        own = chunks.documents == last[..., None]
-        keeps = (first == last) & (first == previous)
+        in_last_document = chunks.documents == last[..., None]
+        continues = (first == last) & (first == previous)
         seen = chunks.documents == previous[..., None]
     log_scale, weight = jnp.zeros((batch, heads, count), dtype), None
     if chunks.log_weight is not None:
-        weight = chunks.log_weight if own is None else jnp.where(own, chunks.log_weight, EMPTY)
+        weight = (
+            chunks.log_weight if in_last_document is None else jnp.where(in_last_document, chunks.log_weight, EMPTY)
+        )
         log_scale = weight.max(axis=-1)
         weight = jnp.exp(weight - log_scale[..., None])
-    if own is not None:
-        weight = own.astype(dtype) if weight is None else jnp.where(own, weight, 0.0)
+    if in_last_document is not None:
+        weight = in_last_document.astype(dtype) if weight is None else jnp.where(in_last_document, weight, 0.0)
     # Values are weighted and not keys, as they are fewer where there are many features.
     key, v = chunks.key.astype(dtype), chunks.v
     if weight is not None:
@@ -148,10 +150,10 @@ def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_Before, Linear
         start = LinearState(jnp.zeros(shape, dtype), jnp.zeros(shape[:3], dtype), jnp.full(shape[:2], EMPTY, dtype))
     start = LinearState(*(x.astype(dtype) for x in start))
     start = start._replace(log_scale=jax.lax.stop_gradient(start.log_scale))
-    decay = jnp.broadcast_to(jnp.where(keeps, 0.0, EMPTY).astype(dtype), log_scale.shape)
+    decay = jnp.broadcast_to(jnp.where(continues, 0.0, EMPTY).astype(dtype), log_scale.shape)
     before = _before_each(new, decay, start)
-    last = _absorb(*(jax.tree.map(lambda x: x[:, :, -1], tree) for tree in (before, new, decay)))
-    return _Before(before, seen), last
+    last = _combine_states(*(jax.tree.map(lambda x: x[:, :, -1], tree) for tree in (before, new, decay)))
+    return _StateBefore(before, seen), last
 
 
 def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> LinearState:
@@ -170,8 +172,8 @@ def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> Line
     (first, decay_first), (second, decay_second) = (
         jax.tree.map(lambda x, i=i: x[:, :, i::2], (new, decay)) for i in range(2)
     )
-    before = _before_each(_absorb(first, second, decay_second), decay_first + decay_second, start)
-    between = _absorb(before, first, decay_first)
+    before = _before_each(_combine_states(first, second, decay_second), decay_first + decay_second, start)
+    between = _combine_states(before, first, decay_first)
 
     def interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
         both = jnp.stack([even, odd], axis=3)
@@ -180,7 +182,7 @@ def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> Line
     return jax.tree.map(interleave, before, between)
 
 
-def _absorb(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
+def _combine_states(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
     """exp(decay) times one state plus another, in the larger of their scales."""
     log_scale = jnp.maximum(state.log_scale + decay, new.log_scale)
     keep, add = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
@@ -191,7 +193,7 @@ def _absorb(state: LinearState, new: LinearState, decay: jax.Array) -> LinearSta
     )
 
 
-def _outputs(chunks: _Chunks, befores: list[_Before], causal: bool) -> jax.Array:
+def _outputs(chunks: _Chunks, befores: list[_StateBefore], causal: bool) -> jax.Array:
     """[B, K, n, G, C, H] in float32."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
     # Rounded as they come, like the weights of any flash attention: the sums of weights and of values agree.
@@ -222,7 +224,7 @@ def _outputs(chunks: _Chunks, befores: list[_Before], causal: bool) -> jax.Array
     return _normalise(out, total)
 
 
-def _where_seen(before: _Before, x: jax.Array, otherwise: float) -> jax.Array:
+def _where_seen(before: _StateBefore, x: jax.Array, otherwise: float) -> jax.Array:
     """x [B, K, n, C], or broadcast to it, for the tokens that the state belongs to."""
     return x if before.seen is None else jnp.where(before.seen, x, otherwise)
 
@@ -257,6 +259,6 @@ def _flip(chunks: _Chunks) -> _Chunks:
     return flipped._replace(query=jnp.flip(chunks.query, axis=(2, 4)))
 
 
-def _flip_before(before: _Before) -> _Before:
+def _flip_before(before: _StateBefore) -> _StateBefore:
     state = jax.tree.map(lambda x: jnp.flip(x, axis=2), before.state)
-    return _Before(state, None if before.seen is None else jnp.flip(before.seen, axis=(2, 3)))
+    return _StateBefore(state, None if before.seen is None else jnp.flip(before.seen, axis=(2, 3)))

@@ -15,7 +15,7 @@ from pallas_kernels.normalization import triton_launch as norm_triton
 Normalised = jax.Array | tuple[jax.Array, jax.Array]
 
 
-class Kind(NamedTuple):
+class NormOptions(NamedTuple):
     """The static part of a norm."""
 
     epsilon: float
@@ -32,7 +32,7 @@ def rms_norm(
     residual: jax.Array | None = None,
     epsilon: float = 1e-6,
     weight_offset: float = 0.0,
-    beside: bool = False,
+    return_input: bool = False,
 ) -> Normalised:
     """x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset) over the last dim, computed in float32.
 
@@ -44,7 +44,7 @@ def rms_norm(
         residual: [..., D]; where given, x + residual is normalised and also returned.
         epsilon: added to the mean square.
         weight_offset: 1.0 for Gemma, whose weights are stored less one.
-        beside: also return x.
+        return_input: also return x.
 
     Returns:
         The normalised [..., D] in the dtype of x; with `residual` the pair (normalised, x + residual), with `beside`
@@ -56,14 +56,14 @@ def rms_norm(
     _check(x, weight)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {list(x.shape)}; got {list(residual.shape)}")
-    kind = Kind(epsilon, offset=weight_offset)
+    options = NormOptions(epsilon, offset=weight_offset)
     if residual is not None:
-        return _normalise_beside(kind, x + residual, weight, None)
-    return (_normalise_beside if beside else _normalise)(kind, x, weight, None)
+        return _normalise_and_return_input(options, x + residual, weight, None)
+    return (_normalise_and_return_input if return_input else _normalise)(options, x, weight, None)
 
 
 def layer_norm(
-    x: jax.Array, weight: jax.Array, bias: jax.Array, *, epsilon: float = 1e-5, beside: bool = False
+    x: jax.Array, weight: jax.Array, bias: jax.Array, *, epsilon: float = 1e-5, return_input: bool = False
 ) -> Normalised:
     """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, computed in float32.
 
@@ -73,7 +73,7 @@ def layer_norm(
         x: [..., D].
         weight, bias: [D].
         epsilon: added to the variance.
-        beside: also return x.
+        return_input: also return x.
 
     Returns:
         The normalised [..., D] in the dtype of x; with `beside` the pair (normalised, x).
@@ -83,7 +83,9 @@ def layer_norm(
     """
     _check(x, weight)
     _check(x, bias)
-    return (_normalise_beside if beside else _normalise)(Kind(epsilon, centered=True), x, weight, bias)
+    return (_normalise_and_return_input if return_input else _normalise)(
+        NormOptions(epsilon, centered=True), x, weight, bias
+    )
 
 
 def _check(x: jax.Array, weight: jax.Array | None) -> None:
@@ -92,66 +94,68 @@ def _check(x: jax.Array, weight: jax.Array | None) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalise(kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    return _forward_rule(kind, x, weight, bias)[0]
+def _normalise(options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    return _forward_rule(options, x, weight, bias)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalise_beside(
-    kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None
+def _normalise_and_return_input(
+    options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward_rule(kind, x, weight, bias)[0], x
+    return _forward_rule(options, x, weight, bias)[0], x
 
 
-def _forward_rule(kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> tuple:
+def _forward_rule(options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> tuple:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if kind.centered:
+    if options.centered:
         wide = wide - wide.mean(axis=-1, keepdims=True)
-    out = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + kind.epsilon)
+    out = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + options.epsilon)
     if weight is not None:
-        out = out * (weight.astype(wide.dtype) + kind.offset)
+        out = out * (weight.astype(wide.dtype) + options.offset)
     if bias is not None:
         out = out + bias.astype(wide.dtype)
     return out.astype(x.dtype), (x, weight, bias)
 
 
-def _forward_rule_beside(kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> tuple:
-    out, saved = _forward_rule(kind, x, weight, bias)
+def _forward_rule_with_input(
+    options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None
+) -> tuple:
+    out, saved = _forward_rule(options, x, weight, bias)
     return (out, x), saved
 
 
-def _backward_rule(kind: Kind, saved: tuple, d_out: jax.Array) -> tuple:
-    return _gradients(kind, saved, d_out, None)
+def _backward_rule(options: NormOptions, saved: tuple, d_out: jax.Array) -> tuple:
+    return _gradients(options, saved, d_out, None)
 
 
-def _backward_rule_beside(kind: Kind, saved: tuple, gradients: tuple) -> tuple:
-    return _gradients(kind, saved, *gradients)
+def _backward_rule_with_input(options: NormOptions, saved: tuple, gradients: tuple) -> tuple:
+    return _gradients(options, saved, *gradients)
 
 
-def _gradients(kind: Kind, saved: tuple, d_out: jax.Array, d_past: jax.Array | None) -> tuple:
-    """Of x, weight and bias; `d_past` is the gradient of x that does not come through the norm."""
+def _gradients(options: NormOptions, saved: tuple, d_out: jax.Array, d_residual: jax.Array | None) -> tuple:
+    """Of x, weight and bias; `d_residual` is the gradient of x that does not come through the norm."""
     x, weight, bias = saved
-    if weight is not None and norm_triton.suits(x):
-        gain = weight.astype(jnp.float32) + kind.offset
-        d_x, sums = norm_triton.gradients(x, gain, d_out, d_past, kind.epsilon, kind.centered)
+    if weight is not None and norm_triton.kernel_applies(x):
+        gain = weight.astype(jnp.float32) + options.offset
+        d_x, sums = norm_triton.gradients(x, gain, d_out, d_residual, options.epsilon, options.centered)
         return d_x, sums[0].astype(weight.dtype), None if bias is None else sums[1].astype(bias.dtype)
     # A use of the forward's sums here would split its one kernel into several. All sums over a row are of one pass.
     x, weight = jax.lax.optimization_barrier((x, weight))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     d_out, rows = d_out.astype(wide.dtype), tuple(range(x.ndim - 1))
     average = lambda values: jnp.mean(values, axis=-1, keepdims=True)  # noqa: E731
-    scaled = d_out if weight is None else d_out * (weight.astype(wide.dtype) + kind.offset)
+    scaled = d_out if weight is None else d_out * (weight.astype(wide.dtype) + options.offset)
     square, along = average(jnp.square(wide)), average(scaled * wide)
-    if kind.centered:
+    if options.centered:
         mean, ones = average(wide), average(scaled)
         square, along = jnp.maximum(square - mean * mean, 0), along - mean * ones
         wide, scaled = wide - mean, scaled - ones
-    inverse = jax.lax.rsqrt(square + kind.epsilon)
+    inverse = jax.lax.rsqrt(square + options.epsilon)
     d_x = inverse * (scaled - wide * (along * jnp.square(inverse)))
-    d_x = (d_x if d_past is None else d_x + d_past.astype(d_x.dtype)).astype(x.dtype)
+    d_x = (d_x if d_residual is None else d_x + d_residual.astype(d_x.dtype)).astype(x.dtype)
     d_weight = None if weight is None else (d_out * (wide * inverse)).sum(axis=rows).astype(weight.dtype)
     return d_x, d_weight, None if bias is None else d_out.sum(axis=rows).astype(bias.dtype)
 
 
 _normalise.defvjp(_forward_rule, _backward_rule)
-_normalise_beside.defvjp(_forward_rule_beside, _backward_rule_beside)
+_normalise_and_return_input.defvjp(_forward_rule_with_input, _backward_rule_with_input)

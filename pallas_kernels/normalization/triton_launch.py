@@ -21,13 +21,13 @@ _ELEMENTS = 512
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class NormKernelPlan:
     """The static part of a launch, as the kernel reads it."""
 
     rows: int
     width: int
     centered: bool
-    past: bool
+    has_residual: bool
     """Whether there is a gradient of x that does not come through the norm."""
     epsilon: float
     programs: int
@@ -37,7 +37,7 @@ class Plan:
         return 1 << (self.width - 1).bit_length()
 
 
-def suits(x: jax.Array) -> bool:
+def kernel_applies(x: jax.Array) -> bool:
     """Whether the kernel is installed, and the target and the array [..., D] are its own."""
     capability = current_target().compute_capability
     installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
@@ -54,12 +54,12 @@ def suits(x: jax.Array) -> bool:
 
 
 def gradients(
-    x: jax.Array, gain: jax.Array, d_out: jax.Array, d_past: jax.Array | None, epsilon: float, centered: bool
+    x: jax.Array, gain: jax.Array, d_out: jax.Array, d_residual: jax.Array | None, epsilon: float, centered: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Of norm(x) * gain + bias, and of x beside it: d_x [..., D]; of gain and, centered, of bias [1 or 2, D] float32.
 
     Args:
-      x, d_out, d_past: [..., D]; d_past is the gradient of x that does not come through the norm, if any.
+      x, d_out, d_residual: [..., D]; d_residual is the gradient of x that does not come through the norm, if any.
       gain: [D] float32.
       centered: LayerNorm; else RMSNorm, which has no bias.
     """
@@ -70,7 +70,7 @@ def gradients(
         d_x, sums = _launch(gain, flat, epsilon, centered)
         return d_x.reshape(arrays[0].shape), sums.sum(1)
 
-    return launch(gain, x, d_out, *(() if d_past is None else (d_past.astype(x.dtype),)))
+    return launch(gain, x, d_out, *(() if d_residual is None else (d_residual.astype(x.dtype),)))
 
 
 def _launch(gain: jax.Array, arrays: list[jax.Array], epsilon: float, centered: bool) -> tuple[jax.Array, jax.Array]:
@@ -81,7 +81,7 @@ def _launch(gain: jax.Array, arrays: list[jax.Array], epsilon: float, centered: 
     x, d_out, *past = arrays
     rows, width = x.shape
     warps = max(1, (1 << (width - 1).bit_length()) // _ELEMENTS)
-    plan = Plan(rows, width, centered, bool(past), epsilon, max(1, _WARPS // warps) * multiprocessors())
+    plan = NormKernelPlan(rows, width, centered, bool(past), epsilon, max(1, _WARPS // warps) * multiprocessors())
     major, minor = current_target().compute_capability or (0, 0)
     return jax_triton.triton_call(
         x,

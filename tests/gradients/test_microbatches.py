@@ -17,13 +17,14 @@ from jaxstack.gradients.gspmd import GlobalGradients
 from jaxstack.gradients.shard_map import LocalGradients
 from jaxstack.loss import LossSum, language_model_loss
 from jaxstack.models import Transformer
-from jaxstack.parallel import AXES, AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AXES, ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
 from tests.small_runs import batch_at, make_trainer, small_config
 
 
-def rules(zero: int = 0, *, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AxisRules:
+def rules(zero: int = 0, *, data: int = 1, fsdp: int = 1, tensor: int = 1) -> ShardingContext:
     degrees = ParallelConfig(data=data, fsdp=fsdp, tensor=tensor)
-    return make_rules(make_mesh(degrees, jax.devices()[: data * fsdp * tensor]), zero=zero)
+    mesh = make_mesh(degrees, jax.devices()[: data * fsdp * tensor])
+    return ShardingContext(make_rules(mesh), StepLayout(zero=zero))
 
 
 def transformer(*overrides: str) -> FunctionalModule:
@@ -190,7 +191,7 @@ def test_the_published_bytes_of_seven_and_a_half_billion_parameters_on_64_device
 ):
     """State as it is sharded, and on top what docs/parallelism.md says of a step's copy and gradients."""
     mesh = jax.sharding.AbstractMesh(tuple(degrees.get(axis, 1) for axis in AXES), AXES)
-    layout = make_rules(cast(Mesh, mesh), zero=zero)  # shapes only: no device is asked for
+    layout = make_rules(cast(Mesh, mesh))  # shapes only: no device is asked for
     shape = ("model.hidden_size=4096", "model.num_layers=35", "model.num_heads=32", "model.intermediate_size=10880")
     module = transformer(*shape, "model.vocab_size=51200")
 
@@ -198,7 +199,7 @@ def test_the_published_bytes_of_seven_and_a_half_billion_parameters_on_64_device
         local = jax.tree.map(lambda x, spec: math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)), tree, specs)
         return sum(jax.tree.leaves(local))
 
-    stored = bytes_of(module.abstract_params, module.parameter_specs(layout))
+    stored = bytes_of(module.abstract_params, module.parameter_specs(layout, zero))
     used_specs = module.map_parameters(lambda names, shape, _: layout.parameter_spec(names, shape), layout)
     used = bytes_of(module.abstract_params, used_specs)
     assert 12 * stored + within_a_step(used, stored) == pytest.approx(published, rel=0.02)

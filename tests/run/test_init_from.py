@@ -18,7 +18,7 @@ from jaxstack.run.load import open_decoder, open_generator
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
-FIXTURE = Path(__file__).parent / "models" / "huggingface" / "qwen3"
+FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
 WORDS = [*"abcdef", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "what", "is", "plus", "it"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}" + (
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"

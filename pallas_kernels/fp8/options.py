@@ -4,7 +4,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Fp8Options:
     """The static part of a call.
 
     Attributes:
@@ -22,6 +22,6 @@ class Plan:
     epsilon: float | None = None
 
     @property
-    def none_of_raw(self) -> tuple[None, ...]:
+    def no_norm_input_gradients(self) -> tuple[None, ...]:
         """Gradients of what such an input is computed of: they go to the input."""
         return () if self.epsilon is None else (None, None)
