@@ -129,14 +129,15 @@ def sustained_rates(config: Any, times: Mapping[str, Any], devices: int, device:
 
 def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
     """Return the resolved configuration of a run, and its data."""
-    from jaxstack.data.build import available_cores
+    from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
     from jaxstack.distributed.devices import cache_compilations, start_devices
+    from jaxstack.plan.choose import training_layout
     from jaxstack.run.build import resolve_model
-    from jaxstack.run_config import load_config, resolve_layout
+    from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
-    config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
+    config = training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, workers=workers)

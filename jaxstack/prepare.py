@@ -125,15 +125,15 @@ def run(arguments: argparse.Namespace) -> None:
     """Prepares what the parsed arguments say.
 
     Raises:
-      JaxstackError: as `jaxstack.data.build.prepare_tokens`.
+      JaxstackError: as `jaxstack.data.build_shards.prepare_tokens`.
     """
     # Imported here so that --help and a mistyped option answer at once.
     from pathlib import Path
 
-    from jaxstack.data.build import WORK, BuildOptions, available_cores, build
+    from jaxstack.data.build_shards import WORK, BuildOptions, available_cores, build
     from jaxstack.data.cache import ensure_tokenizer
     from jaxstack.data.config import SourceConfig, TokenizerConfig
-    from jaxstack.data.plan import make_plan
+    from jaxstack.data.tokenization_plan import make_plan
 
     say = (lambda message: None) if arguments.quiet else (lambda message: print(message, flush=True))
     began = time.perf_counter()

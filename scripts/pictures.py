@@ -20,7 +20,7 @@ from jaxstack.observe.report.style import CSS
 from jaxstack.observe.report.timeline import render_picture
 from jaxstack.parallel.pipeline.schedule import SCHEDULES
 from jaxstack.parallel.pipeline.simulate import describe_schedule
-from jaxstack.plan.layout import plan_layout
+from jaxstack.plan.describe import describe_plan
 from jaxstack.run_config import load_config
 from scripts.architecture_picture import drawings as architecture_drawings
 
@@ -48,9 +48,9 @@ def standalone(drawing: str, kind: str) -> str:
 def make_pictures() -> dict[str, str]:
     """Return file name -> content of every drawing."""
     drawings = architecture_drawings()
-    plain = plan_layout(load_config(None, LAYOUT))["sharding"]
+    plain = describe_plan(load_config(None, LAYOUT))["sharding"]
     drawings["mesh.svg"] = standalone(picture_of_mesh(plain["mesh"])[2], "sharding")
-    zero = plan_layout(load_config(None, [*LAYOUT, "parallel.zero=1"]))["sharding"]
+    zero = describe_plan(load_config(None, [*LAYOUT, "parallel.zero=1"]))["sharding"]
     for suffix, sharding in (("", plain), ("-zero1", zero)):
         for name in ("up_proj", "down_proj"):
             row = next(row for row in sharding["parameters"] if f"{name}/kernel" in row["parameter"])

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from jaxstack.cli import COMMANDS
+from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
 from jaxstack.data.batch_source import abstract_batch
 from jaxstack.models import count_parameters, preset_names
@@ -141,7 +141,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def parser_of(name: str) -> Any:
-    return importlib.import_module(COMMANDS[name][0]).make_parser()
+    return COMMANDS[name].load().make_parser()
 
 
 def check_command(words: list[str]) -> None:

@@ -40,7 +40,7 @@ def _context(timeout_seconds: int) -> ocp.Context:
 
 
 def start_write(path: Path, arrays: dict[str, Any], timeout_seconds: int) -> Callable[[], None]:
-    """Copies the arrays to host memory, starts to write them below `path`, and returns a function that waits.
+    """Copy the arrays to host memory, starts to write them below `path`, and returns a function that waits.
 
     When this returns, the arrays may be donated, changed or deleted.
     """
@@ -56,7 +56,7 @@ def start_write(path: Path, arrays: dict[str, Any], timeout_seconds: int) -> Cal
 
 
 def read(path: Path, targets: dict[str, Any], timeout_seconds: int) -> dict[str, Any]:
-    """Loads the named arrays straight into the shardings of `targets`."""
+    """Load the named arrays straight into the shardings of `targets`."""
     hush_orbax(_ITEM)
     if not targets:
         return {}

@@ -11,6 +11,7 @@ from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.leaves import LeafSpec
 from jaxstack.distributed import coordination as processes
 from jaxstack.errors import JaxstackError
+from jaxstack.files import write_file
 
 _PART = ".hashes-"
 
@@ -18,7 +19,7 @@ _PART = ".hashes-"
 def commit(
     staging: Path, final: Path, index: dict[str, Any], timeout_seconds: int, failure: Exception | None = None
 ) -> Path | None:
-    """Turns the written `staging` into the checkpoint `final`; every process calls it, a failed one too.
+    """Turn the written `staging` into the checkpoint `final`; every process calls it, a failed one too.
 
     The processes divide the hashing and leave their results as files in `staging`; a part that is missing
     fails the save on all of them. Returns where a foreign thing that stood at `final` was moved to.
@@ -32,7 +33,7 @@ def commit(
             raise failure
         digests = manifest.hash_files(staging, manifest.list_files(staging)[position::count], sync=True)
         if count > 1:
-            manifest.write_synced(staging / f"{_PART}{position}", json.dumps(digests))
+            write_file(staging / f"{_PART}{position}", json.dumps(digests).encode())
     except Exception as error:
         failure, digests = error, {}
     processes.meet(f"{staging.name}-hashed", timeout_seconds)

@@ -11,7 +11,6 @@ Whatever else lies there is somebody else's: it is named in a warning, never loa
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import re
 import shutil
@@ -19,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from jaxstack.checkpoint.manifest import INDEX, MANIFEST, sync_folder
+from jaxstack.checkpoint.manifest import INDEX, MANIFEST
 from jaxstack.errors import JaxstackError
+from jaxstack.files import FileLock, LockHeld, sync_directory
 
 Kind = Literal["committed", "half-written", "deleting", "foreign"]
 _STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # what an int32, as the step of a state is, can hold
@@ -81,7 +81,7 @@ def _classify(path: Path) -> Entry:
 
 
 def put_in_place(staging: Path, final: Path) -> Path | None:
-    """Makes `staging` the committed `final`. Returns where a foreign thing that stood there was moved to."""
+    """Make `staging` the committed `final`. Returns where a foreign thing that stood there was moved to."""
     moved = None
     if os.path.lexists(final):
         if _classify(final).kind == "committed":
@@ -92,13 +92,13 @@ def put_in_place(staging: Path, final: Path) -> Path | None:
             moved = final.with_name(f"{final.name}.moved-aside-{time.time_ns()}")
             os.rename(final, moved)
     os.rename(staging, final)
-    sync_folder(final.parent)
+    sync_directory(final.parent)
     shutil.rmtree(final.with_name(f".replaced-{final.name}"), ignore_errors=True)
     return moved
 
 
 def delete(path: Path) -> None:
-    """Takes a checkpoint away in one rename, then frees its space: it is never seen half deleted."""
+    """Take a checkpoint away in one rename, then frees its space: it is never seen half deleted."""
     doomed = path.with_name(f".deleting-{path.name.lstrip('.').removeprefix('deleting-')}")
     if doomed != path:
         remove_tree(doomed)
@@ -107,7 +107,7 @@ def delete(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder, to which a writer that has failed may be adding files for a moment, or a file of that name.
+    """Remove a folder, to which a writer that has failed may be adding files for a moment, or a file of that name.
 
     What cannot be removed stays.
     """
@@ -123,48 +123,29 @@ def remove_tree(path: Path) -> None:
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Frees the space of saves and deletions that were cut off. Only for the holder of the lock."""
+    """Free the space of saves and deletions that were cut off. Only for the holder of the lock."""
     for entry in scan(directory):
         if entry.kind in ("half-written", "deleting"):
             remove_tree(entry.path)
 
 
-class DirectoryLock:
-    """Keeps a second run from saving into the same directory. Freed by the kernel when its process ends."""
+def lock_directory(directory: Path) -> FileLock:
+    """Keep a second run from saving into `directory`. The kernel frees the lock when this process ends.
 
-    def __init__(self, directory: Path):
-        """Takes the lock of `directory` or raises JaxstackError.
+    File systems without locks are accepted, without protection.
 
-        File systems without locks are let through.
-        """
-        self._path = directory / ".lock"
-        # Not through a link, which would write into what it points at.
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-        self._file = os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            self._file.seek(0)
-            holder = self._file.read().strip()
-            self._file.close()
-            raise JaxstackError(
-                f"another process saves checkpoints in {directory} ({holder}): "
-                "wait for it, stop it, or give this run another name"
-            ) from error
-        except OSError:
-            return
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(self._file.fileno(), 0)
-            os.write(self._file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-
-    def is_there(self) -> bool:
-        """Whether the directory still has the file that is locked: nobody has removed or replaced it."""
-        try:
-            found, mine = os.stat(self._path, follow_symlinks=False), os.fstat(self._file.fileno())
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
-
-    def release(self) -> None:
-        """Frees the lock."""
-        self._file.close()
+    Raises:
+      JaxstackError: another process saves there.
+    """
+    lock = FileLock(directory / ".lock", per_process=True)
+    try:
+        lock.acquire()
+    except LockHeld as holder:
+        lock.release()
+        raise JaxstackError(
+            f"another process saves checkpoints in {directory} ({holder}): "
+            "wait for it, stop it, or give this run another name"
+        ) from holder
+    except OSError:
+        pass
+    return lock

@@ -36,7 +36,7 @@ def compare(wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool
 
 
 def check_layout(source: str, wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool = False) -> None:
-    """Raises ConfigError that names the first ten differing leaves and counts the rest."""
+    """Raise ConfigError that names the first ten differing leaves and counts the rest."""
     lines = compare(wanted, held, subset)
     if not lines:
         return

@@ -93,7 +93,7 @@ class CheckpointManager:
         self._release()
 
     def claim(self) -> None:
-        """Keeps others from saving here from now on. Raises JaxstackError where one does, or nothing can be written."""
+        """Keep others from saving here from now on. Raises JaxstackError where one does, or nothing can be written."""
         failure: JaxstackError | None = None
         if processes.is_first():
             try:
@@ -112,7 +112,7 @@ class CheckpointManager:
         return should_save(step, self.config.every_steps, last_step)
 
     def save(self, step: int, state: Any, extra: Any = None, wait: bool = False) -> None:
-        """Saves a pytree and `extra` (plain JSON) as `step`; one that is there already is replaced.
+        """Save a pytree and `extra` (plain JSON) as `step`; one that is there already is replaced.
 
         Returns when the state is in host memory: its buffers may then be donated. At most one copy is held; a
         save that is still being written is waited for first. A save that fails, now or in the background, is
@@ -142,14 +142,14 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save in progress. Raises JaxstackError where the last save did not commit."""
+        """Wait for the save in progress. Raises JaxstackError where the last save did not commit."""
         self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Waits for the save in progress and frees the directory.
+        """Wait for the save in progress and frees the directory.
 
         Raises where the last save did not commit.
         """
@@ -193,7 +193,7 @@ class CheckpointManager:
     def restore(
         self, step: int, abstract_tree: Any, *, subset: bool = False, later: _Fields | None = None
     ) -> tuple[Any, Any]:
-        """Loads `step` as (tree, extra) in the structure of `abstract_tree`.
+        """Load `step` as (tree, extra) in the structure of `abstract_tree`.
 
         Its leaves say what is wanted: jax.ShapeDtypeStruct (with a sharding, for any mesh) or arrays give
         jax.Array, numpy arrays give numpy, Python values give Python values. With `subset`, leaves of the
@@ -226,7 +226,7 @@ class CheckpointManager:
         return structure.unflatten(leaves), index.get("extra")
 
     def discard_newer(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, for a run that goes back to it.
+        """Delete the checkpoints after `step`, for a run that goes back to it.
 
         Called by the run that saves here.
         """
@@ -244,15 +244,15 @@ class CheckpointManager:
             self._lock = None
 
     def _take_lock(self) -> None:
-        if self._lock is not None and not self._lock.is_there():
+        if self._lock is not None and not self._lock.is_in_place():
             self._report(f"{self.directory} was removed while the run saves there, with what it held; it is made anew")
             self._release()
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = directory.DirectoryLock(self.directory)
+            self._lock = directory.lock_directory(self.directory)
 
     def _prepare(self, job: _Job) -> bool:
-        """Makes the folder of a save, on the first process. False (and the error noted) where that fails."""
+        """Make the folder of a save, on the first process. False (and the error noted) where that fails."""
         failure: Exception | None = None
         if processes.is_first():
             try:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from jaxstack.errors import ConfigError
+from jaxstack.files import sync_directory, write_file, write_json
 
 MANIFEST = "SHA256SUMS"
 INDEX = "checkpoint.json"
@@ -61,39 +62,20 @@ def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all: temporary name, flush to disk, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def sync_folders(root: Path) -> None:
-    """Flushes the entries of `root` and of every folder below it to the disk."""
+def sync_directories(root: Path) -> None:
+    """Flush the entries of `root` and of every folder below it to the disk."""
     for folder, _, _ in os.walk(root):
-        sync_folder(Path(folder))
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the entries of one folder, so that a rename in it outlives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_directory(Path(folder))
 
 
 def write_manifest(root: Path, digests: dict[str, str], index: dict[str, Any]) -> None:
-    """Completes a checkpoint directory: its index (with the sizes of the hashed files), then its manifest."""
+    """Complete a checkpoint directory: its index (with the sizes of the hashed files), then its manifest."""
     sizes = {name: (root / name).stat().st_size for name in digests}
-    write_synced(root / INDEX, json.dumps({**index, "files": sizes}, indent=1) + "\n")
+    write_json(root / INDEX, {**index, "files": sizes})
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
     lines.append(f"{hash_files(root, [INDEX])[INDEX]}  {INDEX}\n")
-    write_synced(root / MANIFEST, "".join(lines))
-    sync_folders(root)
+    write_file(root / MANIFEST, "".join(lines).encode())
+    sync_directories(root)
 
 
 def read_index(root: Path) -> dict[str, Any]:
@@ -117,7 +99,7 @@ def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
 
 
 def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool = True) -> dict[str, Any]:
-    """Checks the committed checkpoint of `step` against its manifest, returns its index, or raises Damaged.
+    """Check the committed checkpoint of `step` against its manifest, returns its index, or raises Damaged.
 
     Sizes are always checked. With `hashes` the content is read too: of every `share[1]`-th file from the
     `share[0]`-th on, so that several processes can divide the reading.

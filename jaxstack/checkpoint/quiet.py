@@ -21,7 +21,7 @@ _NOT_AWAITED = r"coroutine 'async_(de)?serialize\w*\.<locals>\.\w+' was never aw
 
 
 def hush_orbax(item: str) -> None:
-    """Silences the messages of Orbax, and those of TensorStore about files below a folder named `item`."""
+    """Silence the messages of Orbax, and those of TensorStore about files below a folder named `item`."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, _WithoutOrbax) for known in logger.filters):

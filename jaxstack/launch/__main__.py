@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; returns its exit code."""
     args = make_parser().parse_args(argv)
     return run_command("jaxstack launch", lambda: Supervisor(make_job(args)).run())
 

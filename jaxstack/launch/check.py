@@ -21,7 +21,7 @@ _SECONDS = 120
 
 
 def check() -> None:
-    """Prints, on the first process, what was found.
+    """Print, on the first process, what was found.
 
     Raises:
       JaxstackError: the processes differ, or one of them does not answer in two minutes.
@@ -83,7 +83,7 @@ def describe_gpus() -> str:
 
 
 def main() -> int:
-    """Runs the check; returns its exit code."""
+    """Run the check; returns its exit code."""
 
     def body() -> None:
         with EndAtOnce("jaxstack launch --preflight"):

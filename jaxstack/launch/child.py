@@ -62,7 +62,7 @@ class Child:
         return self._last
 
     def send(self, signum: int) -> None:
-        """Sends a signal to it, and to whatever it started."""
+        """Send a signal to it, and to whatever it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signum)
 
@@ -121,12 +121,12 @@ def _copy_lines(source: IO[bytes], prefix: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes processes that lose their parent children of this one, so that they can be found and ended."""
+    """Make processes that lose their parent children of this one, so that they can be found and ended."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def end_all(children: Sequence[Child], grace_seconds: float) -> None:
-    """Ends the children and all that they started: SIGTERM, and SIGKILL for what is there after the grace."""
+    """End the children and all that they started: SIGTERM, and SIGKILL for what is there after the grace."""
     deadline = time.monotonic() + grace_seconds
     for signum in (signal.SIGTERM, signal.SIGCONT):
         for child in children:

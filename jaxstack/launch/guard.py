@@ -47,7 +47,7 @@ def find_marked(folder: str) -> list[int]:
 
 
 def watch(folder: str) -> None:
-    """Waits for the end of the launcher."""
+    """Wait for the end of the launcher."""
     if os.fork():
         os._exit(0)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

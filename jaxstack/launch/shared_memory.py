@@ -19,7 +19,7 @@ def list_files(folder: Path = FOLDER) -> set[Path]:
 
 
 def remove_left_behind(before: set[Path], folder: Path = FOLDER) -> list[Path]:
-    """Removes the files that are new since `before` and that no living process of this user holds; returns them."""
+    """Remove the files that are new since `before` and that no living process of this user holds; returns them."""
     left = {}
     for path in list_files(folder) - before:
         with contextlib.suppress(OSError):

@@ -126,7 +126,7 @@ class Supervisor:
         return children
 
     def _watch(self, children: Sequence[Child]) -> tuple[int, str]:
-        """Waits for the end of a start; returns its code and why. Some of the children may be running still."""
+        """Wait for the end of a start; returns its code and why. Some of the children may be running still."""
         forwarded: float | None = None
         looked, past = time.monotonic(), {child.rank: child.record() for child in children}
         now = awake = looked

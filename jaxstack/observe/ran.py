@@ -70,7 +70,7 @@ _WITH_KERNELS = {
 
 
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
-    """Raises ConfigError where a call for a GPU got no GPU kernel though there are some, naming call and reasons.
+    """Raise ConfigError where a call for a GPU got no GPU kernel though there are some, naming call and reasons.
 
     On other platforms there is nothing to fall back from.
     """
@@ -84,7 +84,7 @@ def refuse_fallbacks(choices: Sequence[Choice]) -> None:
 
 
 def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the compiled step has fewer FP8 matmuls than it should, by `describe_program`."""
+    """Raise ConfigError where the compiled step has fewer FP8 matmuls than it should, by `describe_program`."""
     counted = ran.get("matmuls")
     if counted and counted["fp8"] < counted["fp8_expected"]:
         raise ConfigError(

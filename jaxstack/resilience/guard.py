@@ -31,7 +31,7 @@ class StateGuard:
         self._finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
 
     def check(self, step: int, state: Any, before_save: bool) -> None:
-        """Looks where it is time to.
+        """Look where it is time to.
 
         Args:
           state: a `TrainState`.

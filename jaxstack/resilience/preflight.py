@@ -21,7 +21,7 @@ SKEW_SECONDS = 2.0
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
-    """Compares versions, commit, configuration and clocks of all processes; returns warnings, one a line.
+    """Compare versions, commit, configuration and clocks of all processes; returns warnings, one a line.
 
     Args:
       settings: the run's configuration as text.
@@ -42,7 +42,7 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
 
 
 def check_devices(timeout_seconds: float = 300) -> None:
-    """Compares number and kind of the devices of each process. Raises ConfigError where they differ."""
+    """Compare number and kind of the devices of each process. Raises ConfigError where they differ."""
     local = jax.local_devices()
     facts = {"host": socket.gethostname(), "devices a process": len(local), "device kind": local[0].device_kind}
     _refuse(disagreements(processes.exchange("devices", facts, timeout_seconds), ignore=("host",)))

@@ -9,8 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention.remat import OUT_NAME
 from pallas_kernels.attention.request import AttentionRequest
-
-_ASSUMED_VERSION = 91900
+from pallas_kernels.mosaic_api import assume_cudnn, cudnn_problem
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
@@ -51,10 +50,9 @@ def _unsupported_options(request: AttentionRequest) -> str | None:
 def _unsupported_installation(request: AttentionRequest) -> str | None:
     if request.target.declared:
         return None
-    try:
-        _fused_attention().check_cudnn_version()
-    except RuntimeError as error:
-        return f"cuDNN is not installed where jax looks for it ({error}): pip install 'jax[cuda13]'"
+    problem = cudnn_problem()
+    if problem is not None:
+        return f"cuDNN is not installed where jax looks for it ({problem}): pip install 'jax[cuda13]'"
     return None
 
 
@@ -74,29 +72,11 @@ def attend(request: AttentionRequest) -> tuple[jax.Array, None]:
     return checkpoint_name(out, OUT_NAME), None
 
 
-def _fused_attention():
-    """jax's module of cuDNN attention: not public, needed to ask for the version without raising later."""
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo
-
-
 @contextlib.contextmanager
 def _assume_target(request: AttentionRequest) -> Iterator[None]:
-    """Lets a machine without the GPU trace cuDNN attention for the declared target.
-
-    jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, also when it
-    only compiles for another one.
-    """
+    """Let a machine without the GPU trace cuDNN attention for the declared target."""
     if not request.target.declared:
         yield
         return
-    module = _fused_attention()
-    before = module.check_cudnn_version, module.check_compute_capability
-    capability = request.target.compute_capability or (0, 0)
-    module.check_cudnn_version = lambda: _ASSUMED_VERSION
-    module.check_compute_capability = lambda least: capability >= tuple(map(int, least.split(".")))
-    try:
+    with assume_cudnn(request.target.compute_capability or (0, 0)):
         yield
-    finally:
-        module.check_cudnn_version, module.check_compute_capability = before

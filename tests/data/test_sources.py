@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from jaxstack.data.build import BuildOptions, prepare_tokens
+from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
-from jaxstack.data.plan import make_plan, source_files
 from jaxstack.data.shards import open_split
+from jaxstack.data.tokenization_plan import make_plan, source_files
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 
@@ -161,7 +161,7 @@ def test_a_binary_file_named_as_text_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["long.txt", "long.jsonl"])
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 def test_long_files_are_cut_without_loss(name, fraction, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 2000)
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 2000)
     lines = [f"line {i} \u00e9\u00e9\u00e9 " + "x" * (i % 50) for i in range(1000)]
     path = tmp_path / name
     text = "\n".join(lines)

@@ -57,6 +57,6 @@ def test_strange_things_in_a_run_directory(runs: Runs, done, record, full):
         code, said = finish(runs.start(runs.train(name, *STEPS, "train.steps=8")))
         assert "Traceback" not in said and "resuming from step 6" in said, said
         assert code == (1 if content is None else 0), said
-        assert content is not None or f"jaxstack train: Is a directory ({path}): mend it" in said, said
+        assert content is not None or f"jaxstack train: Is a directory ({path}): correct this" in said, said
     figure = "goes on past damaged logs; one message where a folder stands in a file's place"
     record(4, "damaged logs in a run directory", figure)

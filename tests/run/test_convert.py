@@ -9,8 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxstack import convert
-from jaxstack import decoding as generate
+from jaxstack import convert, generate
 from jaxstack.models import from_huggingface
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config

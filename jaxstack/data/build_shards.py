@@ -1,9 +1,8 @@
-"""Builds a directory of token shards from sources; the one writer behind `jaxstack.prepare` and the
-training cache.
+"""Builds a directory of token shards from sources, for `jaxstack.prepare` and for the training cache.
 
-Work is cut into units that depend on the input alone; each is tokenised into files of its own under
-`.work/`, by any process in any order. Their order then makes the stream: the result does not depend on the
-number of workers, and after a kill the finished shards and units are kept, verified, and not done again.
+The sources are cut into work units that depend on the input alone. Each unit is tokenized into files of its own under
+`.work/`, by any process and in any order; the units' order then makes the token stream. The result therefore does not
+depend on the number of workers, and after a kill the finished shards and units are verified and kept.
 """
 
 import hashlib
@@ -21,15 +20,15 @@ import numpy as np
 
 from jaxstack.data.config import SourceConfig
 from jaxstack.data.load_tokenizer import load_tokenizer
-from jaxstack.data.plan import Plan, Unit, make_plan
 from jaxstack.data.shards import FORMAT, INDEX, VERSION, ShardWriter, read_index, verify_shards
-from jaxstack.data.tokenize_unit import (
+from jaxstack.data.tokenization_plan import TokenizationPlan, WorkUnit, make_plan
+from jaxstack.data.tokenize_documents import (
     UnitResult,
     read_result,
     start_worker,
     token_file,
+    tokenize_in_worker,
     tokenize_unit,
-    work,
 )
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
@@ -39,53 +38,61 @@ WORK = ".work"
 PROGRESS = "progress.json"
 TOKENIZER = "tokenizer"
 READ_BYTES = 2**24
-UNITS_A_WORKER = 4
-"""At least so many for each process, which takes a second to start."""
+UNITS_PER_WORKER = 4
+"""Smallest number of units per worker process, which takes a second to start."""
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How tokens are written."""
+    """Settings of writing token shards."""
 
     shard_tokens: int = 2**24
     workers: int = 1
-    """Processes at most, fewer for little text. 1 tokenises in this process, whose tokenizer uses several threads: on
-    two cores as fast, on 32 they stand in each other's way (260 s for 130 MB, which 12 processes did in 8)."""
+    """Largest number of processes; little text takes fewer. 1: tokenize in this process, with the tokenizer's own
+    threads. On two cores that is as fast; on 32 cores its threads slow each other down (260 s for 130 MB, against 8 s
+    with 12 processes)."""
     report: Callable[[str], None] = lambda message: None
-    """Called with a line of text now and then."""
+    """Called with a line of text when something takes time or deserves notice."""
     progress: Callable[[int, int], None] = lambda done, total: None
-    """Called with the bytes of input read and their total."""
+    """Called with the number of input bytes read so far, and their total."""
 
 
 def prepare_tokens(
     sources: Sequence[SourceConfig], output: Path, tokenizer: Tokenizer, held_out_fraction: float,
     options: BuildOptions | None = None,
 ) -> dict:  # fmt: skip
-    """Tokenises `sources` into `output`, or goes on where an earlier call was stopped; returns the index.
+    """Tokenize `sources` into the directory `output`, or continue where an earlier call was stopped.
 
     Args:
-      held_out_fraction: the share of documents that goes to the split "held_out"; 0 none, 1 all.
+      sources: what to tokenize.
+      output: the directory of shards.
+      tokenizer: turns text into ids.
+      held_out_fraction: share of the documents in the split "held_out": 0 none, 1 all.
+      options: how to write.
+
+    Returns:
+      The index of the directory, as in index.json.
 
     Raises:
       ConfigError: a source cannot be read as configured, or `output` holds other data.
-      JaxstackError: broken input, a full disk, another process at work in `output`.
+      JaxstackError: broken input, a full disk, or another process that writes to `output`.
     """
     plan = make_plan(sources, held_out_fraction)
     return build(plan, Path(output), tokenizer, options or BuildOptions())
 
 
-def build_key(plan: Plan, tokenizer: Tokenizer, shard_tokens: int) -> str:
-    """What decides every byte of the result."""
+def build_key(plan: TokenizationPlan, tokenizer: Tokenizer, shard_tokens: int) -> str:
+    """Return a hash of everything that decides the bytes of the result."""
     return hashlib.sha256(f"{VERSION} {plan.identity} {tokenizer.hash} {shard_tokens}".encode()).hexdigest()
 
 
-def build(plan: Plan, output: Path, tokenizer: Tokenizer, options: BuildOptions) -> dict:
-    """`prepare_tokens` for a plan that is already made."""
+def build(plan: TokenizationPlan, output: Path, tokenizer: Tokenizer, options: BuildOptions) -> dict:
+    """Run `prepare_tokens` for a plan that exists already."""
     key = build_key(plan, tokenizer, options.shard_tokens)
     with writing_to(output), exclusive(output / ".lock"):
         if (output / INDEX).exists():
@@ -103,12 +110,12 @@ def _finished(output: Path, key: str, options: BuildOptions) -> dict:
     for split in index["splits"].values():
         verify_shards(output, split["shards"], np.dtype(index["dtype"]).itemsize)
     shutil.rmtree(output / WORK, ignore_errors=True)
-    options.report(f"{output} is already prepared and whole")
+    options.report(f"{output} is already prepared and complete")
     return index
 
 
 class _Builder:
-    def __init__(self, plan: Plan, output: Path, tokenizer: Tokenizer, options: BuildOptions, key: str):
+    def __init__(self, plan: TokenizationPlan, output: Path, tokenizer: Tokenizer, options: BuildOptions, key: str):
         self._plan = plan
         self._output = output
         self._tokenizer = tokenizer
@@ -156,7 +163,7 @@ class _Builder:
         return self._work / f"unit-{unit:06d}"
 
     def _append_unit(self, unit: int, start: int, writer: ShardWriter) -> None:
-        """Adds a unit's training ids from `start` on to the stream."""
+        """Append a unit's training ids, from `start` on, to the stream."""
         dtype = self._tokenizer.dtype
         with open(token_file(self._base(unit), "train"), "rb") as f:
             f.seek(start * dtype.itemsize)
@@ -164,9 +171,7 @@ class _Builder:
                 writer.append(np.frombuffer(content, dtype))
 
     def _earlier_shards(self) -> list[dict]:
-        """The leading training shards that an interrupted run left whole; what it left otherwise is
-        deleted.
-        """
+        """Return the leading training shards that an interrupted run completed; delete its other files."""
         try:
             progress = json.loads((self._work / PROGRESS).read_bytes())
         except (OSError, ValueError):
@@ -180,9 +185,9 @@ class _Builder:
                     self._options.report(f"redone: {e}")
                     break
                 shards.append(shard)
-            self._options.report(f"goes on from an interrupted run: {len(shards)} shards are kept")
+            self._options.report(f"continues an interrupted run: {len(shards)} shards are kept")
         elif progress:
-            self._options.report(f"{self._output} held unfinished tokens of other input; they are dropped")
+            self._options.report(f"{self._output} held unfinished tokens of other input; they are deleted")
         kept = {s["name"] for s in shards}
         for stray in [*self._output.glob("train-*.bin"), *self._output.glob("held_out-*.bin")]:
             if stray.name not in kept:
@@ -195,10 +200,10 @@ class _Builder:
         write_json(self._work / PROGRESS, {"key": self._key, "shards": shards})
 
     def _all_results(self, finished: int) -> Iterator[UnitResult]:
-        """The result of every unit in order; those that an earlier run left are not done again.
+        """Yield the result of every unit in order; units that an earlier run finished are not tokenized again.
 
         Args:
-          finished: tokens at the front of the training stream that are in shards already.
+          finished: number of tokens at the start of the training stream that are in shards already.
         """
         known: dict[int, UnitResult] = {}
         end = 0
@@ -216,8 +221,8 @@ class _Builder:
         for i in range(len(self._plan.units)):
             yield known[i] if i in known else next(fresh)
 
-    def _tokenize(self, missing: list[tuple[int, Unit]]) -> Iterator[UnitResult]:
-        workers = min(self._options.workers, len(missing) // UNITS_A_WORKER)
+    def _tokenize(self, missing: list[tuple[int, WorkUnit]]) -> Iterator[UnitResult]:
+        workers = min(self._options.workers, len(missing) // UNITS_PER_WORKER)
         if workers <= 1:
             for i, unit in missing:
                 yield tokenize_unit(unit, self._tokenizer, self._key, self._base(i))
@@ -229,21 +234,21 @@ class _Builder:
         try:
             running: list[Future] = []
             for i, unit in missing:
-                running.append(pool.submit(work, unit, self._key, str(self._base(i))))
+                running.append(pool.submit(tokenize_in_worker, unit, self._key, str(self._base(i))))
                 if len(running) >= 2 * workers:
                     yield running.pop(0).result()
             while running:
                 yield running.pop(0).result()
         except BrokenProcessPool:
             raise JaxstackError(
-                "a tokenising process was killed (out of memory?): run again to go on, or prepare the "
+                "a tokenising process was killed (out of memory?): run again to continue, or prepare the "
                 "text first by `python -m jaxstack.prepare` with fewer --workers"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _drop_consumed(self, committed: int) -> None:
-        """Deletes unit files whose every training token is in a shard that is on the disk."""
+        """Delete the token files of units whose training tokens all are in shards on the disk."""
         while self._dropped < len(self._results):
             end = self._dropped_tokens + self._results[self._dropped].train.tokens
             if end > committed:
@@ -253,7 +258,7 @@ class _Builder:
             self._dropped_tokens = end
 
     def _write_held_out(self) -> list[dict]:
-        """Held-out documents in the order of their hashes, so that any part of them is a fair sample."""
+        """Write the held-out documents in the order of their hashes, so that any prefix is a fair sample."""
         places = []
         for unit, result in enumerate(self._results):
             offset = 0

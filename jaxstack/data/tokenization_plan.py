@@ -1,6 +1,4 @@
-"""Plans the reading of sources: which pieces there are, grouped into units of work that do not depend on
-workers.
-"""
+"""Plans the tokenization of sources: pieces of files, grouped into units of work that do not depend on the workers."""
 
 import hashlib
 import importlib.util
@@ -13,9 +11,9 @@ from dataclasses import dataclass
 
 from jaxstack.data.config import SourceConfig
 from jaxstack.data.documents import Kind, Piece, align, parquet_groups, read_documents
-from jaxstack.data.files import SourceFile, find_files, open_file, walk
+from jaxstack.data.held_out_split import HEAD_BYTES, documents_needed, split_score
 from jaxstack.data.shards import INDEX
-from jaxstack.data.split import HEAD_BYTES, documents_needed, split_score
+from jaxstack.data.source_files import SourceFile, find_files, open_file, walk
 from jaxstack.errors import ConfigError
 
 UNIT_BYTES = 4 * 2**20
@@ -31,33 +29,33 @@ STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Pieces that are read and tokenised together, and how their documents are split."""
+class WorkUnit:
+    """Pieces that are read and tokenized together, and how their documents are split."""
 
     pieces: tuple[Piece, ...]
     fraction: float
     inside: bool
     size: int
-    """About how many bytes there are to read."""
+    """Approximate number of bytes to read."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All units of some sources in the order of the token stream."""
+class TokenizationPlan:
+    """All work units of some sources, in the order of the token stream."""
 
-    units: tuple[Unit, ...]
+    units: tuple[WorkUnit, ...]
     identity: str
-    """SHA-256 of the files' paths, sizes and modification times and of how they are read."""
+    """SHA-256 of the files' paths, sizes and modification times, and of how they are read."""
     sources: tuple[dict, ...]
-    """What index.json says about the sources."""
+    """The description of the sources for index.json."""
 
     @property
     def size(self) -> int:
         return sum(u.size for u in self.units)
 
 
-def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> Plan:
-    """Lists the files of `sources`, cuts long ones, groups short ones.
+def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> TokenizationPlan:
+    """List the files of `sources`, cut long ones into pieces, and group short ones.
 
     Raises:
       ConfigError: no file matches, a source that cannot be read as its format, a missing text column.
@@ -65,7 +63,7 @@ def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> Plan
     listed = [(s, source_files(s)) for s in sources]
     total = sum(f.size for _, files in listed for f in files)
     unit_bytes = max(UNIT_BYTES, total // MOST_UNITS)
-    units: list[Unit] = []
+    units: list[WorkUnit] = []
     described = []
     digest = hashlib.sha256(f"{held_out_fraction!r} {unit_bytes}".encode())
     for source, files in listed:
@@ -86,7 +84,7 @@ def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> Plan
         )
     if source_is_stdlib(sources):
         digest.update(platform.python_version().encode())
-    return Plan(tuple(units), digest.hexdigest(), tuple(described))
+    return TokenizationPlan(tuple(units), digest.hexdigest(), tuple(described))
 
 
 def source_is_stdlib(sources: Sequence[SourceConfig]) -> bool:
@@ -94,7 +92,7 @@ def source_is_stdlib(sources: Sequence[SourceConfig]) -> bool:
 
 
 def source_files(source: SourceConfig) -> list[SourceFile]:
-    """The files of a raw source, sorted by relative path; the standard library's end with its help topics."""
+    """Return the files of a raw source, sorted by relative path; the standard library's end with its help topics."""
     if source.path == "synthetic":
         raise ConfigError("the source 'synthetic' has no text: it needs no preparation, train on it as it is")
     if source.path != "stdlib":
@@ -133,7 +131,7 @@ def _kind(source: SourceConfig, file: SourceFile) -> Kind:
 
 
 def _has_documents(source: SourceConfig, files: list[SourceFile], kinds: list[Kind], needed: int) -> bool:
-    """Whether the source holds at least `needed` documents; reads no further than it must."""
+    """Return True if the source has at least `needed` documents; reads no more than needed to decide."""
     count = kinds.count("text")
     if "topics" in kinds:
         count += 50
@@ -156,19 +154,19 @@ def _group(
     kinds: list[Kind],
     split: tuple[float, bool],
     unit_bytes: int,
-) -> Iterator[Unit]:
-    """Units of about `unit_bytes`, in order."""
+) -> Iterator[WorkUnit]:
+    """Yield units of about `unit_bytes`, in order."""
     pending: list[Piece] = []
     size = 0
     for file, kind in zip(files, kinds, strict=True):
         for piece, piece_bytes in _pieces(source, file, kind, split, unit_bytes):
             if pending and size + piece_bytes > unit_bytes:
-                yield Unit(tuple(pending), *split, size)
+                yield WorkUnit(tuple(pending), *split, size)
                 pending, size = [], 0
             pending.append(piece)
             size += piece_bytes
     if pending:
-        yield Unit(tuple(pending), *split, size)
+        yield WorkUnit(tuple(pending), *split, size)
 
 
 def _pieces(
@@ -188,14 +186,14 @@ def _pieces(
 
 
 def _cuts(file: SourceFile, start: int, stop: int, step: int, whole_lines: bool = False) -> list[int]:
-    """`start`, `stop`, and about every `step` bytes between them a place after a line end."""
+    """Return `start`, `stop`, and between them, about every `step` bytes, a position after a line end."""
     with open_file(file) as stream:
         inner = [align(stream, p, file.size, whole_lines) for p in range(start + step, stop - step // 2, step)]
     return sorted({start, stop, *(p for p in inner if start < p < stop)})
 
 
 def _long_text(file: SourceFile, split: tuple[float, bool], unit_bytes: int) -> Iterator[tuple[Piece, int]]:
-    """Ranges of a long text; only the first of each side of the split opens a document."""
+    """Yield ranges of a long text with their sizes; only the first range of each side of the split opens a document."""
     fraction, inside = split
     with open_file(file) as stream:
         score = split_score(stream.read(HEAD_BYTES) + str(file.size).encode())

@@ -1,4 +1,4 @@
-"""Rows of T tokens as a model's inputs: of a stream of text, or of examples put together.
+"""Rows of T tokens as model inputs: cut from a stream of text, or packed from whole examples.
 
 Dimensions: T sequence length.
 """
@@ -15,7 +15,7 @@ Row = dict[str, np.ndarray]
 
 @runtime_checkable
 class ExampleSet(Protocol):
-    """Examples end to end; see `jaxstack.data.chat.Examples`."""
+    """Concatenated examples; see `jaxstack.data.chat.Examples`."""
 
     @property
     def ids(self) -> np.ndarray: ...
@@ -36,27 +36,27 @@ class ExampleSet(Protocol):
 
 
 class Rows(Protocol):
-    """A source's rows, by number."""
+    """The rows of a source, by number."""
 
     count: int
     labels: int
-    """Ids that are predicted, in all rows."""
+    """Number of ids that are predicted, in all rows together."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
-        """A row's arrays [T] int32; ids behind the first `limit` labels of all rows are not predicted."""
+        """Return the arrays [T] int32 of a row. Only the first `limit` labels of all rows are predicted."""
         ...
 
     def count_for(self, limit: int) -> int:
-        """How many rows hold the first `limit` labels."""
+        """Return the number of rows that contain the first `limit` labels."""
         ...
 
     def label_ids(self, limit: int) -> np.ndarray:
-        """The first `limit` labels."""
+        """Return the first `limit` labels."""
         ...
 
 
 class TextRows:
-    """Rows of a stream: each but the last of T labels, whatever documents begin and end in it."""
+    """Rows of a stream. Each except the last has T labels, wherever documents begin and end."""
 
     def __init__(self, stream: Stream, sequence_length: int, packing: bool):
         self._stream, self._length, self._packing = stream, sequence_length, packing
@@ -76,23 +76,25 @@ class TextRows:
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """What became of examples whose tokens are more than a row has."""
+    """Statistics of examples that have more tokens than a row."""
 
     total: int
     too_long: int
-    """Examples of more than T tokens."""
+    """Number of examples with more than T tokens."""
     longest: int
-    """Tokens of the longest."""
+    """Number of tokens of the longest example."""
     left_out: int
-    """Examples of which nothing is learnt, or that were dropped."""
+    """Number of examples without any answer that fits, or that were dropped."""
 
 
 class ExampleRows:
-    """Rows of whole examples, the longest first into the fullest row that has room for it; in an order of their own.
+    """Rows of whole examples: longest first, each in the fullest row with enough room. The rows have their own order.
 
     Args:
-      truncate: cut examples that are longer than a row; False leaves them out.
-      packing: False: one example a row.
+      examples: the examples.
+      sequence_length: T.
+      truncate: cut examples that are longer than a row; False: leave them out.
+      packing: False: one example per row.
     """
 
     def __init__(self, examples: ExampleSet, sequence_length: int, *, truncate: bool, packing: bool):
@@ -113,7 +115,7 @@ class ExampleRows:
         self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.count, self.labels = len(self._rows), int(self._before[-1])
         self.used = float(np.sum(kept[chosen] - 1) / max(self.count * sequence_length, 1))
-        """Share of the rows that is no padding."""
+        """Fraction of the rows that is not padding."""
 
     def read(self, row: int, limit: int | None = None) -> Row:
         length, at = self._length, 0
@@ -127,7 +129,7 @@ class ExampleRows:
             tokens[place], labels[place] = ids[:-1], np.where(answers[1:], ids[1:], IGNORE)
             segments[place], positions[place] = number, np.arange(len(ids) - 1)
             at = place.stop
-        segments[at:] = len(members) + 1  # padding sees padding only
+        segments[at:] = len(members) + 1  # a segment of its own, so that padding attends only to padding
         positions[at:] = np.arange(length - at)
         if limit is not None:
             places = np.flatnonzero(labels != IGNORE)
@@ -144,7 +146,7 @@ class ExampleRows:
 
 
 def describe_fitted(path: str, rows: ExampleRows, sequence_length: int) -> str:
-    """A line on how the examples of a source fill their rows, and which do not."""
+    """Return a line on how the examples of a source fill their rows, and how many do not fit."""
     fitted = rows.fitted
     line = (
         f"{path}: {fitted.total - fitted.left_out:,} chats in {rows.count:,} rows of {sequence_length}, of which "
@@ -153,6 +155,6 @@ def describe_fitted(path: str, rows: ExampleRows, sequence_length: int) -> str:
     if fitted.too_long or fitted.left_out:
         line += (
             f"; {fitted.too_long:,} chats are too long (the longest: {fitted.longest:,} tokens; "
-            f"see data.chat.too_long), {fitted.left_out:,} are left out as no answer of theirs fits"
+            f"see data.chat.too_long), {fitted.left_out:,} are left out as no answer in them fits"
         )
     return line

@@ -1,4 +1,4 @@
-"""Turns one unit of documents into token files. Runs in this process or in a worker process."""
+"""Tokenizes the documents of one work unit into token files, in this process or in a worker process."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxstack.data.documents import Split, read_documents
+from jaxstack.data.held_out_split import split_document
 from jaxstack.data.load_tokenizer import load_tokenizer
-from jaxstack.data.plan import Unit
 from jaxstack.data.shards import file_sha256
-from jaxstack.data.split import split_document
+from jaxstack.data.tokenization_plan import WorkUnit
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.files import write_json
 
@@ -25,7 +25,7 @@ BATCH_CHARACTERS = 2**22
 
 @dataclass
 class SplitCounts:
-    """What one side of the split got from a unit."""
+    """Counts of one side of the split in a unit."""
 
     tokens: int = 0
     documents: int = 0
@@ -35,7 +35,7 @@ class SplitCounts:
 
 @dataclass
 class UnitResult:
-    """What tokenising a unit gave; kept as JSON beside the token files."""
+    """Result of tokenizing a unit, stored as JSON next to the token files."""
 
     key: str
     train: SplitCounts = field(default_factory=SplitCounts)
@@ -46,8 +46,8 @@ class UnitResult:
     skipped_files: int = 0
 
 
-def split_parts(unit: Unit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
-    """(split, text, opens a document, score) of every document of `unit`, counted into `counts`."""
+def split_parts(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
+    """Yield (split, text, opens a document, score) of every document of `unit`, and count it in `counts`."""
     for piece in unit.pieces:
         for document in read_documents(piece):
             counts.replaced += document.replaced
@@ -58,7 +58,7 @@ def split_parts(unit: Unit, counts: UnitResult) -> Iterator[tuple[Split, str, bo
 
 
 class _TokenFile:
-    """A file that ids are appended to, hashed on the way. Whole only once a result names its hash."""
+    """A file that ids are appended to while it is hashed. It counts as complete once a result has its hash."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish`
@@ -71,15 +71,15 @@ class _TokenFile:
         self._file.write(content)
 
     def finish(self) -> str:
-        """Flushes to the disk; returns the SHA-256."""
+        """Flush the file to the disk and return its SHA-256."""
         with self._file as f:
             f.flush()
             os.fsync(f.fileno())
         return self._digest.hexdigest()
 
 
-def tokenize_unit(unit: Unit, tokenizer: Tokenizer, key: str, base: Path) -> UnitResult:
-    """Writes `base`.train.bin, `base`.held_out.bin and, last, `base`.json, which says that both are whole."""
+def tokenize_unit(unit: WorkUnit, tokenizer: Tokenizer, key: str, base: Path) -> UnitResult:
+    """Write `base`.train.bin, `base`.held_out.bin and, last, `base`.json, which says that both are complete."""
     result = UnitResult(key)
     counts = {"train": result.train, "held_out": result.held_out}
     files = {split: _TokenFile(token_file(base, split), tokenizer.dtype) for split in counts}
@@ -104,7 +104,7 @@ Part = tuple[Split, str, bool, float]
 
 
 def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
-    """Parts in lists of a few MB, which bound the memory and keep all of a tokenizer's threads busy."""
+    """Group parts into lists of a few MB, which bounds the memory and keeps all threads of a tokenizer busy."""
     batch: list[Part] = []
     size = 0
     for part in parts:
@@ -118,12 +118,12 @@ def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
 
 
 def token_file(base: Path, split: str) -> Path:
-    """Where `tokenize_unit` puts the ids of a split."""
+    """Return the path of the ids of a split of a unit."""
     return base.with_suffix(f".{split}.bin")
 
 
 def read_result(base: Path, key: str, needs_train: bool) -> UnitResult | None:
-    """The result of an earlier run of `tokenize_unit`, None where it is not whole or was made otherwise."""
+    """Return the result of an earlier `tokenize_unit`; None if it is incomplete or was made with another key."""
     try:
         stored = json.loads(base.with_suffix(".json").read_bytes())
         result = UnitResult(
@@ -144,34 +144,30 @@ _worker_tokenizer: Tokenizer | None = None
 
 
 def start_worker(tokenizer_folder: str) -> None:
-    """Prepares a worker process: one thread for the tokenizer, and an end when the parent dies, however it
-    dies.
-    """
+    """Prepare a worker process: one thread for the tokenizer, and an exit as soon as the parent is gone."""
     global _worker_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when a run stops
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent stops a run
     parent = multiprocessing.parent_process()
-    threading.Thread(target=_end_with_parent, args=(parent.pid if parent else 0,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent.pid if parent else 0,), daemon=True).start()
     _worker_tokenizer = load_tokenizer(tokenizer_folder)
 
 
-def _end_with_parent(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     pause = threading.Event()
     while os.getppid() == parent:
         pause.wait(0.5)
     os._exit(1)
 
 
-def work(unit: Unit, key: str, base: str) -> UnitResult:
-    """`tokenize_unit` in a worker process."""
+def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
+    """Call `tokenize_unit` in a worker process that `start_worker` prepared."""
     assert _worker_tokenizer is not None, "start_worker runs first"
     return tokenize_unit(unit, _worker_tokenizer, key, Path(base))
 
 
-def sample_texts(units: tuple[Unit, ...], budget: int) -> Iterator[str]:
-    """Training texts of at most about `budget` bytes, taken in equal amounts from units all over the
-    sources.
-    """
+def sample_texts(units: tuple[WorkUnit, ...], budget: int) -> Iterator[str]:
+    """Yield training texts of about `budget` bytes at most, in equal amounts from units all over the sources."""
     quota = max(budget // max(len(units), 1), 2**16)
     step = max(1, len(units) * quota // budget)
     counts = UnitResult("")

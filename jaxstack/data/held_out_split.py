@@ -1,4 +1,4 @@
-"""The held-out split: by documents where there are many, inside of each document where there are few."""
+"""The held-out split: whole documents if a source has many, the end of each document if it has few."""
 
 import hashlib
 import math
@@ -10,23 +10,30 @@ EXPECTED_DOCUMENTS = 8
 
 
 def split_score(content: bytes) -> float:
-    """A number in [0, 1) from a text's bytes alone: equal texts score equal, wherever they stand."""
+    """Return a number in [0, 1) that depends only on the text's bytes: equal texts have equal scores."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
 
 
 def documents_needed(fraction: float) -> int:
-    """How many documents a source needs so that a share `fraction` of them is about surely not empty.
+    """Return how many documents a source needs so that a share `fraction` of them is almost surely not empty.
 
-    With an expectation of 8 documents none is held out with probability e^-8, about 3 in 10,000.
+    With an expectation of 8 held-out documents there are none with probability e^-8, about 3 in 10,000.
     """
     return math.ceil(EXPECTED_DOCUMENTS / fraction) if 0 < fraction < 1 else 0
 
 
 def split_document(document: Document, piece: Piece, fraction: float, inside: bool) -> list[tuple[Split, str, float]]:
-    """(split, text, score) of the one or two parts of `document`.
+    """Split a document into one or two parts.
 
-    A document goes as a whole to the side that its score says; with `inside` its last `fraction`, from a
-    line end on, is held out.
+    Args:
+      document: the document, or a range of it.
+      piece: the piece that it was read from, which can decide the side and the score.
+      fraction: share that is held out.
+      inside: hold out the last `fraction` of the document, from a line end on; False: the document's score decides for
+        all of it.
+
+    Returns:
+      (split, text, score) of each part.
     """
     score = piece.score if piece.score is not None else split_score(document.text.encode())
     if piece.split is not None:

@@ -19,7 +19,7 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, and what tells that it has not changed."""
+    """A file of a source, with what identifies its content: size and version."""
 
     path: str
     """An absolute local path, or a URL."""
@@ -27,13 +27,13 @@ class SourceFile:
     """The path relative to the source, which orders the documents."""
     size: int
     version: str
-    """Modification time, or the store's tag."""
+    """Modification time, or the object store's tag."""
     explicit: bool = False
-    """Named by the user itself, not found under a directory or by a glob."""
+    """True if the user named this file; False if it was found in a directory or by a glob."""
 
     @property
     def suffix(self) -> str:
-        """The last suffix, without that of a compression."""
+        """The last suffix, without that of the compression."""
         base = self.name.lower()
         for c in COMPRESSED:
             base = base.removesuffix(c)
@@ -48,9 +48,10 @@ class SourceFile:
 
 
 def find_files(path: str) -> list[SourceFile]:
-    """The files that `path` names, sorted by relative path: a file, all below a directory, a glob, a URL of
-    these.
+    """Find the files that `path` names: a file, all files in a directory, a glob, or a URL of these.
 
+    Returns:
+      The files, sorted by relative path.
     Raises:
       ConfigError: nothing matches; the message names the nearest existing path.
     """
@@ -70,7 +71,7 @@ def find_files(path: str) -> list[SourceFile]:
 
 
 def walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
-    """All files below `root`, without hidden ones, caches, and directories named in `skipped`."""
+    """Yield all files below `root`, except hidden ones, caches, and those in directories named in `skipped`."""
     for folder, folders, names in os.walk(root):
         folders[:] = [d for d in folders if not d.startswith(".") and d != "__pycache__" and d not in skipped]
         yield from (os.path.join(folder, n) for n in names if not n.startswith("."))
@@ -91,9 +92,8 @@ def _not_empty(found: list[SourceFile], path: str, reason: str) -> list[SourceFi
 
 
 def _nearest_path(path: str) -> str:
-    """What exists of a path that does not: its longest existing parent, and the names most like the missing
-    one.
-    """
+    """Describe the longest existing parent of a missing path, with the names there that are closest to the missing
+    one."""
     parts = Path(path).parts
     existing = Path(parts[0])
     missing = ""
@@ -116,7 +116,11 @@ def _nearest_path(path: str) -> str:
 
 
 def import_fsspec() -> Any:
-    """The fsspec module, or a ConfigError with the command that installs it."""
+    """Import fsspec.
+
+    Raises:
+      ConfigError: it is not installed; the message has the command that installs it.
+    """
     try:
         import fsspec
     except ImportError:
@@ -135,7 +139,7 @@ def _find_remote(path: str) -> list[SourceFile]:
         else:
             names = [inner] if system.exists(inner) else []
         infos = [(n, system.info(n)) for n in names]
-    except Exception as e:  # every store has its own errors: missing library, no network, no credentials
+    except Exception as e:  # every store raises errors of its own: missing library, no network, no credentials
         raise ConfigError(f"cannot list the data source {path!r}: {type(e).__name__}: {e}") from None
     found = []
     for name, info in infos:
@@ -156,11 +160,10 @@ def _find_remote(path: str) -> list[SourceFile]:
 
 @contextmanager
 def open_file(file: SourceFile) -> Iterator[IO[bytes]]:
-    """A binary stream of the decompressed content.
+    """Open a binary stream of the decompressed content.
 
     Raises:
-      JaxstackError: the file vanished, or its compressed data is broken or cut off; also while it is being
-        read.
+      JaxstackError: the file is gone, or its compressed data is broken or cut off; also raised while it is read.
     """
     try:
         with _open_raw(file) as raw:
@@ -197,7 +200,7 @@ def _zstd_reader(raw: IO[bytes]) -> io.RawIOBase:
 
 
 class _CompleteFrames(io.RawIOBase):
-    """Decompresses zstd frames and, unlike the stock reader, notices a cut-off last frame."""
+    """Decompresses zstd frames. Unlike the library's reader it raises an error if the last frame is cut off."""
 
     def __init__(self, decompressor: Any, raw: IO[bytes]):
         self._decompressor = decompressor
