@@ -12,7 +12,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack schema",
-        description="Print the JSON schema of configuration files. Editors use it to complete keys and to show mistakes.",
+        description="Print the JSON schema of configuration files. Editors use it to complete keys and show mistakes.",
     )
     return add_examples(parser, "schema > jaxstack.schema.json")
 

@@ -104,9 +104,9 @@ FP8 does to the loss.
 ## Profiles of a step
 
 Milliseconds of one traced step by kind of kernel. *Other kernels* are norms, rotary positions, activations, casts, the
-softmax of the loss and the optimizer, and matrix products of our own that are fused with one of these. Under the profiler kernels are launched one by one, so *idle* is longer than
-in training. Rows: [step_profile](performance-rows.md#step_profile). Yours:
-`python benchmarks/step_profile.py "llama3-1b bf16"`.
+softmax of the loss and the optimizer, and matrix products of our own that are fused with one of these. Under the
+profiler kernels are launched one by one, so *idle* is longer than in training.
+Rows: [step_profile](performance-rows.md#step_profile). Yours: `python benchmarks/step_profile.py "llama3-1b bf16"`.
 
 ![Milliseconds of a step by kind of kernel](pictures/profile.svg)
 """

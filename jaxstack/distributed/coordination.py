@@ -189,8 +189,8 @@ def _wait_for_process(other: int, name: str, deadline: float, timeout_seconds: f
         return wait_for_value(f"{name}/{other}", max(0.1, deadline - time.monotonic()))
     except TimeoutError:
         raise JaxstackError(
-            f"process {other} of {process_position()[1]} did not answer ({name}) within {timeout_seconds:.0f} s; look at its "
-            "log."
+            f"process {other} of {process_position()[1]} did not answer ({name}) within {timeout_seconds:.0f} s; "
+            "see its log."
         ) from None
 
 

@@ -58,8 +58,8 @@ NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
         "",
-        "On CPUs with bfloat16 instructions XLA leaves products to a library that does not support all of them: the step "
-        "would fail with `Unsupported element type for DotThunk`.",
+        "On CPUs with bfloat16 instructions XLA leaves products to a library that does not support all of them: the "
+        "step would fail with `Unsupported element type for DotThunk`.",
     ),
 )
 """Options of steps on CPUs that compute in less than 32 bits."""

@@ -15,8 +15,8 @@ from jaxstack.distributed.cluster import (
     trust_variables,
 )
 from jaxstack.errors import ConfigError
+from jaxstack.launch.health import Limits
 from jaxstack.launch.supervisor import Job, Supervisor
-from jaxstack.launch.watch import Limits
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -107,7 +107,10 @@ def test_a_straggler_is_named(runs: Runs, record, full):
     """The rank whose data comes 0.1 s late at each step, not those that wait for it."""
     if not full:
         pytest.skip("--full")
-    program = "import sys; from jaxstack.launch import supervisor as s; from jaxstack.launch.__main__ import main; s._STRAGGLER_SECONDS = 4; sys.exit(main())"
+    program = (
+        "import sys; from jaxstack.launch import supervisor as s; from jaxstack.launch.__main__ import main; "
+        "s._STRAGGLER_SECONDS = 4; sys.exit(main())"
+    )
     command = runs.train("lagging", "train.steps=120", *QUICK, "checkpoint.every_steps=1000", command=FAULTY)
     launch = [sys.executable, "-c", program, "--processes", "2", "--", *command]
     code, said = finish(runs.start(launch, FAULT="lag", FAULT_RANK="1", FAULT_STEP="0"))
