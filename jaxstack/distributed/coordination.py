@@ -36,15 +36,7 @@ def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int =
       ConfigError: the coordinator would be open to other machines.
       JaxstackError: process 0 cannot listen at the address, or the processes do not find one another in time.
     """
-    files = check_trust(place.coordinator)
-    options: dict[str, Any] = {}
-    if files is not None:
-        if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
-            raise ConfigError(
-                f"mutual TLS needs jax 0.11.2 or newer (this is {jax.__version__}); install it, or use no TLS."
-            )
-        options = dict(zip(("mtls_cert_file", "mtls_key_file", "mtls_ca_file"), files, strict=True))
-        options |= {"mtls_peer_uri_prefix": os.environ.get(TLS_PEER_PREFIX), "verify_secure_credentials": True}
+    tls = _tls_options(place)
     if place.index == 0:
         _check_free(place.bind or place.coordinator)
     _use_gloo(place)
@@ -67,7 +59,7 @@ def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int =
             heartbeat_timeout_seconds=heartbeat_seconds,
             # Process 0 may write reports long after the others are done. Heartbeats detect a process that dies.
             shutdown_timeout_seconds=3600,
-            **options,
+            **tls,
         )
     except RuntimeError as error:
         raise JaxstackError(
@@ -75,6 +67,19 @@ def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int =
         ) from None
     finally:
         timer.cancel()
+
+
+def _tls_options(place: Place) -> dict[str, Any]:
+    """Return the arguments of `jax.distributed.initialize` for mutual TLS; empty without TLS."""
+    files = check_trust(place.coordinator)
+    if files is None:
+        return {}
+    if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
+        raise ConfigError(
+            f"mutual TLS needs jax 0.11.2 or newer (this is {jax.__version__}); install it, or use no TLS."
+        )
+    options: dict[str, Any] = dict(zip(("mtls_cert_file", "mtls_key_file", "mtls_ca_file"), files, strict=True))
+    return options | {"mtls_peer_uri_prefix": os.environ.get(TLS_PEER_PREFIX), "verify_secure_credentials": True}
 
 
 def _check_free(address: str) -> None:
