@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from jaxstack.resilience import stop_request
 from jaxstack.resilience.stop_request import StopRequest
 
 
