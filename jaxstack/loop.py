@@ -32,6 +32,7 @@ from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.resilience.config import ResilienceConfig
+from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.progress_file import ProgressFile
 from jaxstack.resilience.save_interval import advise_interval
 from jaxstack.resilience.skipped_steps import SkippedSteps
@@ -255,7 +256,7 @@ class Loop:
         limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
         if self.skipped:
             self._skip(step, values, limits)
-        values.pop("weight")
+        values.pop("count")
         train, every = self.trainer.train, self.settings.observe.log_every
         if step % every and step not in (1, train.steps):
             return
@@ -322,7 +323,9 @@ class Loop:
             steps = self.manager.all_steps()
             self.signs.note("end", saved=self._committed())
             kept = f"checkpoint {steps[-1]} in {self.run_dir}" if steps else "no checkpoint kept"
-        raise Interrupted(signum, f"stopped by signal {signum} after step {step}; {kept}; the same command goes on")
+        raise Interrupted(
+            signum, f"stopped by {signal_name(signum)} after step {step}; {kept}; the same command goes on"
+        )
 
     def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
         """Evaluates and logs; True where `stop` gave it up."""

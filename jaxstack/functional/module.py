@@ -133,9 +133,14 @@ class FunctionalModule:
 
         return _nest((path, apply(variable)) for path, variable in self._params)
 
-    def parameter_specs(self, rules: AxisRules) -> Dict:
-        """The layout in which every parameter is stored, in the structure of `abstract_params`."""
-        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape), rules)
+    def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
+        """Return the PartitionSpec in which every parameter is stored, in the structure of `abstract_params`.
+
+        Args:
+          rules: the mapping of logical axes onto the mesh.
+          zero: `StepLayout.zero`.
+        """
+        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape, zero), rules)
 
 
 def make_functional(module: Any) -> FunctionalModule:

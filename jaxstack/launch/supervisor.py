@@ -20,7 +20,7 @@ from jaxstack.launch.child import Child, adopt_orphans, end_all
 from jaxstack.launch.cleanup_process import CleanupProcess
 from jaxstack.launch.health import Limits, find_straggler, find_stuck
 from jaxstack.launch.restart_budget import RestartBudget
-from jaxstack.resilience.exit_on_signal import SAME_SECONDS
+from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 from jaxstack.resilience.progress_file import Record
 
 _LOOK_SECONDS = 0.1
@@ -214,7 +214,7 @@ class Supervisor:
             if self._signum is None:
                 self._signum, self._heard = signum, now
 
-        before = {signum: signal.signal(signum, receive) for signum in (signal.SIGTERM, signal.SIGINT)}
+        before = {signum: signal.signal(signum, receive) for signum in stop_signals()}
         try:
             yield
         finally:

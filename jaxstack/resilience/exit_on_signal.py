@@ -3,6 +3,7 @@
 Imports no jax, so that it is active from the first line of a command on.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -10,14 +11,29 @@ import threading
 
 from jaxstack.resilience.progress_file import STACKS
 
-_ENDING = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a run to save and stop; a terminal that is closed sends SIGHUP."""
 SAME_SECONDS = 5.0
 """Interval within which signals count as one: a scheduler that signals all processes of a job reaches some of them
 twice, directly and through the launcher."""
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the stop signals that this process handles; `nohup` has it ignore SIGHUP, which then stays ignored."""
+    return [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+
+
+def signal_name(signum: int) -> str:
+    """Return the name by which people know a signal, for messages."""
+    known = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+    try:
+        return known.get(signal.Signals(signum)) or signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
 class ExitOnSignal:
-    """In this context, except in a `StopRequest`, SIGTERM and SIGINT end the process with one line and code 143 or 130.
+    """In this context, except in a `StopRequest`, a stop signal ends the process with one line and code 128 + number.
 
     Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
     several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where
@@ -38,7 +54,7 @@ class ExitOnSignal:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._handler = lambda signum, frame: None
-        self._before = {signum: signal.signal(signum, self._handler) for signum in _ENDING}
+        self._before = {signum: signal.signal(signum, self._handler) for signum in stop_signals()}
         self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, daemon=True).start()
         return self
@@ -54,8 +70,9 @@ class ExitOnSignal:
 
     def _watch(self) -> None:
         while received := os.read(self._read, 1):
-            if received[0] in _ENDING and signal.getsignal(received[0]) is self._handler:
-                text = f"stopped by signal {received[0]} outside of the training steps; nothing new to save"
-                os.write(2, f"{self._name}: {text}\n".encode())
+            if received[0] in STOP_SIGNALS and signal.getsignal(received[0]) is self._handler:
+                text = f"stopped by {signal_name(received[0])} outside of the training steps; nothing new to save"
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, f"{self._name}: {text}\n".encode())
                 os._exit(128 + received[0])
         os.close(self._read)

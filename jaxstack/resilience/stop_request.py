@@ -8,7 +8,7 @@ from types import FrameType
 
 from jaxstack.distributed import coordination as processes
 from jaxstack.errors import JaxstackError
-from jaxstack.resilience.exit_on_signal import SAME_SECONDS
+from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 
 _POLL_SECONDS = 0.25
 _AGREE_SECONDS = 120
@@ -46,7 +46,7 @@ class StopRequest:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "StopRequest":
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in stop_signals():
             self._before[signum] = signal.signal(signum, self._receive)
         if self._count > 1:
             self._thread = threading.Thread(target=self._watch, daemon=True)

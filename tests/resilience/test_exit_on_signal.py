@@ -18,7 +18,10 @@ with ExitOnSignal("a command"):
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+
+
+@pytest.mark.parametrize("signum", NAMES)
 def test_a_signal_ends_with_one_line_before_jax_is_there(signum):
     """Also where Python's own handler would not come to run for long, or in a callback that forgets what it raises."""
     process = subprocess.Popen([sys.executable, "-c", HEARD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -26,5 +29,19 @@ def test_a_signal_ends_with_one_line_before_jax_is_there(signum):
     process.send_signal(signum)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signum
-    text = f"a command: stopped by signal {signum:d} outside of the training steps; nothing new to save\n"
+    text = f"a command: stopped by {NAMES[signum]} outside of the training steps; nothing new to save\n"
     assert said == text
+
+
+def test_nohup_is_respected():
+    """A process that was told to ignore SIGHUP goes on when the terminal closes."""
+    code = HEARD.replace(
+        "import ctypes, sys", "import ctypes, sys, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 143

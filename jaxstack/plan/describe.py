@@ -12,11 +12,12 @@ from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.models import count_parameters, model_flops_per_token
 from jaxstack.parallel import AXES
+from jaxstack.plan.choose import training_layout
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run_config import RunConfig, resolve_layout
+from jaxstack.run_config import RunConfig
 
 
-def plan_layout(config: RunConfig, devices: int | None = None) -> dict[str, Any]:
+def describe_plan(config: RunConfig, devices: int | None = None) -> dict[str, Any]:
     """What a run with this configuration would be on `devices` devices, as plain JSON.
 
     Args:
@@ -48,7 +49,7 @@ def plan_layout(config: RunConfig, devices: int | None = None) -> dict[str, Any]
 def resolve_plan(config: RunConfig, devices: int | None) -> tuple[RunConfig, bool]:
     """The configuration with its degrees and vocabulary, and whether the latter is a guess. JAX keeps off GPUs then."""
     jax.config.update("jax_platforms", "cpu")  # traced functions hold constants; they shall not wake a GPU
-    config = resolve_layout(config, _device_count(config) if devices is None else devices)
+    config = training_layout(config, _device_count(config) if devices is None else devices)
     model, assumed = _vocabulary(config)
     return config.model_copy(update={"model": model}), assumed
 

@@ -19,7 +19,7 @@ _MOST = 16
 
 
 def draw_plan(plan: Mapping[str, Any], show_sharding: bool = False) -> str:
-    """The text of `plan_layout`'s result, with the tables and pictures of shardings where asked for."""
+    """The text of `describe_plan`'s result, with the tables and pictures of shardings where asked for."""
     sharding = plan["sharding"]
     mesh, held = sharding["mesh"], sharding["device_bytes"]
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items()) or "no axis above 1"

@@ -1,28 +1,9 @@
-"""Every tile is computed once, in an order in which nothing waits for what comes later."""
+"""Devices work on the chunks of the gathered rows in an order in which nothing waits for what comes later."""
 
 import pytest
 
-from pallas_kernels.collective_matmul.tiles import chunk_gathered, chunk_scattered, count_for, place
-
-
-@pytest.mark.parametrize(("rows", "columns", "group"), [(4, 3, 2), (5, 2, 2), (3, 4, 8), (1, 1, 4)])
-def test_every_tile_of_every_chunk_comes_once_and_chunks_in_turn(rows, columns, group):
-    devices = 3
-    seen = [tuple(map(int, place(i, rows, columns, group))) for i in range(devices * rows * columns)]
-    assert len(set(seen)) == len(seen)
-    assert set(seen) == {(s, r, c) for s in range(devices) for r in range(rows) for c in range(columns)}
-    assert [step for step, _, _ in seen] == sorted(step for step, _, _ in seen)
-
-
-def test_a_group_of_rows_is_finished_before_the_next_begins():
-    rows = [int(place(i, 6, 3, 2).row) for i in range(18)]
-    assert [row // 2 for row in rows] == sorted(row // 2 for row in rows)
-
-
-@pytest.mark.parametrize(("programs", "tiles"), [(4, 11), (4, 4), (4, 2), (1, 3)])
-def test_the_programs_share_all_tiles(programs, tiles):
-    counts = [count_for(program, programs, tiles) for program in range(programs)]
-    assert counts == [len(range(program, tiles, programs)) for program in range(programs)]
+from pallas_kernels.collective_matmul.chunks import chunk_gathered, chunk_scattered
+from pallas_kernels.hopper.scheduler import TileOrder
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
@@ -40,7 +21,8 @@ def test_own_rows_come_first_when_gathering_and_last_when_scattering(devices):
 def test_any_program_of_each_device_is_enough_for_all_tiles_to_be_scattered(running):
     """Programs claim tiles in order, hold one and the next, and stay at one of their own device until all sums came."""
     devices, rows, columns = len(running), 3, 2
-    steps = [int(place(i, rows, columns, 2).step) for i in range(devices * rows * columns)]
+    order = TileOrder(rows, columns, 2, programs=1, chunks=devices)
+    steps = [int(order.tile(i).chunk) for i in range(order.total)]
     claims = [iter(range(len(steps))) for _ in running]
     programs = [(device, [next(claims[device], None)]) for device, count in enumerate(running) for _ in range(count)]
     sent: set[tuple[int, int]] = set()
