@@ -16,7 +16,7 @@ class Goodput:
 
     Wall time runs from the first start to now. It includes compiling, saving, evaluating, steps that were repeated
     after a crash, and the time between a crash or a stop and the next start, but not the time after a run had all its
-    The first process uses it.
+    steps. The first process uses it.
 
     Args:
       run_dir: the run directory; None: nothing is recorded.
