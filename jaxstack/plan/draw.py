@@ -5,11 +5,11 @@ from typing import Any
 
 from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.device_grid import (
-    axes_of_copies,
     describe_dims,
     distinct_layouts,
     number_ranges,
     panels_name,
+    replicating_axes,
     split_panels,
 )
 from jaxstack.observe.units import byte_size
@@ -121,7 +121,7 @@ def draw_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) -> 
     lines = []
     for row, others in distinct_layouts(rows):
         like = f", and {others} split alike" if others else ""
-        copies = axes_of_copies(row, mesh)
+        copies = replicating_axes(row, mesh)
         kept = f"; copies along {', '.join(copies)}" if copies else ""
         lines += [f"{row['parameter']} ({describe_dims(row)}{kept}){like}"]
         panels = split_panels(row, mesh)
