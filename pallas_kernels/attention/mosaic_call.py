@@ -14,13 +14,15 @@ from pallas_kernels.attention.mosaic_backward import (
     key_value_gradient,
     query_gradient,
 )
+from pallas_kernels.attention.mosaic_config import KernelConfig
 from pallas_kernels.attention.mosaic_forward import forward
-from pallas_kernels.attention.mosaic_pieces import LOG2E, ROWS, Config
+from pallas_kernels.attention.mosaic_scores import LOG2E
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
+from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.target import multiprocessors
 
 
@@ -34,8 +36,8 @@ class Plan:
     tiling: Tiling
     interpret: bool
 
-    def config(self, query_block: int, key_block: int, stages: int, warpgroups: int = 2) -> Config:
-        return Config(
+    def config(self, query_block: int, key_block: int, stages: int, warpgroups: int = 2) -> KernelConfig:
+        return KernelConfig(
             self.options,
             self.length,
             self.key_length,
@@ -47,7 +49,7 @@ class Plan:
             interpret=self.interpret,
         )
 
-    def blocks(self, config: Config) -> Blocks:
+    def blocks(self, config: KernelConfig) -> Blocks:
         return Blocks(self.length, self.key_length, config.query_block, config.key_block)
 
 
@@ -57,7 +59,7 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     return jnp.pad(x, widths) if missing else x
 
 
-def _pad_segments(segments: Segments | None, config: Config) -> Segments | None:
+def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments | None:
     """Segment numbers of whole blocks, with the global tokens in the lowest bit where the mask has some."""
     if segments is None:
         return None
@@ -112,7 +114,7 @@ def gradients(
     d_out, lse, delta = rows
     lse = jnp.where(lse == -jnp.inf, NO_KEY, lse * LOG2E)
 
-    def padded(config: Config) -> Residuals:
+    def padded(config: KernelConfig) -> Residuals:
         rows = config.query_block
         return Residuals(
             _pad(q, rows),
@@ -125,7 +127,7 @@ def gradients(
 
     mask = plan.options.mask
 
-    def of_keys(queries: int, stages: int) -> tuple[Config, tuple]:
+    def of_keys(queries: int, stages: int) -> tuple[KernelConfig, tuple]:
         config = plan.config(queries, 128, stages)
         schedule = query_schedule(mask, plan.blocks(config), segments)
         return config, (padded(config), schedule, _pad_segments(segments, config))
