@@ -429,7 +429,7 @@ def _key_compute(
 
 
 class _Visited(NamedTuple):
-    """One block of queries, in buffer `slot`, that visits this warpgroup's keys."""
+    """A block of queries, in buffer `slot`, that visits this warpgroup's keys."""
 
     slot: Index
     tile: Index

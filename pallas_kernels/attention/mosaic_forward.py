@@ -67,7 +67,7 @@ class _Buffers(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """One block of queries of one head: the `number`-th of this program, which visited `before` tiles before it."""
+    """A block of queries of one head: the `number`-th of this program, which visited `before` tiles before it."""
 
     number: Index
     before: Index
