@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxstack.parallel.rules import AxisRules, axes_of, current_rules, logical_axis_rules
 from pallas_kernels import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.collective_matmul.api import reason_against_kernels
-from pallas_kernels.collective_matmul.request import Request
+from pallas_kernels.collective_matmul.request import CollectiveRequest
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.target import current_target
 
@@ -31,7 +31,7 @@ AXIS = "tensor"
 class _Call:
     """One pair of a gather and its matmuls, or of a matmul and its scatter, or both."""
 
-    products: Request
+    products: CollectiveRequest
     unsuitable: str | None
     always: bool
 
@@ -161,7 +161,7 @@ def _rules_for(
     sizes = [math.prod(kernel.shape[1:]) for kernel in gathering] or [math.prod(k.shape[:-1]) for k in scattering]
     batch = shape[0] // rules.degree(_batch_axes(rules, shape[0]))
     inner = tuple(size // devices for size in sizes)
-    request = Request(batch * shape[1] // devices, shape[2], inner, devices, AXIS, dtype, current_target())
+    request = CollectiveRequest(batch * shape[1] // devices, shape[2], inner, devices, AXIS, dtype, current_target())
     named = "compiler" if rules.overlap == "never" else None
     chosen = select(operation, _BACKENDS, named, _Call(request, unsuitable, rules.overlap == "always"))
     return rules if chosen.name == "overlapped" else None

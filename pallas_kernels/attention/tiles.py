@@ -41,9 +41,10 @@ def visible_pairs(
 def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
     """Return the range of key blocks that each query block visits, for masks that are a band.
 
-    The result is int32 [B or 1, query blocks, 4]. The four numbers are (first, first whole, end of the whole, end): blocks in [first whole, end of the whole) need
-    no mask, the others of [first, end) do. With segments the range spans all blocks that share a segment number
-    with the query block, which for documents in order is exactly those that are visible.
+    The result is int32 [B or 1, query blocks, 4]. The four numbers are (first, first whole, end of the whole, end):
+    blocks in [first whole, end of the whole) need no mask, the others of [first, end) do. With segments the range
+    spans all blocks that share a segment number with the query block, which for documents in order is exactly those
+    that are visible.
     """
     return _ranges(*visible_tiles(mask, blocks, segments))
 

@@ -1,7 +1,7 @@
 """The checked arguments of one collective product.
 
-Dims: D the width that every device has in full, F the one that the axis splits, T the rows of all devices of the axis, n
-their number.
+Dims: D the width that every device has in full, F the one that the axis splits, T the rows of all devices of the axis,
+n their number.
 """
 
 from dataclasses import dataclass
