@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cross_entropy import mosaic_kernel
-from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 from pallas_kernels.hopper.matmul import DEPTH, TILE_ROWS, ProductTiling, TiledProduct, single_product
 from pallas_kernels.hopper.target import unsupported_target
 
@@ -28,7 +28,7 @@ _GROUP = 64
 _LARGEST = math.exp(80)
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:

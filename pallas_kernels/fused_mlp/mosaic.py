@@ -8,7 +8,7 @@ from jax import lax
 
 from pallas_kernels.fused_mlp import mosaic_kernel
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
-from pallas_kernels.fused_mlp.request import Request
+from pallas_kernels.fused_mlp.request import ActivatedMatmulRequest
 from pallas_kernels.hopper.matmul import DEPTH, TILE_ROWS, ProductTiling, TiledProduct, single_product
 from pallas_kernels.hopper.target import unsupported_target
 
@@ -19,7 +19,7 @@ _FEWEST_TILES = 132
 """Fewest tiles that the kernel takes: with fewer the plain product is as fast."""
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
     """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
@@ -41,7 +41,7 @@ def make_product(rows: int, width: int, depth: int) -> TiledProduct:
     return single_product(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
 
 
-def multiply(request: Request) -> jax.Array:
+def multiply(request: ActivatedMatmulRequest) -> jax.Array:
     """Compute activation(inputs) @ weight, [..., D]."""
     return _multiply(request.activation, request.inputs, request.weight)
 
