@@ -6,10 +6,20 @@ simply. Tests about memory, and those that compile for GPUs, turn it on by `test
 """
 
 import os
+from pathlib import Path
+
+import pytest
+
+from tests.marks import SLOW_MARKS, mark_slow_tests
+from tests.skips import SkipReasons
+
+DEFAULT_SELECTION = "not gpu and not slow"
+"""The marks expression that pyproject.toml gives to every run of the tests."""
 
 
 def pytest_addoption(parser, pluginmanager):
     """The first hook: no `conftest.py` further down has imported jax yet, which with `-m gpu` finds GPUs by itself."""
+    parser.addoption("--strict-skips", action="store_true", help="fail on a skip whose reason tests/skips.py does not allow")
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # has the environment of the process that started it
     if pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr != "gpu":
@@ -19,3 +29,26 @@ def pytest_addoption(parser, pluginmanager):
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         # A release of XLA without this option ignores it.
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+
+
+def pytest_configure(config):
+    for mark, reason in SLOW_MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {reason}")
+    # Who names a file or a test asks for all of it, the slow ones too.
+    if config.option.markexpr == DEFAULT_SELECTION and any(".py" in argument for argument in config.args):
+        config.option.markexpr = "not gpu"
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(SkipReasons(config), "skip-reasons")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out with `-m gpu` the modules that have no such test: importing them takes most of a minute."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return True if collection_path.parent != Path(__file__).parent / "gpu" else None
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests before pytest selects by `-m`."""
+    mark_slow_tests(items)

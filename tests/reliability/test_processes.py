@@ -8,7 +8,7 @@ import pytest
 
 from tests.reliability.runs import Runs, alive, finish, ranks, read_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.reliability.runs import Runs, finish, waiting
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 STEPS = ("train.steps=6", "train.eval_every_steps=null")
 
 

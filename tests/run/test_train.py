@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 60
 CONFIG = f"""
 model: {{hidden_size: 32, num_layers: 2, num_heads: 4, intermediate_size: 64, dropout: 0.1}}

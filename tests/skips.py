@@ -1,0 +1,60 @@
+"""Reasons for which a test may be skipped where everything has to run: `python -m pytest --strict-skips`.
+
+A reason that matches none of the allowed ones fails the session, so that nothing is left out in silence.
+"""
+
+import re
+
+import pytest
+
+ALLOWED = {
+    "our Hopper kernels need jax 0.11|refuses every call there|is refused there|XLA of jax 0.10 copies them": (
+        "Python 3.11 has jax 0.10 at most; the main leg, on Python 3.12, runs these tests."
+    ),
+    "has what the kernels need": "The counterpart: what is said where jax is too old; the leg on Python 3.11 runs it.",
+    "mutual TLS needs jax 0.11.2": "Python 3.11 has jax 0.10 at most; the main leg runs these tests.",
+    "could not import '(torch|transformers)'": (
+        "PyTorch's wheels for Python 3.12 bring CUDA, 3 GB; one leg has them, and it runs these tests."
+    ),
+    "no chromium installed": "A browser is no Python package; the pages' text is tested without it.",
+    "mounting a tmpfs needs root": "The outer machine decides who runs the tests.",
+    "--full|one process is tested in": "Faults at full length take an hour: `python -m pytest tests/reliability --full`.",
+    "needs (an NVIDIA GPU|two GPUs|a Hopper GPU|Hopper GPUs)": "`python -m pytest -m gpu` runs on whatever GPUs there are.",
+}
+"""Regular expression of a reason -> why a test may be skipped for it."""
+
+
+class SkipReasons:
+    """Pytest plugin that collects why tests were skipped, and with `--strict-skips` fails on a reason not allowed."""
+
+    def __init__(self, config: pytest.Config):
+        self.strict = config.getoption("--strict-skips")
+        self.counts: dict[str, int] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.strict and self._not_allowed() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.strict:
+            return
+        refused = self._not_allowed()
+        for reason, count in sorted(self.counts.items()):
+            word = "NOT ALLOWED, see tests/skips.py" if reason in refused else "allowed"
+            terminalreporter.write_line(f"skipped {count} ({word}): {reason}")
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            reason = reason.removeprefix("Skipped: ")
+            self.counts[reason] = self.counts.get(reason, 0) + 1
+
+    def _not_allowed(self) -> list[str]:
+        return [reason for reason in self.counts if not any(re.match(allowed, reason) for allowed in ALLOWED)]
