@@ -33,8 +33,8 @@ from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
-from jaxstack.observe.ran import predicted_memory
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from jaxstack.observe.what_ran import predicted_memory
+from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
 from jaxstack.parallel.pipeline.plan import plan_pipeline
 from jaxstack.parallel.pipeline.schedule import SCHEDULES
 from jaxstack.parallel.pipeline.simulate import simulate
@@ -74,7 +74,8 @@ def make_program(args: argparse.Namespace, microbatches: int, schedule: Any) -> 
         lambda rngs: Transformer(model, rngs, dtype=jnp.bfloat16),
         language_model_loss,
         lambda step: None,
-        mesh=make_rules(make_mesh(parallel, jax.devices()[: args.stages]), pipeline=plan),
+        mesh=make_mesh(parallel, jax.devices()[: args.stages]),
+        layout=StepLayout(pipeline=plan),
         train=train,
     )
     return Program(trainer, schedule, microbatches)

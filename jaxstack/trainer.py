@@ -1,5 +1,6 @@
 """Trains any Flax module with any loss: builds the sharded state, compiles the step, evaluates; `fit` runs the loop."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,12 +22,12 @@ from jaxstack.functional.module import make_functional
 from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import Loop, LoopSettings
-from jaxstack.observe.ran import describe_program
+from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer, frozen_rule
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Cosine, Schedule
-from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AxisRules, ParallelConfig, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.parallel.pipeline.simulate import describe_schedule
 from jaxstack.run_config import TrainConfig
@@ -47,8 +48,9 @@ class Trainer:
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
         object with `batches(...)` such as `jaxstack.data.loader.open_data` returns.
       optimizer: one of `jaxstack.optim`, or an optax transformation (then `schedule` is not used).
-      mesh: a mesh of `make_mesh`, or `AxisRules` on it (`make_rules`), which also say how a batch goes through the
-        stages of a pipeline (only for `jaxstack.models.Transformer`); default: all devices on `data`.
+      mesh: a mesh of `make_mesh`, or `AxisRules` on it (`make_rules`); default: all devices on `data`.
+      layout: the other choices of parallelism, such as the ZeRO stage; default: `StepLayout()`. Its pipeline, or 1F1B
+        where the mesh has stages, is for `jaxstack.models.Transformer` only.
       train: number of steps, batch size, accumulation.
       eval_data: held-out batches, an iterable of dicts; default: those of `data` where it has some.
       seed: of initial weights and of the loss function's keys.
@@ -66,13 +68,16 @@ class Trainer:
         optimizer: Optimizer | optax.GradientTransformation | None = None,
         schedule: Schedule | None = None,
         mesh: Mesh | AxisRules | None = None,
+        layout: StepLayout | None = None,
         train: TrainConfig | None = None,
         eval_data: Any = None,
         seed: int = 0,
     ):
         self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
         self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
-        self.pipeline = self.rules.pipeline or self._default_pipeline()
+        layout = layout or StepLayout()
+        self.pipeline = layout.pipeline or self._default_pipeline()
+        self.layout = dataclasses.replace(layout, pipeline=self.pipeline)
         self.module = make_functional(module)
         if self.pipeline is not None:
             self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
@@ -82,9 +87,9 @@ class Trainer:
         self.optimizer = optimizer
         accumulation = self.train.gradient_accumulation
         self.steps = StepFunctions(
-            self.module, loss_fn, optimizer, self.learning_rate, self.rules, accumulation, self.pipeline
+            self.module, loss_fn, optimizer, self.learning_rate, self.rules, self.layout, accumulation
         )
-        self.shardings = state_shardings(self.module, optimizer, self.rules)
+        self.shardings = state_shardings(self.module, optimizer, self.rules, self.layout.zero)
         if eval_data is None and hasattr(data, "held_out_batches"):
             eval_data = data
         eval_size = self.train.eval_batch_size or self.train.global_batch_size // accumulation
@@ -177,7 +182,7 @@ class Trainer:
         )
 
     def _stored_shardings(self) -> TrainState:
-        return state_shardings(getattr(self.module, "plain", self.module), self.optimizer, self.rules)
+        return state_shardings(getattr(self.module, "plain", self.module), self.optimizer, self.rules, self.layout.zero)
 
     @property
     def trained_module(self) -> Any:
@@ -242,7 +247,9 @@ class Trainer:
 
     @functools.cached_property
     def _installed_options(self) -> tuple[dict[str, Any], list[str]]:
-        own = own_options(pipeline=self.pipeline is not None, copies=self.rules.copies) if self._on_gpu else {}
+        own = (
+            own_options(pipeline=self.pipeline is not None, peer_copies=self.layout.peer_copies) if self._on_gpu else {}
+        )
         return installed_options({**own, **self.train.xla_options})
 
     @property
@@ -250,7 +257,7 @@ class Trainer:
         return self.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def describe(self) -> dict[str, Any]:
-        """What actually runs: see `jaxstack.observe.ran`."""
+        """What actually runs: see `jaxstack.observe.what_ran`."""
         # A pipeline's program has them within conditionals, so that how many of them run cannot be read from it.
         counted = self._on_gpu and self.pipeline is None
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if counted else 0
@@ -263,7 +270,7 @@ class Trainer:
 
     def describe_sharding(self) -> dict[str, Any]:
         """Where every parameter lies, and what a device holds of the state: see `jaxstack.functional.shardings`."""
-        return describe_shardings(self.module, self.optimizer, self.rules, self.shardings)
+        return describe_shardings(self.module, self.optimizer, self.rules, self.shardings, self.layout.zero)
 
     def describe_pipeline(self) -> dict[str, Any]:
         """The schedule of the stages; empty without a pipeline."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import shapes
 from tests.marks import SLOW_MARKS, mark_slow_tests
 from tests.skips import SkipReasons
 
@@ -19,7 +20,8 @@ DEFAULT_SELECTION = "not gpu and not slow"
 
 def pytest_addoption(parser, pluginmanager):
     """The first hook: no `conftest.py` further down has imported jax yet, which with `-m gpu` finds GPUs by itself."""
-    parser.addoption("--strict-skips", action="store_true", help="fail on a skip whose reason tests/skips.py does not allow")
+    parser.addoption("--strict-skips", action="store_true", help="fail on a skip for a reason not in tests/skips.py")
+    shapes.install()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # has the environment of the process that started it
     if pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr != "gpu":
@@ -52,3 +54,10 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(items):
     """Mark the tests before pytest selects by `-m`."""
     mark_slow_tests(items)
+
+
+@pytest.fixture
+def unchecked_shapes():
+    """For tests of what a function itself says about arguments of wrong shapes or types."""
+    with shapes.unchecked():
+        yield

@@ -1,8 +1,5 @@
 """The processes of one run: how they join, and how they tell one another small facts without a device."""
 
-import contextlib
-import functools
-import importlib
 import inspect
 import itertools
 import json
@@ -18,6 +15,7 @@ import jax
 
 from jaxstack.distributed.cluster import TLS_PEER_PREFIX, Place, check_trust, is_loopback, split_address
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.jax_compat import CoordinationClient, coordination_state, keep_cpu_collectives_on_loopback
 
 
 def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 300) -> None:
@@ -102,23 +100,21 @@ def _keep_cpu_on_loopback(place: Place) -> None:
     It listens on the address that the host's name stands for, and jax has no setting for that.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if not is_loopback(place.coordinator):
-        return
-    with contextlib.suppress(ImportError, AttributeError):
-        backend = importlib.import_module("jax._src.xla_bridge")
-        make = backend._jax.make_gloo_tcp_collectives
-        if not isinstance(make, functools.partial):
-            backend._jax.make_gloo_tcp_collectives = functools.partial(make, hostname="127.0.0.1")
+    if is_loopback(place.coordinator):
+        keep_cpu_collectives_on_loopback()
 
 
-def _state() -> Any:
-    """The connection with the coordinator. jax has no public name for its store of keys and values."""
-    return importlib.import_module("jax._src.distributed").global_state
+def _client() -> CoordinationClient:
+    """Return the connection with the coordinator, which `join` made."""
+    client = coordination_state().client
+    assert client is not None, "this process has not joined others"
+    return client
 
 
 def position() -> tuple[int, int]:
     """(index, count) of this process, known before any device is."""
-    return _state().process_id, _state().num_processes
+    state = coordination_state()
+    return state.process_id, state.num_processes
 
 
 def is_first() -> bool:
@@ -128,13 +124,13 @@ def is_first() -> bool:
 
 def publish(key: str, value: Any) -> None:
     """Lets the other processes read plain JSON under `key`; a later value takes the place of an earlier."""
-    _state().client.key_value_set(f"jaxstack/{key}", json.dumps(value), allow_overwrite=True)
+    _client().key_value_set(f"jaxstack/{key}", json.dumps(value), allow_overwrite=True)
 
 
 def peek(key: str) -> Any:
     """What was published under `key`; None where nothing was."""
     try:
-        return json.loads(_state().client.key_value_try_get(f"jaxstack/{key}"))
+        return json.loads(_client().key_value_try_get(f"jaxstack/{key}"))
     except (RuntimeError, ValueError):
         return None
 
@@ -142,7 +138,7 @@ def peek(key: str) -> Any:
 def await_value(key: str, timeout_seconds: float) -> Any:
     """Waits for what is published under `key`. Raises TimeoutError."""
     try:
-        return json.loads(_state().client.blocking_key_value_get(f"jaxstack/{key}", int(1000 * timeout_seconds)))
+        return json.loads(_client().blocking_key_value_get(f"jaxstack/{key}", int(1000 * timeout_seconds)))
     except RuntimeError as error:
         raise TimeoutError(str(error).splitlines()[0]) from None
 
@@ -204,7 +200,7 @@ def meet(name: str, timeout_seconds: float = 300) -> None:
     if position()[1] == 1:
         return
     try:
-        _state().client.wait_at_barrier(f"jaxstack/{name}", int(1000 * timeout_seconds))
+        _client().wait_at_barrier(f"jaxstack/{name}", int(1000 * timeout_seconds))
     except RuntimeError as error:
         raise JaxstackError(f"not all processes came to {name}: {str(error).splitlines()[0]}") from None
 
@@ -215,9 +211,13 @@ _LOST = re.compile(r"gloo|nccl|unavailable|coordination|connection|deadline|hear
 def explain_loss(error: Exception) -> JaxstackError | None:
     """The error as one of a peer that has gone, where it reads like one and there are peers."""
     first = str(error).splitlines()[0] if str(error) else ""
-    if _state().client is None or not isinstance(error, jax.errors.JaxRuntimeError) or not _LOST.search(str(error)):
+    if (
+        coordination_state().client is None
+        or not isinstance(error, jax.errors.JaxRuntimeError)
+        or not _LOST.search(str(error))
+    ):
         return None
-    return JaxstackError(f"process {_state().process_id} lost another process of the run: {first}")
+    return JaxstackError(f"process {coordination_state().process_id} lost another process of the run: {first}")
 
 
 def end(code: int) -> int:
@@ -225,7 +225,7 @@ def end(code: int) -> int:
 
     At its usual end jax waits for the others, which may be waiting for this one in a collective.
     """
-    if code in (0, 130, 143) or _state().client is None:
+    if code in (0, 130, 143) or coordination_state().client is None:
         return code
     sys.stdout.flush()
     sys.stderr.flush()

@@ -40,7 +40,7 @@ PIPELINE = (
         "Else permutes between stages wait for collectives of other axes that run within a stage.",
     ),
 )
-COPIES = (
+PEER_COPIES = (
     Option(
         "xla_gpu_collective_permute_mode",
         "COLLECTIVES_PEER_MEMORY",
@@ -53,7 +53,7 @@ COPIES = (
         "Else a permute would begin only when the one before it has ended and was used.",
     ),
 )
-"""Of steps whose weights travel by copies, see `jaxstack.parallel.transfers`."""
+"""Options of steps whose weights travel by peer-to-peer copies, see `jaxstack.parallel.transfers`."""
 NARROW_ON_CPU = (
     Option(
         "xla_cpu_experimental_ynn_fusion_type",
@@ -84,9 +84,9 @@ ALIKE: tuple[tuple[Setting, ...], ...] = (
 """Settings that mean the same in different versions of jaxlib; the first that is known is taken."""
 
 
-def step_options(*, pipeline: bool = False, copies: bool = False) -> dict[str, Any]:
+def step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, Any]:
     """Name -> value of our options that the installed jaxlib knows."""
-    return installed_options(own_options(pipeline=pipeline, copies=copies))[0]
+    return installed_options(own_options(pipeline=pipeline, peer_copies=peer_copies))[0]
 
 
 def narrow_cpu_options() -> dict[str, Any]:
@@ -94,14 +94,14 @@ def narrow_cpu_options() -> dict[str, Any]:
     return {option.name: option.value for option in NARROW_ON_CPU if is_known(option.name, option.value)}
 
 
-def copies_known() -> bool:
-    """Whether the installed jaxlib can make copies of permutes."""
-    return all(is_known(option.name, option.value) for option in COPIES)
+def supports_peer_copies() -> bool:
+    """Return True if the installed jaxlib can compile permutes to peer-to-peer copies."""
+    return all(is_known(option.name, option.value) for option in PEER_COPIES)
 
 
-def own_options(*, pipeline: bool = False, copies: bool = False) -> dict[str, Any]:
+def own_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[str, Any]:
     """Name -> value of our options of a step for GPUs."""
-    chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(COPIES if copies else ()))
+    chosen = (*ALWAYS, *(PIPELINE if pipeline else ()), *(PEER_COPIES if peer_copies else ()))
     return {option.name: option.value for option in chosen}
 
 

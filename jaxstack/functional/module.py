@@ -14,7 +14,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import measure_magnitudes, merge_adapters
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.precision.recipe import ScalingState, renewed
+from jaxstack.precision.recipe import ScalingState, update_scaling
 from jaxstack.tree_rules import ADAPTER
 
 Dict = dict[str, Any]
@@ -116,7 +116,7 @@ class FunctionalModule:
     def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
         """The variables with the next step's scaling states, from the maxima of this one."""
         scaling, others = self.split_scaling(non_params)
-        return self.join(renewed(scaling, maxima), others)
+        return self.join(update_scaling(scaling, maxima), others)
 
     def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
         """`function(logical axes or None, shape, metadata)` of every parameter, in the structure of `abstract_params`.
@@ -133,9 +133,14 @@ class FunctionalModule:
 
         return _nest((path, apply(variable)) for path, variable in self._params)
 
-    def parameter_specs(self, rules: AxisRules) -> Dict:
-        """The layout in which every parameter is stored, in the structure of `abstract_params`."""
-        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape), rules)
+    def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
+        """Return the PartitionSpec in which every parameter is stored, in the structure of `abstract_params`.
+
+        Args:
+          rules: the mapping of logical axes onto the mesh.
+          zero: `StepLayout.zero`.
+        """
+        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape, zero), rules)
 
 
 def make_functional(module: Any) -> FunctionalModule:

@@ -14,7 +14,11 @@ from jaxstack.state import TrainState, abstract_state
 
 
 def describe_shardings(
-    module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules, shardings: TrainState
+    module: FunctionalModule,
+    optimizer: optax.GradientTransformation,
+    rules: AxisRules,
+    shardings: TrainState,
+    zero: int,
 ) -> dict[str, Any]:
     """The layout of the train state as plain JSON, for `environment.json`, the report and `jaxstack plan`.
 
@@ -33,7 +37,7 @@ def describe_shardings(
     total = sum(math.prod(leaf.shape) for leaf in leaves.values())
     rows: dict[Any, dict[str, Any]] = {}
     lacking: dict[str, list[tuple[int, ...]]] = {}
-    splitting = (*rules.weight_axes, *(["data"] if rules.zero and rules.mesh.shape["data"] > 1 else []))
+    splitting = (*rules.weight_axes, *(["data"] if zero and rules.mesh.shape["data"] > 1 else []))
     for (path, leaf), axes, sharding in zip(leaves.items(), logical, jax.tree.leaves(shardings.params), strict=True):
         row = _row(leaf, axes, sharding)
         known = rows.setdefault((re.sub(r"\d+", "*", path), str(row)), {"parameter": path, "arrays": 0, **row})

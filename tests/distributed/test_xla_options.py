@@ -7,8 +7,8 @@ import pytest
 from jaxstack.distributed import xla_options as compiler_options
 from jaxstack.distributed.xla_options import (
     ALWAYS,
-    COPIES,
     NARROW_ON_CPU,
+    PEER_COPIES,
     PIPELINE,
     installed_options,
     is_known,
@@ -25,7 +25,7 @@ def test_options_follow_what_the_step_holds():
     assert plain == {option.name: option.value for option in ALWAYS}
     assert plain["xla_gpu_enable_triton_gemm"] is False
     assert pipeline == {**plain, **{option.name: option.value for option in PIPELINE}}
-    assert step_options(copies=True) == {**plain, **{option.name: option.value for option in COPIES}}
+    assert step_options(peer_copies=True) == {**plain, **{option.name: option.value for option in PEER_COPIES}}
 
 
 def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
