@@ -6,21 +6,25 @@ simply. Tests about memory, and those that compile for GPUs, turn it on by `test
 """
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from tests import shapes
 from tests.marks import SLOW_MARKS, mark_slow_tests
-from tests.skips import SkipReasons
+from tests.skips import TIME_IS_OVER, SkipReasons
 
 DEFAULT_SELECTION = "not gpu and not slow"
 """The marks expression that pyproject.toml gives to every run of the tests."""
+STOP_AT = "JAXSTACK_TESTS_STOP_AT"
+"""Variable with the Unix time of `--stop-after`, which the processes of pytest-xdist inherit."""
 
 
 def pytest_addoption(parser, pluginmanager):
     """The first hook: no `conftest.py` further down has imported jax yet, which with `-m gpu` finds GPUs by itself."""
     parser.addoption("--strict-skips", action="store_true", help="fail on a skip for a reason not in tests/skips.py")
+    parser.addoption("--stop-after", type=float, metavar="SECONDS", help="skip the tests that have not begun by then")
     shapes.install()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # has the environment of the process that started it
@@ -40,6 +44,8 @@ def pytest_configure(config):
     if config.option.markexpr == DEFAULT_SELECTION and any(".py" in argument for argument in config.args):
         config.option.markexpr = "not gpu"
     if "PYTEST_XDIST_WORKER" not in os.environ:
+        if config.option.stop_after is not None:
+            os.environ[STOP_AT] = str(time.time() + config.option.stop_after)
         config.pluginmanager.register(SkipReasons(config), "skip-reasons")
 
 
@@ -61,3 +67,9 @@ def unchecked_shapes():
     """For tests of what a function itself says about arguments of wrong shapes or types."""
     with shapes.unchecked():
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    if time.time() > float(os.environ.get(STOP_AT, "inf")):
+        pytest.skip(TIME_IS_OVER)

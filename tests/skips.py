@@ -3,11 +3,15 @@
 A reason that matches none of the allowed ones fails the session, so that nothing is left out in silence.
 """
 
+import collections
 import re
 
 import pytest
 
+TIME_IS_OVER = "the time of --stop-after is over"
+
 ALLOWED = {
+    TIME_IS_OVER: "Exhaustive tests repeat at more cases what others show; `.ci/run` gives them what is left of its time.",
     "our Hopper kernels need jax 0.11|refuses every call there|is refused there|XLA of jax 0.10 copies them": (
         "Python 3.11 has jax 0.10 at most; the main leg, on Python 3.12, runs these tests."
     ),
@@ -18,8 +22,8 @@ ALLOWED = {
     ),
     "no chromium installed": "A browser is no Python package; the pages' text is tested without it.",
     "mounting a tmpfs needs root": "The outer machine decides who runs the tests.",
-    "--full|one process is tested in": "Faults at full length take an hour: `python -m pytest tests/reliability --full`.",
-    "needs (an NVIDIA GPU|two GPUs|a Hopper GPU|Hopper GPUs)": "`python -m pytest -m gpu` runs on whatever GPUs there are.",
+    "--full|one process is tested in": "Faults at full length take an hour: `pytest tests/reliability --full`.",
+    "needs (an NVIDIA GPU|two GPUs|a Hopper GPU|Hopper GPUs)": "`pytest -m gpu` runs what the GPUs that are there can show.",
 }
 """Regular expression of a reason -> why a test may be skipped for it."""
 
@@ -29,7 +33,7 @@ class SkipReasons:
 
     def __init__(self, config: pytest.Config):
         self.strict = config.getoption("--strict-skips")
-        self.counts: dict[str, int] = {}
+        self.skipped: dict[str, list[str]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note(report)
@@ -46,15 +50,16 @@ class SkipReasons:
         if not self.strict:
             return
         refused = self._not_allowed()
-        for reason, count in sorted(self.counts.items()):
+        for reason, tests in sorted(self.skipped.items()):
             word = "NOT ALLOWED, see tests/skips.py" if reason in refused else "allowed"
-            terminalreporter.write_line(f"skipped {count} ({word}): {reason}")
+            terminalreporter.write_line(f"skipped {len(tests)} ({word}): {reason}")
+            for module, count in sorted(collections.Counter(test.split("::")[0] for test in tests).items()):
+                terminalreporter.write_line(f"    {count} in {module}")
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            reason = reason.removeprefix("Skipped: ")
-            self.counts[reason] = self.counts.get(reason, 0) + 1
+            self.skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
 
     def _not_allowed(self) -> list[str]:
-        return [reason for reason in self.counts if not any(re.match(allowed, reason) for allowed in ALLOWED)]
+        return [reason for reason in self.skipped if not any(re.match(allowed, reason) for allowed in ALLOWED)]

@@ -141,7 +141,8 @@ def on_one_device():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("remat", "zero") else []) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("remat", "zero") else []) for name in LAYOUTS],
 )
 def test_layouts_give_the_loss_of_one_device_and_train_the_adapters_only(layout, on_one_device):
     trainer = trainer_of(*LAYOUTS[layout])

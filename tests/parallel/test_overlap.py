@@ -35,8 +35,12 @@ def overlapped(choices):
         (layout(2, 1, 2, True), BIASED, ISLANDS),
         pytest.param(layout(1, 1, 4, True), (), ISLANDS, marks=pytest.mark.exhaustive),
         pytest.param(layout(2, 1, 3, True), THREE, ISLANDS, marks=pytest.mark.exhaustive),
-        pytest.param((*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.exhaustive),
-        pytest.param(layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            (*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda value: " ".join(sorted(value)),
 )

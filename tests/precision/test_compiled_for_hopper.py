@@ -28,7 +28,9 @@ def compiled(*overrides: str) -> tuple[Trainer, list[Collective]]:
     ("overrides", "count"),
     [
         (("precision.fp8=current", "model.scan_layers=false"), MATMULS),
-        pytest.param(("precision.fp8=delayed", "train.gradient_accumulation=2"), 2 * MATMULS, marks=pytest.mark.exhaustive),
+        pytest.param(
+            ("precision.fp8=delayed", "train.gradient_accumulation=2"), 2 * MATMULS, marks=pytest.mark.exhaustive
+        ),
         pytest.param(("precision.fp8=blockwise",), MATMULS, marks=[pytest.mark.exhaustive, needs_mosaic]),
     ],
     ids=str,

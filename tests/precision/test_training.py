@@ -191,7 +191,9 @@ PIPELINES = (
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        pytest.param(recipe, layout, marks=[] if (recipe, layout) == ("delayed", PIPELINES[0]) else pytest.mark.exhaustive)
+        pytest.param(
+            recipe, layout, marks=[] if (recipe, layout) == ("delayed", PIPELINES[0]) else pytest.mark.exhaustive
+        )
         for recipe in ("current", "delayed", "blockwise")
         for layout in PIPELINES
     ],
