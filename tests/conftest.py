@@ -15,6 +15,8 @@ from tests import shapes
 from tests.marks import SLOW_MARKS, mark_slow_tests
 from tests.skips import TIME_IS_OVER, SkipReasons
 
+pytest_plugins = ["pytester"]
+
 DEFAULT_SELECTION = "not gpu and not slow"
 """The marks expression that pyproject.toml gives to every run of the tests."""
 STOP_AT = "JAXSTACK_TESTS_STOP_AT"
