@@ -110,7 +110,7 @@ def python_units() -> Iterator[Any]:
             name = f"{path.name}: {titles[-1]}" if titles and path.name in STANDALONE else path.name
             sections.setdefault(name, []).append((line, text))
         for name, code in sections.items():
-            yield pytest.param(path, code, id=name, marks=[pytest.mark.slow] if name == "library.md" else [])
+            yield pytest.param(path, code, id=name, marks=[pytest.mark.exhaustive] if name == "library.md" else [])
 
 
 @pytest.mark.parametrize(("path", "code"), python_units())
