@@ -73,12 +73,13 @@ class Evaluator:
                     jax.block_until_ready(queued.popleft())
                 if stop():
                     return None
-        total, weight = (float(x) for x in jax.device_get(sums))
-        if not weight:
+        sums = jax.device_get(sums)
+        total, count = float(sums.total), float(sums.count)
+        if not count:
             return None
         return {
-            "eval_loss": total / weight,
-            "eval_items": weight,
+            "eval_loss": total / count,
+            "eval_items": count,
             "eval_seconds": time.perf_counter() - began,
         }
 

@@ -53,7 +53,7 @@ def keep_cpu_collectives_on_loopback() -> None:
     jax has no setting for this. If jax no longer has the function that is replaced, nothing is changed.
     """
     with contextlib.suppress(AttributeError):
-        backend = _xla_bridge._jax
+        backend = _xla_bridge._jax  # pyright: ignore[reportPrivateImportUsage]
         make = backend.make_gloo_tcp_collectives
         if not isinstance(make, functools.partial):
             backend.make_gloo_tcp_collectives = functools.partial(make, hostname="127.0.0.1")

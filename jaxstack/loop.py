@@ -27,17 +27,17 @@ from jaxstack.observe.goodput import Goodput
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
-from jaxstack.observe.ran import in_short, refuse_fallbacks, refuse_missing_fp8
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, open_trackers
+from jaxstack.observe.what_ran import in_short, refuse_fallbacks, refuse_missing_fp8
 from jaxstack.resilience.config import ResilienceConfig
-from jaxstack.resilience.ending import signal_name
-from jaxstack.resilience.guard import StateGuard
-from jaxstack.resilience.interval import advise_interval
+from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.progress_file import ProgressFile
-from jaxstack.resilience.signals import Interrupted, StopRequest
-from jaxstack.resilience.skips import SkippedSteps
+from jaxstack.resilience.save_interval import advise_interval
+from jaxstack.resilience.skipped_steps import SkippedSteps
+from jaxstack.resilience.state_check import StateCheck
+from jaxstack.resilience.stop_request import Interrupted, StopRequest
 from jaxstack.state import LATER_FIELDS
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Loop:
         self.manager: CheckpointManager | None = None
         self.saved_step = -1
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
-        self.guard = StateGuard(settings.resilience.checksum_every_steps)
+        self.guard = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
         self.save_owed = self.advised = self.finished = False
@@ -256,7 +256,7 @@ class Loop:
         limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
         if self.skipped:
             self._skip(step, values, limits)
-        values.pop("weight")
+        values.pop("count")
         train, every = self.trainer.train, self.settings.observe.log_every
         if step % every and step not in (1, train.steps):
             return

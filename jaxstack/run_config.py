@@ -4,7 +4,8 @@ No module on a lower floor imports `RunConfig`: each component takes its own sec
 """
 
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,14 @@ from pydantic import model_validator
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.config.base import Component
-from jaxstack.config.loader import Tree, build_component, load_yaml, merge_overrides, merge_trees
+from jaxstack.config.loader import (
+    Tree,
+    build_component,
+    drop_keys_of_replaced,
+    load_yaml,
+    merge_overrides,
+    merge_trees,
+)
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
 from jaxstack.models.adapters import AdapterConfig
@@ -116,23 +124,50 @@ class RunConfig(Component):
         return plan_pipeline(self.parallel, self.train.global_batch_size, self.train.gradient_accumulation)
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def print_note(text: str) -> None:
+    """Print a note on standard error, so that it does not mix with a command's results."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_note
+) -> RunConfig:
     """Read a YAML file, apply `section.key=value` overrides, and validate the result.
 
     Args:
       path: YAML file; None starts from the defaults. Without `run.name`, the run is named after the file.
-      overrides: values that replace the file's; each is parsed as YAML.
+      overrides: values that replace the file's; each is parsed as YAML. One that names another optimizer, schedule or
+        attention drops the file's keys of the former, and a run made shorter than its warm-up gets a shorter warm-up.
+      report: gets a sentence for each value of the file that an override changes in this way.
 
     Raises:
       ConfigError: the file or a value is wrong; one message lists every problem.
     """
     tree = load_yaml(path) if path is not None else {}
     named = {"run": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem)}} if path is not None else {}
+    tree, notes = drop_keys_of_replaced(RunConfig, tree, overrides)
     tree = merge_trees(named, merge_overrides(tree, overrides))
-    return config_from_tree(tree, origin=str(path) if path is not None else "the configuration")
+    for note in [*notes, *_shorten_warmup(tree, overrides)]:
+        report(note)
+    return config_from_tree(tree, str(path) if path is not None else "the configuration", overrides)
 
 
-def config_from_tree(tree: Mapping[str, object], origin: str = "the configuration") -> RunConfig:
+def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
+    """Cap the file's warm-up at a tenth of the run where an override made the run shorter; returns what to tell."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    train, schedule = tree.get("train"), tree.get("schedule")
+    if "train.steps" not in given or "schedule.warmup_steps" in given or not isinstance(schedule, dict):
+        return []
+    steps, warmup = train.get("steps") if isinstance(train, dict) else None, schedule.get("warmup_steps")
+    if not isinstance(steps, int) or not isinstance(warmup, int) or warmup <= steps or steps < 1:
+        return []
+    schedule["warmup_steps"] = shorter = max(1, steps // 10)
+    return [f"schedule.warmup_steps is {shorter} instead of {warmup}, because train.steps={steps}"]
+
+
+def config_from_tree(
+    tree: Mapping[str, object], origin: str = "the configuration", overrides: Sequence[str] = ()
+) -> RunConfig:
     """Build a validated `RunConfig` from plain data.
 
     Fills in the model and tokenizer of `run.init_from`, the preset, and the default names of optimizer and schedule.
@@ -140,6 +175,7 @@ def config_from_tree(tree: Mapping[str, object], origin: str = "the configuratio
     Args:
       tree: sections as nested dicts; a section of None counts as absent.
       origin: what error messages call the data, such as its file name.
+      overrides: the overrides that are in the tree already; errors about their values name them.
 
     Raises:
       ConfigError: a value is wrong; one message lists every problem.
@@ -156,7 +192,7 @@ def config_from_tree(tree: Mapping[str, object], origin: str = "the configuratio
     for section, default in (("optimizer", "adamw"), ("schedule", "cosine")):
         if isinstance(sections.get(section), dict):
             sections[section] = {"name": default, **sections[section]}
-    return build_component(RunConfig, sections, origin)
+    return build_component(RunConfig, sections, origin, overrides)
 
 
 def _keeps_end_layers_wide(tree: Mapping[str, object]) -> bool:

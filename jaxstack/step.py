@@ -14,10 +14,7 @@ import optax
 
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.build import make_gradients
-from jaxstack.gradients.microbatches import Batch, LossFunction
-from jaxstack.gradients.pipeline import PipelinedGradients
-from jaxstack.gradients.pipeline_module import StagedModule
-from jaxstack.loss import LossSum
+from jaxstack.loss import Batch, Loss, LossFunction, LossSum
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.context import ShardingContext
@@ -33,7 +30,7 @@ class StepFunctions:
     """The step of one module, loss, optimizer and layout.
 
     Args:
-      loss: `loss(module, batch)` or `loss(module, batch, key)`; returns a scalar mean or a `LossSum`.
+      loss: see `jaxstack.loss`.
       learning_rate: step -> learning rate, for the metrics; None where it is not known.
       accumulation: number of microbatches that a batch is cut into.
       layout: the other choices of parallelism; a StagedModule needs its `pipeline`. None: `StepLayout()`.
@@ -42,7 +39,7 @@ class StepFunctions:
     def __init__(
         self,
         module: FunctionalModule,
-        loss: LossFunction,
+        loss: LossFunction | Loss,
         optimizer: optax.GradientTransformation,
         learning_rate: Callable[[jax.Array], jax.Array] | None,
         rules: AxisRules,
@@ -53,13 +50,10 @@ class StepFunctions:
         self.spike_threshold: float | None = None
         """See `resilience.spike_threshold`; read when the step is traced."""
         context = ShardingContext(rules, layout or StepLayout())
-        if isinstance(module, StagedModule):
-            self.gradients = PipelinedGradients(module, loss, context)
-        else:
-            self.gradients = make_gradients(module, loss, context, accumulation)
+        self.gradients = make_gradients(module, loss, context, accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step. Metrics: loss, grad_norm, learning_rate, weight, skipped, expert_overload (scalars).
+        """One optimizer step. Metrics: loss, grad_norm, learning_rate, count, skipped, expert_overload (scalars).
 
         A step whose loss or gradients are not finite, or spike, changes nothing but the step count and `skipped`. With
         a spike threshold the metrics also have `loss_limit` and `grad_norm_limit`.
@@ -67,9 +61,9 @@ class StepFunctions:
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
         sums, non_params = self.gradients(state.params, state.non_params, batch, key)
-        weight = jnp.maximum(sums.weight, 1.0)
-        gradients = jax.tree.map(lambda g: g / weight, sums.gradients)
-        loss, norm = sums.loss / weight, gradient_norm(gradients)
+        count = jnp.maximum(sums.count, 1.0)
+        gradients = jax.tree.map(lambda g: g / count, sums.gradients)
+        loss, norm = sums.loss / count, gradient_norm(gradients)
         trained, frozen = self.module.split_frozen(state.params)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained)
         new_trained = optax.apply_updates(trained, updates)
@@ -93,7 +87,7 @@ class StepFunctions:
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "weight": sums.weight,
+            "count": sums.count,
             "skipped": skipped,
             **limits,
         }
@@ -114,7 +108,7 @@ class StepFunctions:
         return {**batch, TOKEN_KEYS: token_keys(key, rows, jnp.asarray(tokens, jnp.int32))}
 
     def eval_step(self, params: Any, non_params: Any, batch: Batch) -> LossSum:
-        """The loss sum and weight of a batch, without dropout keys."""
+        """Return the loss sum and item count of a batch in evaluation."""
         return self.gradients.loss(params, non_params, batch)
 
 

@@ -22,7 +22,7 @@ from jaxstack.functional.module import make_functional
 from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import Loop, LoopSettings
-from jaxstack.observe.ran import describe_program
+from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.base import Optimizer
 from jaxstack.optim.build import build_optimizer, frozen_rule
 from jaxstack.optim.optimizers import AdamW
@@ -257,7 +257,7 @@ class Trainer:
         return self.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def describe(self) -> dict[str, Any]:
-        """What actually runs: see `jaxstack.observe.ran`."""
+        """What actually runs: see `jaxstack.observe.what_ran`."""
         # A pipeline's program has them within conditionals, so that how many of them run cannot be read from it.
         counted = self._on_gpu and self.pipeline is None
         expected = self.module.fp8_matmuls * self.train.gradient_accumulation if counted else 0

@@ -26,7 +26,7 @@ from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
-from jaxstack.observe.ran import in_short
+from jaxstack.observe.what_ran import in_short
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES
 from jaxstack.run.build import make_trainer, resolve_model

@@ -94,12 +94,12 @@ def test_an_output_of_other_data_is_refused(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_broken_input_is_exit_1(tmp_path, capsys, monkeypatch, workers):
+def test_broken_input_is_exit_2(tmp_path, capsys, monkeypatch, workers):
     monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 100)
     for i in range(4):
         (tmp_path / f"{i}.jsonl").write_text('{"text": "some text"}\n' * 100)
     (tmp_path / "3.jsonl").write_text('{"text": "some text"}\n' * 100 + "{broken\n")
-    assert main(arguments(tmp_path / "*.jsonl", tmp_path / "out", "--workers", workers, "--quiet")) == 1
+    assert main(arguments(tmp_path / "*.jsonl", tmp_path / "out", "--workers", workers, "--quiet")) == 2
     assert "3.jsonl" in capsys.readouterr().err
 
 
@@ -265,3 +265,20 @@ def test_no_text_at_all_and_no_place_to_write(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     assert main(arguments(tmp_path / "a.txt", "/proc/none/out", "--workers", "1")) == 1
     assert "cannot write to /proc/none/out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [".", "shards", "../texts/deep/shards"])
+def test_output_inside_of_the_source_is_refused(tmp_path, place, capsys):
+    texts = tmp_path / "texts"
+    write_corpus(texts, 3)
+    before = content(texts)
+    assert main(arguments(texts, texts / place)) == 2
+    assert "would be read as text the next time" in capsys.readouterr().err
+    assert content(texts) == before
+
+
+def test_records_without_text_are_counted(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n{"text": "some text"}\n')
+    assert main(arguments(path, tmp_path / "out", "--held-out-fraction", "0")) == 0
+    assert "1 document without text (null or empty) was left out" in capsys.readouterr().out

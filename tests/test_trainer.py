@@ -18,7 +18,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.linen import from_linen
 from jaxstack.loop import LoopSettings
-from jaxstack.loss import LossSum
+from jaxstack.loss import LossSum, returns_sum
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant
@@ -218,6 +218,7 @@ class HeldOut:
 def test_held_out_data_is_evaluated_without_keys():
     keys = []
 
+    @returns_sum
     def loss(model, batch, key):
         keys.append(key is None)
         error = (model(batch["x"]) - batch["y"]) ** 2

@@ -1,12 +1,12 @@
-"""The directory of checkpoints on disk: what lies in it, and how entries come and go in one rename.
+"""The directory of checkpoints on disk. Every entry appears and disappears in one rename.
 
     1000/               a committed checkpoint (see manifest.py)
     .saving-2000-1/     half written; becomes 2000/ in one rename
-    .replaced-1000/     what 1000/ was while a new save of the same step takes its place
-    .deleting-500/      on its way out
-    .lock               held by the process that saves here
+    .replaced-1000/     the former 1000/, while a new save of the same step takes its place
+    .deleting-500/      being deleted
+    .lock               locked by the process that saves here
 
-Whatever else lies there is somebody else's: it is named in a warning, never loaded and never deleted.
+Anything else was put there by somebody else: it is named in a warning, never loaded and never deleted.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from jaxstack.errors import JaxstackError
 from jaxstack.files import FileLock, LockHeld, sync_directory
 
 Kind = Literal["committed", "half-written", "deleting", "foreign"]
-_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # what an int32, as the step of a state is, can hold
+_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the range of an int32, the type of a state's step
 _REPLACED = re.compile(r"\.replaced-(0|[1-9][0-9]{0,8})")
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One thing in the directory. `step` is set where it is committed; `reason` says why it is foreign."""
+    """An entry of the directory. `step` is set if it is committed; `reason` says why it is foreign."""
 
     path: Path
     kind: Kind
@@ -38,9 +38,10 @@ class Entry:
 
 
 def scan(directory: Path) -> list[Entry]:
-    """What lies in `directory`, committed checkpoints first and newest first.
+    """List the entries of `directory`: committed checkpoints first, newest first. A missing directory has none.
 
-    An absent directory is empty.
+    Raises:
+      JaxstackError: `directory` is a file or cannot be read.
     """
     try:
         names = sorted(os.listdir(directory))
@@ -74,14 +75,14 @@ def _classify(path: Path) -> Entry:
     try:
         names = os.listdir(path)
     except OSError as error:
-        return Entry(path, "foreign", reason=f"it cannot be looked into: {error.strerror or error}")
+        return Entry(path, "foreign", reason=f"it cannot be read: {error.strerror or error}")
     if MANIFEST not in names and INDEX not in names:
         return Entry(path, "foreign", reason=f"no commit marker ({MANIFEST}) in it")
     return Entry(path, "committed", int(name))
 
 
 def put_in_place(staging: Path, final: Path) -> Path | None:
-    """Make `staging` the committed `final`. Returns where a foreign thing that stood there was moved to."""
+    """Rename `staging` to the committed `final`. Returns the new path of something else that was there, if any."""
     moved = None
     if os.path.lexists(final):
         if _classify(final).kind == "committed":
@@ -98,7 +99,7 @@ def put_in_place(staging: Path, final: Path) -> Path | None:
 
 
 def delete(path: Path) -> None:
-    """Take a checkpoint away in one rename, then frees its space: it is never seen half deleted."""
+    """Delete a checkpoint: rename it first, so that it is never seen half deleted."""
     doomed = path.with_name(f".deleting-{path.name.lstrip('.').removeprefix('deleting-')}")
     if doomed != path:
         remove_tree(doomed)
@@ -107,10 +108,7 @@ def delete(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder, to which a writer that has failed may be adding files for a moment, or a file of that name.
-
-    What cannot be removed stays.
-    """
+    """Remove a folder or file, as far as possible. Retries, as a writer that failed may still be adding files to it."""
     for attempt in range(5):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -123,14 +121,14 @@ def remove_tree(path: Path) -> None:
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Free the space of saves and deletions that were cut off. Only for the holder of the lock."""
+    """Remove saves and deletions that were cut off. Only the process that holds the lock may call it."""
     for entry in scan(directory):
         if entry.kind in ("half-written", "deleting"):
             remove_tree(entry.path)
 
 
 def lock_directory(directory: Path) -> FileLock:
-    """Keep a second run from saving into `directory`. The kernel frees the lock when this process ends.
+    """Lock `directory` against saves of other runs. The kernel frees the lock when this process ends.
 
     File systems without locks are accepted, without protection.
 

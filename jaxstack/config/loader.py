@@ -158,25 +158,35 @@ def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence
     """
     notes = []
     for override in overrides:
-        path, _, value = override.partition("=")
-        *keys, last = path.strip().split(".")
+        keys, name = _chosen_name(override)
         section, annotation = tree, kind
         for key in keys:
             components = _components_in(annotation)
             annotation = _annotation(components[0], key) if components else None
             section = section.get(key, {}) if isinstance(section, dict) else {}
-        members = {str(c.model_fields["name"].default): c for c in _components_in(annotation) if "name" in c.model_fields}
-        if last != "name" or not isinstance(section, dict) or len(members) < 2 or value.strip() not in members:
+        named = [c for c in _components_in(annotation) if "name" in c.model_fields]
+        members = {str(c.model_fields["name"].default): c for c in named}
+        if not isinstance(section, dict) or len(members) < 2 or name not in members:
             continue
-        known = {"name", *_keys(members[value.strip()])}
+        known = {"name", *_keys(members[name])}
         dropped = [key for key in section if key not in known]
         if dropped:
             tree = merge_overrides(tree, [])
             for key in dropped:
                 del _at(tree, keys)[key]
             shown = ", ".join(".".join([*keys, key]) for key in dropped)
-            notes.append(f"{path.strip()}={value.strip()} has no {shown}: what the file says of it is left out")
+            notes.append(f"{'.'.join(keys)}.name={name} has no {shown}: the file's value is left out")
     return tree, notes
+
+
+def _chosen_name(override: str) -> tuple[list[str], str | None]:
+    """Return the section and the component that `section.name=NAME` or `section={name: NAME}` chooses, if it does."""
+    path, _, value = override.partition("=")
+    *keys, last = path.strip().split(".")
+    if last == "name":
+        return keys, value.strip()
+    parsed = _parse_yaml(value, f"the value of {path}") if value.strip().startswith("{") else None
+    return [*keys, last], parsed.get("name") if isinstance(parsed, dict) else None
 
 
 def _at(tree: Tree, keys: Sequence[str]) -> Tree:
@@ -196,9 +206,7 @@ def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def build_component(
-    kind: type[C], tree: Any, origin: str = "the configuration", overrides: Sequence[str] = ()
-) -> C:
+def build_component(kind: type[C], tree: Any, origin: str = "the configuration", overrides: Sequence[str] = ()) -> C:
     """Validates `tree` as a `kind`.
 
     Args:
@@ -257,9 +265,15 @@ _OVERRIDE = "override "
 def _explain(kind: type[BaseModel], problem: Any, overrides: Sequence[str]) -> str:
     """Return one line for one of pydantic's findings: where, what is wrong, and the way out."""
     path, owner = _walk(kind, problem["loc"])
-    name = ".".join(path)
-    given = next((text for text in overrides if path and f"{name}.".startswith(f"{text.partition('=')[0].strip()}.")), "")
-    return (f"{_OVERRIDE}{given}: " if given else "") + _explain_problem(path, owner, problem)
+    name, text = ".".join(path), _explain_problem(path, owner, problem)
+
+    def concerns(override: str) -> bool:
+        """True if the override gave the value, a part of it, or a value that the message names."""
+        key = override.partition("=")[0].strip()
+        return f"{name}.".startswith(f"{key}.") or bool(path) and key.startswith(f"{name}.") or f"{key} (" in text
+
+    given = [override for override in overrides if concerns(override)]
+    return f"{_OVERRIDE}{', '.join(given)}: {text}" if given else text
 
 
 def _explain_problem(path: list[str], owner: Any, problem: Any) -> str:

@@ -300,4 +300,5 @@ class _Builder:
             "sources": list(self._plan.sources),
             "replaced_characters": sum(r.replaced for r in self._results),
             "skipped_files": sum(r.skipped_files for r in self._results),
+            "empty_documents": sum(r.empty_documents for r in self._results),
         }

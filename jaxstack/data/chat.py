@@ -248,7 +248,7 @@ class _Reader:
         try:
             text, spans = template.split(messages, record.get("tools"), last=self._chats.config.answers == "last")
         except ChatError as error:
-            raise JaxstackError(f"{where}: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
         return _Text(text, [(first, self._end(text, last)) for first, last in spans], where, score)
 
     def _check(self, text: str, where: str) -> None:

@@ -8,9 +8,11 @@ from typing import IO, Literal
 
 from jaxstack.data.source_files import EXTRA, SourceFile, open_file
 from jaxstack.data.tokenizer import valid_unicode
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""Byte order marks of UTF-16, either of which opens a text."""
 Kind = Literal["text", "jsonl", "parquet", "topics"]
 Split = Literal["train", "held_out"]
 
@@ -44,18 +46,21 @@ class Document:
     """Number of invalid UTF-8 sequences that became U+FFFD."""
     skipped: bool = False
     """True for a file that is not text; `text` is empty then."""
+    empty: bool = False
+    """True for a record without a text (null, or an empty string); `text` is empty then."""
 
 
 def read_documents(piece: Piece) -> Iterator[Document]:
-    """Yield the documents of `piece` in order, without empty ones.
+    """Yield the documents of `piece` in order. Files and records without text are yielded too, so that they count.
 
     Raises:
       ConfigError: a jsonl line or a parquet file without `text_key`, or a value there that is not a string.
-      JaxstackError: broken data; the message names the file.
+      ConfigError: broken data; the message names the file.
+      JaxstackError: a file that cannot be read, perhaps only now.
     """
     reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "topics": _read_topics}[piece.kind]
     for document in reader(piece):
-        if document.text or document.skipped:
+        if document.text or document.skipped or document.empty:
             yield document
 
 
@@ -67,7 +72,10 @@ def _read_text(piece: Piece) -> Iterator[Document]:
             stream.seek(piece.start)
             raw = stream.read(piece.stop - piece.start)
     if b"\0" in raw[:8192] and piece.opens:
-        if piece.file.explicit:
+        if raw.startswith(UTF_16):
+            if piece.file.explicit:
+                raise ConfigError(f"{piece.file.path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 IN > OUT")
+        elif piece.file.explicit:
             raise ConfigError(f"{piece.file.path} is not text (it contains NUL bytes); give text, jsonl or parquet")
         yield Document("", skipped=True)
         return
@@ -115,7 +123,7 @@ def read_records(piece: Piece) -> Iterator[tuple[dict, int, str]]:
     """Yield (object, number of invalid UTF-8 sequences, file and line) for each line of a jsonl file.
 
     Raises:
-      JaxstackError: a line is not a JSON object; the message names it.
+      ConfigError: a line is not a JSON object; the message names it.
     """
     with open_file(piece.file) as stream:
         if piece.start:
@@ -141,9 +149,9 @@ def _parse_line(line: bytes, where: str) -> tuple[dict, int]:
     try:
         record = json.loads(decoded)
     except (ValueError, RecursionError) as e:
-        raise JaxstackError(f"{where} is not JSON: {e}") from None
+        raise ConfigError(f"{where} is not JSON: {e}") from None
     if not isinstance(record, dict):
-        raise JaxstackError(f"{where} is a JSON {type(record).__name__}, not an object with a text")
+        raise ConfigError(f"{where} is a JSON {type(record).__name__}, not an object with a text")
     return record, replaced
 
 
@@ -155,8 +163,8 @@ def _document(record: dict, replaced: int, where: str, text_key: str) -> Documen
             f"{where} has no key {text_key!r}; its keys: {keys}; set text_key to the one with the text{chat}"
         )
     text = record[text_key]
-    if text is None:
-        return Document("")
+    if text is None or text == "":
+        return Document("", empty=True)
     if not isinstance(text, str):
         raise ConfigError(f"{where}: {text_key!r} is {type(text).__name__}, not a string; set text_key to the text")
     return Document(valid_unicode(text), replaced=replaced)
@@ -203,7 +211,7 @@ def _parquet_errors(file: SourceFile) -> Iterator[None]:
         yield
     except Exception as e:
         if type(e).__module__.startswith("pyarrow"):
-            raise JaxstackError(f"{file.path} is not a whole parquet file: {e}; get it again") from None
+            raise ConfigError(f"{file.path} is not a whole parquet file: {e}; get it again") from None
         raise
 
 
@@ -215,7 +223,7 @@ def _read_parquet(piece: Piece) -> Iterator[Document]:
         groups = list(range(piece.start, stop))
         for batch in reader.iter_batches(row_groups=groups, columns=[piece.text_key], batch_size=1024):
             for text in batch.column(0).to_pylist():
-                yield Document(text or "")
+                yield Document(text or "", empty=not text)
 
 
 def _read_topics(piece: Piece) -> Iterator[Document]:

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -262,3 +262,19 @@ def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     verify_shards(folder, shards, dtype.itemsize)
     return TokenStream(folder, shards, dtype, index["shard_tokens"], index["tokenizer"]["document_start"])
+
+
+def notes_on(index: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each kind of input that was changed or left out when the shards were made."""
+    empty = "without text (null or empty)"
+    rows = (
+        ("replaced_characters", "invalid UTF-8 sequence", "invalid UTF-8 sequences", "became U+FFFD"),
+        ("skipped_files", "file that is not text", "files that are not text", "left out"),
+        ("empty_documents", f"document {empty}", f"documents {empty}", "left out"),
+    )
+    notes = []
+    for key, one, several, fate in rows:
+        if count := index.get(key):
+            verb = "" if fate.startswith("became") else "was " if count == 1 else "were "
+            notes.append(f"{count:,} {one if count == 1 else several} {verb}{fate}")
+    return notes

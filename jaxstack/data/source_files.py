@@ -60,6 +60,10 @@ def find_files(path: str) -> list[SourceFile]:
     expanded = os.path.abspath(os.path.expanduser(path))
     if os.path.isfile(expanded):
         return [_local(expanded, os.path.basename(expanded), explicit=True)]
+    if os.path.islink(expanded) and not os.path.exists(expanded):
+        raise ConfigError(
+            f"the data source {path!r} is a link to {os.readlink(expanded)}, which does not exist: mend the link"
+        )
     if os.path.isdir(expanded):
         found = [_local(p, os.path.relpath(p, expanded)) for p in walk(expanded)]
         return _not_empty(found, path, f"the directory {expanded} holds no files")
@@ -163,7 +167,8 @@ def open_file(file: SourceFile) -> Iterator[IO[bytes]]:
     """Open a binary stream of the decompressed content.
 
     Raises:
-      JaxstackError: the file is gone, or its compressed data is broken or cut off; also raised while it is read.
+      ConfigError: its compressed data is broken or cut off; also raised while it is read.
+      JaxstackError: the file is gone or cannot be read.
     """
     try:
         with _open_raw(file) as raw:
@@ -176,12 +181,12 @@ def open_file(file: SourceFile) -> Iterator[IO[bytes]]:
     except JaxstackError:
         raise
     except (EOFError, gzip.BadGzipFile) as e:
-        raise JaxstackError(f"{file.path} is broken or cut off: {e}; get it again") from None
+        raise ConfigError(f"{file.path} is broken or cut off: {e}; get it again") from None
     except OSError as e:
         raise JaxstackError(f"cannot read {file.path}: {e}") from None
     except Exception as e:
         if type(e).__module__.split(".")[0] in ("zlib", "zstandard", "zstd"):
-            raise JaxstackError(f"{file.path} is broken or cut off: {e}; get it again") from None
+            raise ConfigError(f"{file.path} is broken or cut off: {e}; get it again") from None
         raise
 
 

@@ -17,7 +17,7 @@ from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.documents import Split
 from jaxstack.data.mixture import source_seed
 from jaxstack.data.packing import Stream
-from jaxstack.data.shards import INDEX, is_prepared, open_split, read_index
+from jaxstack.data.shards import INDEX, is_prepared, notes_on, open_split, read_index
 from jaxstack.data.source_files import EXTRA
 from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream
 from jaxstack.data.token_rows import ExampleSet
@@ -171,12 +171,8 @@ class _Opener:
         else:
             place = Path(source.path).expanduser()
         index = read_index(place)
-        for note, count in (
-            ("invalid UTF-8 sequences became U+FFFD", index.get("replaced_characters")),
-            ("files are not text and were left out", index.get("skipped_files")),
-        ):
-            if count and split == "train":
-                self.options.report(f"{source.path}: {count} {note}")
+        for note in notes_on(index) if split == "train" else ():
+            self.options.report(f"{source.path}: {note}")
         if whole and not index["splits"]["held_out"]["tokens"]:
             split = "train"
         return open_split(place, index, split)

@@ -44,6 +44,8 @@ class UnitResult:
     """(score, tokens) of every held-out document, in order."""
     replaced: int = 0
     skipped_files: int = 0
+    empty_documents: int = 0
+    """Number of records whose text is null or an empty string."""
 
 
 def split_parts(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
@@ -52,6 +54,7 @@ def split_parts(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str
         for document in read_documents(piece):
             counts.replaced += document.replaced
             counts.skipped_files += document.skipped
+            counts.empty_documents += document.empty
             if document.text:
                 for split, text, score in split_document(document, piece, unit.fraction, unit.inside):
                     yield split, text, document.opens, score
@@ -129,7 +132,7 @@ def read_result(base: Path, key: str, needs_train: bool) -> UnitResult | None:
         result = UnitResult(
             stored["key"], SplitCounts(**stored["train"]), SplitCounts(**stored["held_out"]),
             [(float(s), int(n)) for s, n in stored["held_out_parts"]],
-            stored["replaced"], stored["skipped_files"],
+            stored["replaced"], stored["skipped_files"], stored["empty_documents"],
         )  # fmt: skip
         if result.key != key or file_sha256(token_file(base, "held_out")) != result.held_out.sha256:
             return None

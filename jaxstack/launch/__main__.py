@@ -15,12 +15,12 @@ from jaxstack.distributed.cluster import (
     trust_variables,
 )
 from jaxstack.errors import ConfigError
+from jaxstack.launch.health import Limits
 from jaxstack.launch.supervisor import Job, Supervisor
-from jaxstack.launch.watch import Limits
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack launch",
         description="Starts the processes of this node, watches their progress, ends them together when one fails or "
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    """The job of a command line, checked.
+    """Return the job of a command line, checked.
 
     Raises:
       ConfigError: there is nothing to run, or it is not known where several nodes meet.

@@ -10,7 +10,7 @@ import numpy as np
 from jaxstack.data.batch_source import abstract_batch
 from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
-from jaxstack.observe.ran import predicted_memory
+from jaxstack.observe.what_ran import predicted_memory
 from jaxstack.parallel import make_mesh
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile, device_memory
 from jaxstack.plan.describe import resolve_plan

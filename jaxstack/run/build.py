@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxstack.data.loader import Data
 from jaxstack.distributed.xla_options import narrow_cpu_options
 from jaxstack.errors import ConfigError
-from jaxstack.loss import LossSum, language_model_loss
+from jaxstack.loss import language_model_loss
 from jaxstack.models import (
     ModelConfig,
     Transformer,
@@ -102,8 +102,7 @@ def make_trainer(
     train = config.train
     if platform == "cpu" and dtype.itemsize < 4:
         train = train.model_copy(update={"xla_options": {**narrow_cpu_options(), **train.xla_options}})
-    # The z-loss is left out of evaluation, so that held-out losses can be compared between runs.
-    loss = functools.partial(_loss, z_loss=config.train.z_loss)
+    loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
     return Trainer(
         lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         loss,
@@ -115,7 +114,3 @@ def make_trainer(
         train=train,
         seed=config.run.seed,
     )
-
-
-def _loss(model: Transformer, batch: Mapping[str, jax.Array], key: jax.Array | None, *, z_loss: float) -> LossSum:
-    return language_model_loss(model, batch, key, z_loss=z_loss if key is not None else 0.0)

@@ -1,4 +1,4 @@
-"""cuDNN's attention through jax's public API, where that API computes exactly what is asked."""
+"""cuDNN's attention through jax's public API, if that API computes exactly the requested call."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.remat import OUT_NAME
 from pallas_kernels.attention.request import AttentionRequest
@@ -13,7 +14,7 @@ from pallas_kernels.mosaic_api import assume_cudnn, cudnn_problem
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """The first rule of jax's cuDNN attention that the request breaks."""
+    """Return the first rule of jax's cuDNN attention that the request breaks, or None."""
     if request.target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {request.target}"
     if request.q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -41,7 +42,7 @@ def _unsupported_options(request: AttentionRequest) -> str | None:
         return "has a window only together with causal=True"
     if mask.causal and request.query_length != request.key_length:
         return (
-            "aligns the first query with the first key, this call the last with the last: "
+            "aligns the first query with the first key, but this call aligns the last with the last: "
             f"T {request.query_length} must equal S {request.key_length}"
         )
     return None
@@ -56,8 +57,8 @@ def _unsupported_installation(request: AttentionRequest) -> str | None:
     return None
 
 
-def attend(request: AttentionRequest) -> tuple[jax.Array, None]:
-    """out [B, T, N, H]; no log-sum-exp."""
+def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], None]:
+    """Return out [B, T, N, H], and None in place of the log-sum-exp."""
     mask = request.options.mask
     with _assume_target(request):
         out = jax.nn.dot_product_attention(
@@ -74,7 +75,11 @@ def attend(request: AttentionRequest) -> tuple[jax.Array, None]:
 
 @contextlib.contextmanager
 def _assume_target(request: AttentionRequest) -> Iterator[None]:
-    """Let a machine without the GPU trace cuDNN attention for the declared target."""
+    """Let a machine without the GPU trace cuDNN attention for the declared target.
+
+    jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, even if it only compiles
+    for another machine.
+    """
     if not request.target.declared:
         yield
         return

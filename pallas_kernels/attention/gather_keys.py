@@ -1,13 +1,14 @@
-"""Attention to keys that are collected first: all of them (all-gather), or, from neighbours, what a window reaches.
+"""Attention to keys that are gathered first: all of them (all-gather), or those that a window reaches.
 
-Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is the plain causal one.
-Where the sequence has fewer chunks before it, the rest carries a segment id of its own, and its tiles are skipped.
+Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is a plain causal one.
+If the sequence has fewer chunks before it, the missing keys carry a segment id of their own, and their tiles are
+skipped.
 
-What is collected is not kept for the backward pass, but collected again. Gradients go home in float32.
+Gathered keys are not saved for the backward, but gathered again. Gradients return to their owners in float32.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.scores import accumulator_dtype, row_delta
 
 _NO_SEGMENT = np.iinfo(np.int32).min
-"""Segment id of keys that are not there."""
+"""Segment id of missing keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +31,13 @@ class KeyGather:
     """The static part of a call.
 
     Attributes:
-        reach: how many chunks before its own a chunk of queries sees at most.
-        use_all_gather: whether keys come by an all-gather, or chunk by chunk from their holders.
+        axis_name: mesh axis that the sequence is sharded over.
+        devices: size of that axis.
+        causal, window: the mask.
+        layout: "zigzag" or "contiguous".
+        reach: largest number of chunks before its own that a chunk of queries sees.
+        use_all_gather: True to fetch keys by an all-gather, False to fetch them chunk by chunk from their owners.
+        options: scale, soft cap and implementation.
     """
 
     axis_name: str
@@ -49,12 +55,12 @@ class KeyGather:
 
 
 def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
-    """How many chunks before its own the first query of a chunk sees."""
+    """Return how many chunks before its own the first query of a chunk sees."""
     return chunks - 1 if window is None else min(chunks - 1, -(-(window - 1) // chunk))
 
 
 def _gather(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
-    """For each own chunk, x [B, T, ...] of the `reach` chunks before it and its own. Linear."""
+    """Return, for each own chunk, x [B, T, ...] of the `reach` chunks before it and of itself. Linear in x."""
     if not gather.causal:
         return [lax.all_gather(x, gather.axis_name, axis=1, tiled=True)]
     if gather.use_all_gather:
@@ -73,7 +79,7 @@ def _gather_from_all(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
     in_order = everything[:, np.concatenate([order, order])]
     found = []
     for number in own_chunks(gather.axis_name, gather.layout):
-        # Behind the sequence it stands once more, so that any run of chunks, also around its end, is one slice.
+        # The sequence is repeated once, so that any run of chunks, also around its end, is one slice.
         start = (number - gather.reach) % chunks
         run = lax.dynamic_slice_in_dim(in_order, start, gather.reach + 1, axis=1)
         found.append(run.reshape(x.shape[0], -1, *x.shape[2:]))
@@ -81,12 +87,12 @@ def _gather_from_all(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
 
 
 def _fetch_from_holders(gather: KeyGather, parts: list[jax.Array], distance: int) -> list[jax.Array]:
-    """For each own chunk the one `distance` before it; zeros where there is none."""
+    """Return, for each own chunk, the chunk `distance` places before it, or zeros if there is none."""
     n = gather.devices
     first = permute(parts[0], gather.axis_name, [(i - distance, i) for i in range(distance, n)])
     if len(parts) == 1:
         return [first]
-    # The one before chunk 2n-1-i is the later chunk of a device behind, or, past the middle, an earlier chunk.
+    # The chunk before chunk 2n-1-i is the later chunk of a following device, or, past the middle, an earlier chunk.
     later = [(i + distance, i) for i in range(n - distance)]
     earlier = [(2 * n - 1 - i - distance, i) for i in range(max(0, n - distance), n) if 2 * n - 1 - i >= distance]
     second = [
@@ -96,7 +102,10 @@ def _fetch_from_holders(gather: KeyGather, parts: list[jax.Array], distance: int
 
 
 def _gather_ids(gather: KeyGather, ids: jax.Array | None, like: jax.Array) -> list[tuple | None]:
-    """(query ids, key ids) for each own chunk, those of missing keys `_NO_SEGMENT`; None where none are needed."""
+    """Return (query ids, key ids) for each own chunk, or None for chunks that need none.
+
+    Missing keys have the id `_NO_SEGMENT`.
+    """
     if not gather.causal:
         return [None if ids is None else (ids, _gather(gather, ids)[0])]
     own = jnp.zeros(like.shape[:2], jnp.int32) if ids is None else ids
@@ -112,14 +121,14 @@ def _gather_ids(gather: KeyGather, ids: jax.Array | None, like: jax.Array) -> li
     return found
 
 
-def _cut(gather: KeyGather, x: jax.Array, dim: int = 1) -> list[jax.Array]:
+def _chunks(gather: KeyGather, x: jax.Array, dim: int = 1) -> list[jax.Array]:
     return split(x, gather.layout, dim) if gather.causal else [x]
 
 
 def _forward(
     gather: KeyGather, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    arrays = zip(_cut(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
+    arrays = zip(_chunks(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
     found = [
         attend_part(gather.options, gather.mask, part, ids_here)
         for part, ids_here in zip(arrays, _gather_ids(gather, ids, q), strict=True)
@@ -130,11 +139,16 @@ def _forward(
 
 def _backward(gather: KeyGather, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, ids, out, lse = saved
-    # Else XLA collects in the forward already, or finds that it did, and keeps all that until the backward.
+    # Without the barrier XLA would reuse the keys gathered in the forward, and hold them until the backward.
     k, v, (d_out, d_lse) = lax.optimization_barrier((k, v, cotangents))
-    arrays = zip(_cut(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
+    arrays = zip(_chunks(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
     delta = row_delta(out, d_out, d_lse)
-    rows = zip(_cut(gather, d_out.astype(q.dtype)), _cut(gather, lse, 2), _cut(gather, delta, 2), strict=True)
+    rows = zip(
+        _chunks(gather, d_out.astype(q.dtype)),
+        _chunks(gather, lse, 2),
+        _chunks(gather, delta, 2),
+        strict=True,
+    )
     found = [
         part_gradients(gather.options, gather.mask, part, ids_here, rows_here)
         for part, ids_here, rows_here in zip(arrays, _gather_ids(gather, ids, q), rows, strict=True)
@@ -143,11 +157,11 @@ def _backward(gather: KeyGather, saved: tuple, cotangents: tuple) -> tuple:
     return jnp.concatenate(d_q, axis=1), _return_gradients(gather, d_k, k), _return_gradients(gather, d_v, v), None
 
 
-def _return_gradients(gather: KeyGather, gradients: Any, like: jax.Array) -> jax.Array:
-    """The transpose of `_gather`, in float32."""
+def _return_gradients(gather: KeyGather, gradients: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    """Apply the transpose of `_gather`, in float32."""
     wide = accumulator_dtype(like.dtype)
-    collect: Callable[..., Any] = lambda x: _gather(gather, x)  # noqa: E731
-    transpose = jax.linear_transpose(collect, jax.ShapeDtypeStruct(like.shape, wide))
+    gather_keys: Callable[..., Any] = lambda x: _gather(gather, x)  # noqa: E731
+    transpose = jax.linear_transpose(gather_keys, jax.ShapeDtypeStruct(like.shape, wide))
     (total,) = transpose([x.astype(wide) for x in gradients])
     return total.astype(like.dtype)
 
@@ -158,5 +172,8 @@ def _forward_rule(gather: KeyGather, q: jax.Array, k: jax.Array, v: jax.Array, i
 
 
 attend_gathered = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-"""out [B, T, N, H] and lse [B, N, T] of this device's queries; see `KeyGather` for the first argument."""
+"""Return out [B, T, N, H] and lse [B, N, T] of this device's queries.
+
+The arguments are the static `KeyGather`, then q, k, v and segment ids (or None).
+"""
 attend_gathered.defvjp(_forward_rule, _backward)

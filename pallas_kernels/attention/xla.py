@@ -1,48 +1,55 @@
 """Attention in chunks of keys with the online softmax, in plain XLA: any device, memory linear in the length.
 
-The tiles that the mask leaves are listed while tracing, and one scan visits them; tiles that no mask cuts are
-visited by a scan of their own that computes no mask. With segments the tiles that no document has a part in are
-skipped while running. The backward recomputes the scores tile by tile from q,
-k, v, out and the log-sum-exp. (FlashAttention's algorithm, Dao et al., arXiv:2205.14135 and
-arXiv:2307.08691.)
+The tiles that the mask leaves are listed while tracing, and one scan visits them; tiles that the mask leaves whole are
+visited by a scan of their own that computes no mask. With segments, tiles without a common document are skipped at run
+time. The backward recomputes the scores tile by tile from q, k, v, out and the log-sum-exp. (FlashAttention's
+algorithm, Dao et al., arXiv:2205.14135 and arXiv:2307.08691.)
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention import scores as pieces
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.request import AttentionRequest, Options, Segments
+from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import SoftmaxState
 from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_pairs, visible_tiles
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 128
 _TILE_BYTES = 2**28
-# A step of the loop costs about as much as so many scores, by what the rows of benchmarks/results/attention.jsonl say
-# of this backend on an H200.
+# Number of scores whose computation takes as long as the overhead of one loop step, fitted to the rows of
+# benchmarks/results/attention.jsonl for this backend on an H200.
 _STEP_ELEMENTS = 2**22
 
 
+State = TypeVar("State")
+Visit = Callable[[State, jax.Array, bool], State]
+"""Return the state after a tile, given as (block numbers [2], True if the mask cuts it)."""
+
+
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Nothing: this backend computes every call."""
+    """Return None: this backend computes every call."""
     del request
     return None
 
 
-def attend(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T]."""
+def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Return out [B, T, N, H] and lse [B, N, T]."""
     tiling = _tiling(request)
     out, lse = _differentiable(request.options, tiling, *_padded(request, tiling))
     return out[:, : tiling.length], lse[..., : tiling.length]
 
 
-def gradients(request: AttentionRequest, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
-    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+def gradients(
+    request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
+) -> Gradients:
+    """Return dQ, dK and dV from d_out, and lse and delta over all keys (see `dispatch.Backend.gradients`)."""
     tiling = _tiling(request)
     missing = -tiling.length % tiling.query_block
     lse, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (lse, delta))
@@ -52,7 +59,7 @@ def gradients(request: AttentionRequest, d_out: jax.Array, lse: jax.Array, delta
 
 
 def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
-    """q, k, v and segments, filled up to whole blocks."""
+    """Return q, k, v and segments, padded to whole blocks."""
     q = _pad(request.q, tiling.query_block)
     k, v = _pad(request.k, tiling.key_block), _pad(request.v, tiling.key_block)
     segments = request.segments
@@ -62,7 +69,7 @@ def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.A
 
 
 def _tiling(request: AttentionRequest) -> Blocks:
-    """The block size with the least work in tiles, of those whose float32 scores stay within `_TILE_BYTES`."""
+    """Return the block size with the least work, of those whose float32 scores stay within `_TILE_BYTES`."""
     rows = request.q.shape[0] * request.q.shape[2]
     length, key_length = request.query_length, request.key_length
     sizes = [_LARGEST_BLOCK]
@@ -131,13 +138,13 @@ def _gradients(
     v: jax.Array,
     segments: Segments | None,
     row_statistics: tuple,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ, dK and dV from d_out, lse and delta."""
+) -> Gradients:
+    """Return dQ, dK and dV; `row_statistics` are (d_out, lse, delta)."""
     return _Backward.create(options, tiling, q, k, v, segments, row_statistics).gradients()
 
 
 class _Backward(NamedTuple):
-    """What the gradients are computed from: heads grouped, d_out as q; lse, delta and the rest [B, K, G, T]."""
+    """Operands of the gradients: q and d_out with grouped heads; lse, delta, shift and total [B, K, G, T]."""
 
     options: Options
     tiling: Blocks
@@ -148,7 +155,7 @@ class _Backward(NamedTuple):
     d_out: jax.Array
     lse: jax.Array
     delta: jax.Array
-    # Where delta is corrected: what is subtracted from the weights' gradients before it, and the sums of the weights.
+    # Only with a corrected delta: the amount subtracted from the weights' gradients, and the sums of the weights.
     shift: jax.Array | None = None
     total: jax.Array | None = None
 
@@ -170,7 +177,10 @@ class _Backward(NamedTuple):
         return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
     def corrected(self, d_lse: jax.Array) -> "_Backward":
-        """With delta, yet without d_lse, corrected (`scores.needs_correction`) in a visit of all tiles."""
+        """Return the operands with delta corrected (see `scores.needs_correction`) by a visit of all tiles.
+
+        `self.delta` must not contain d_lse yet; the result does.
+        """
         shifted = self._replace(shift=self.delta)
 
         def visit(sums: tuple, pair: jax.Array, masked: bool) -> tuple:
@@ -185,7 +195,10 @@ class _Backward(NamedTuple):
         return shifted._replace(total=total, delta=products / total - d_lse.reshape(self.lse.shape))
 
     def softmax_weights(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The softmax weights of a tile, their gradient less the shift, and the scores: [B, K, G, rows, keys]."""
+        """Return the softmax weights of a tile, their gradient minus the shift, and the scores.
+
+        All are [B, K, G, rows, keys].
+        """
         scores = tile.scores(self.q, self.k, _label(self.options.mask, self.segments))
         weights = jnp.exp(scores - tile.rows(self.lse, -1)[..., None])
         rows, keys = tile.rows(self.d_out, 1), tile.keys(self.v, 1)
@@ -197,7 +210,7 @@ class _Backward(NamedTuple):
         return weights, d_weights, scores
 
     def gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """dQ, dK and dV."""
+        """Return dQ, dK and dV."""
 
         def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
             d_q, d_k, d_v = gradients
@@ -225,7 +238,7 @@ _differentiable.defvjp(_forward_rule, _backward_rule)
 
 
 class _SegmentLabels(NamedTuple):
-    """What segments say of queries and keys: document numbers, and which are global tokens of their document."""
+    """Segment ids of queries and keys, and which tokens are global tokens of their document."""
 
     ids: Segments
     is_global: tuple[jax.Array, jax.Array] | None
@@ -236,7 +249,7 @@ def _label(mask: Mask, segments: Segments | None) -> _SegmentLabels | None:
 
 
 class _Tile(NamedTuple):
-    """One (query block, key block) pair, its numbers traced."""
+    """A pair of a query block and a key block, with traced block numbers."""
 
     options: Options
     tiling: Blocks
@@ -258,7 +271,7 @@ class _Tile(NamedTuple):
         return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[1] * self.tiling.key_block, dim)
 
     def scores(self, grouped: jax.Array, k: jax.Array, labels: _SegmentLabels | None) -> jax.Array:
-        """Scores [B, K, G, query block, key block], -inf where a key is not visible."""
+        """Return the scores [B, K, G, query block, key block], -inf for hidden keys."""
         scores = pieces.raw_scores(self.rows(grouped, 1), self.keys(k, 1), self.options)
         if not self.masked:
             return scores
@@ -280,9 +293,13 @@ class _Tile(NamedTuple):
 
 
 def _visit_tiles(
-    options: Options, tiling: Blocks, segments: Segments | None, visit: Callable[..., Any], state: Any
-) -> Any:
-    """Folds `visit(state, pair, masked)` over the tiles that hold visible keys."""
+    options: Options,
+    tiling: Blocks,
+    segments: Segments | None,
+    visit: Visit[State],
+    state: State,
+) -> State:
+    """Fold `visit(state, pair, masked)` over the tiles that have visible keys."""
     if segments is not None:
         return _visit_active_tiles(options.mask, tiling, segments, visit, state)
     for pairs, masked in zip(visible_pairs(options.mask, *tiling), (False, True), strict=True):
@@ -295,8 +312,8 @@ def _visit_tiles(
     return state
 
 
-def _visit_active_tiles(mask: Mask, tiling: Blocks, segments: Segments, visit: Callable[..., Any], state: Any) -> Any:
-    """Folds over the tiles in which some sequence has a visible pair; how many these are is known when running."""
+def _visit_active_tiles(mask: Mask, tiling: Blocks, segments: Segments, visit: Visit[State], state: State) -> State:
+    """Fold over the tiles in which at least one sequence has a visible pair; their number is known at run time."""
     pairs = jnp.asarray(np.argwhere(possible_tiles(mask, tiling, True)), jnp.int32)
     active = visible_tiles(mask, tiling, segments)[0].any(axis=0)[pairs[:, 0], pairs[:, 1]]
     pairs = pairs[jnp.argsort(~active, stable=True)]

@@ -1,8 +1,8 @@
 """Attention for short sequences: a few static blocks of query rows, each against all keys that it can see.
 
-One softmax per block instead of the online one, so no rescaling passes; keys that no query of the block can
-see are sliced away while tracing, which for a causal mask saves nearly half of the work. The backward takes
-the softmax weights from the log-sum-exp, or keeps them where memory is cheap next to compute (CPU).
+Each block needs one softmax instead of the online one, so nothing is rescaled. Keys that no query of the block can see
+are sliced away while tracing, which for a causal mask saves nearly half of the work. The backward recomputes the
+softmax weights from the log-sum-exp; on a CPU, where memory is cheap compared to arithmetic, it saves them instead.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention import scores as pieces
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.request import AttentionRequest, Options, Segments
+from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.tiles import Blocks, possible_tiles
 
 LONGEST = 1024
@@ -22,7 +23,7 @@ _SMALLEST_BLOCK, _MOST_BLOCKS = 32, 4
 
 
 class _Block(NamedTuple):
-    """Query rows [start, stop) and the keys [first_key, last_key) that any of them sees."""
+    """Query rows [start, stop) and the range of keys [first_key, last_key) that they see."""
 
     start: int
     stop: int
@@ -31,28 +32,30 @@ class _Block(NamedTuple):
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """Nothing: every call is computed, at a memory that grows with T x S."""
+    """Return None: this backend computes every call, with memory in proportion to T x S."""
     del request
     return None
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """Long sequences belong to the chunked backend, whose memory is linear."""
+    """Prefer the chunked backend, whose memory is linear, for long sequences."""
     if max(request.query_length, request.key_length) > LONGEST:
         return (
-            f"holds the score matrix: for lengths up to {LONGEST}, got T {request.query_length}, S {request.key_length}"
+            f"stores the score matrix: for lengths to {LONGEST}, got T {request.query_length}, S {request.key_length}"
         )
     return None
 
 
-def attend(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T]."""
+def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Return out [B, T, N, H] and lse [B, N, T]."""
     save_weights = request.target.platform == "cpu"
     return _differentiable(request.options, save_weights, request.q, request.k, request.v, request.segments)
 
 
-def gradients(request: AttentionRequest, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
-    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+def gradients(
+    request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
+) -> Gradients:
+    """Return dQ, dK and dV from d_out, and lse and delta over all keys (see `dispatch.Backend.gradients`)."""
     rows = d_out, lse, delta
     return _gradients(request.options, request.q, request.k, request.v, request.segments, rows, None)
 
@@ -70,7 +73,7 @@ def _blocks(mask: Mask, length: int, key_length: int, segmented: bool) -> list[_
         size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
     blocks = []
     for index, row in enumerate(possible_tiles(mask, Blocks(length, key_length, size, 1), segmented)):
-        # A block that sees no key still needs one, to be masked.
+        # A block that sees no key still gets one, which is masked.
         seen = np.flatnonzero(row) if row.any() else np.zeros(1, int)
         stop = min((index + 1) * size, length)
         blocks.append(_Block(index * size, stop, int(seen[0]), int(seen[-1]) + 1))
@@ -78,7 +81,7 @@ def _blocks(mask: Mask, length: int, key_length: int, segmented: bool) -> list[_
 
 
 def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, segments: Segments | None) -> jax.Array:
-    """Scores [B, K, G, rows, keys] of one block, -inf where a key is not visible."""
+    """Return the scores [B, K, G, rows, keys] of one block, -inf for hidden keys."""
     offset = k.shape[1] - q.shape[1]
     rows, keys = slice(block.start, block.stop), slice(block.first_key, block.last_key)
     scores = pieces.raw_scores(q[:, rows], k[:, keys], options)
@@ -94,14 +97,14 @@ def _masked_scores(options: Options, block: _Block, q: jax.Array, k: jax.Array, 
     if visible is None:
         return scores
     visible = visible[:, None, None] if visible.ndim == 3 else visible
-    # On CPU adding a bias is measured faster than selecting.
+    # On a CPU, adding a bias was measured to be faster than selecting.
     return scores + jnp.where(visible, 0.0, -jnp.inf).astype(scores.dtype)
 
 
 def _forward(
     options: Options, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """out [B, T, N, H], lse [B, N, T] and the softmax weights of each block."""
+    """Return out [B, T, N, H], lse [B, N, T] and the softmax weights of each block."""
     grouped = pieces.group_heads(q, k.shape[2])
     rows_may_be_empty = segments is not None or q.shape[1] > k.shape[1] or options.mask.layout is not None
     outs, lses, saved_weights = [], [], []
@@ -150,11 +153,12 @@ def _gradients(
     saved_weights: list[jax.Array] | None,
     d_lse: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ, dK and dV from d_out, lse and delta.
+    """Return dQ, dK and dV.
 
     Args:
-        saved_weights: the softmax weights of each block, if there are.
-        d_lse: the gradient of the log-sum-exp where delta is without it, and is to be corrected.
+        row_statistics: (d_out, lse, delta).
+        saved_weights: the softmax weights of each block, or None to recompute them.
+        d_lse: the gradient of the log-sum-exp if `delta` does not contain it and is to be corrected, else None.
     """
     d_out, lse, delta = row_statistics
     dtype = pieces.accumulator_dtype(q.dtype)

@@ -1,6 +1,6 @@
-"""Which backends compute an FP8 product, by recipe.
+"""The backends of an FP8 matmul, by recipe.
 
-One scale a tensor is a pattern that XLA's own compiler turns into cuBLASLt's FP8 matmul; XLA knows none for blocks.
+XLA compiles one scale per tensor to cuBLASLt's FP8 matmul. It has no such pattern for blockwise scales.
 """
 
 import dataclasses
@@ -19,12 +19,22 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class Fp8Request:
-    """One call, checked: x [rows, D] times weights [D, outputs]; as `mlp` the gate, up and down weights of SwiGLU's."""
+    """A call with its arguments checked: x [rows, D] times weights [D, outputs].
+
+    Attributes:
+        options: the static arguments.
+        x: the input, with the contracted dims last.
+        norm_inputs: x [rows, D] and gain [D] of the RMSNorm that makes the input, if a backend may compute it; else
+        empty. weights: the weights, with the contracted dims first; with `mlp` gate, up and down.
+        quantized: for each weight its FP8 form, or None to quantize it here.
+        states: for each weight its state of delayed scaling, or None.
+        mlp: True to compute swiglu(x @ gate, x @ up) @ down.
+        target: the device that the call is lowered for.
+    """
 
     options: Fp8Options
     x: jax.Array
     norm_inputs: tuple[jax.Array, ...]
-    """Of what the input is the RMSNorm, where a backend may compute that itself: x [rows, D] and a gain [D]."""
     weights: tuple[jax.Array, ...]
     quantized: tuple[Quantized | None, ...]
     states: tuple[jax.Array | None, ...]
@@ -33,7 +43,7 @@ class Fp8Request:
 
     @property
     def sizes(self) -> list[tuple[int, int, int]]:
-        """(rows, summed, outputs) of each product, several dims as one."""
+        """(rows, contracted, outputs) of each matmul, with several dims merged."""
         contracted = self.options.contracted
         rows = math.prod(self.x.shape[: self.x.ndim - contracted])
         return [(rows, math.prod(w.shape[:contracted]), math.prod(w.shape[contracted:])) for w in self.weights]
@@ -67,7 +77,7 @@ def _per_tensor(request: Fp8Request) -> tuple[jax.Array, ...]:
 
 
 def _fuse_norm_if_possible(request: Fp8Request) -> tuple[Fp8Options, tuple[jax.Array, ...]]:
-    """The options and what the input is computed of; without it where no kernel does that."""
+    """Return the options and the norm's inputs; without them if no kernel fuses the norm."""
     if triton.kernel_applies(request.x.reshape(-1, request.x.shape[-1])):
         return request.options, request.norm_inputs
     return dataclasses.replace(request.options, epsilon=None), ()
@@ -85,25 +95,25 @@ def _blockwise(operations: blockwise.Operations, request: Fp8Request) -> tuple[j
     )
 
 
-_CUBLAS = Backend(
-    "cublas", "XLA compiles the pattern into cuBLASLt's FP8 matmul", _cublas_unsupported_reason, _per_tensor
+_CUBLAS = Backend("cublas", "XLA compiles it to cuBLASLt's FP8 matmul", _cublas_unsupported_reason, _per_tensor)
+_PLAIN = Backend(
+    "xla", "the same quantized numbers, multiplied in bfloat16 or float32", lambda request: None, _per_tensor
 )
-_PLAIN = Backend("xla", "the same rounded numbers in bfloat16 or float32 products", lambda request: None, _per_tensor)
 
-BACKENDS: dict[str, tuple[Backend, ...]] = {
+BACKENDS: dict[str, tuple[Backend[Fp8Request], ...]] = {
     "current": (_CUBLAS, _PLAIN),
     "delayed": (_CUBLAS, _PLAIN),
     "blockwise": (
         Backend(
             "mosaic",
-            "the tensor cores' FP8 rate, scales applied in registers",
+            "tensor cores at their FP8 rate, scales applied in registers",
             _mosaic_unsupported_reason,
             functools.partial(_blockwise, mosaic.MOSAIC),
             opaque=True,
         ),
         Backend(
             "xla",
-            "the same rounded numbers in bfloat16 or float32 products",
+            "the same quantized numbers, multiplied in bfloat16 or float32",
             lambda request: None,
             functools.partial(_blockwise, blockwise.XLA),
         ),

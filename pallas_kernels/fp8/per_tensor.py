@@ -1,11 +1,11 @@
-"""FP8 products with one scale a tensor, of this step (current) or expected from the last ones (delayed).
+"""FP8 matmuls with one scale per tensor, from this step (current) or from the last ones (delayed).
 
-Written as quantize, dequantize, multiply: on a Hopper GPU XLA makes one cuBLASLt FP8 matmul of each product; elsewhere
-the same program computes with the same rounded numbers. FP8 matmuls take both operands with the summed dim contiguous,
-so each input, weight and gradient is needed both ways round, which one kernel writes (`triton.cast_both`): the
-transpose of the input is what the backward keeps.
+A matmul is written as quantize, dequantize, multiply: on a Hopper GPU XLA compiles that to one cuBLASLt FP8 matmul;
+elsewhere the same program computes with the same quantized numbers. FP8 matmuls need the contracted dim contiguous in
+both operands, so each input, weight and gradient is needed in both orders, which one kernel writes
+(`triton.cast_both`); the backward saves the transpose of the input.
 
-Dims: `rows` and `outputs` stand for one or several dims, D for one or several summed ones, F feed-forward.
+Dims: `rows` and `outputs` stand for one or several dims, D for one or several contracted ones, F feed-forward.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.fp8.formats import (
     E4M3,
@@ -37,28 +38,28 @@ from pallas_kernels.target import automatic_axes
 
 Weights = tuple[jax.Array, ...]
 Values = tuple[Quantized | jax.Array, ...]
-"""Of the weights, in E4M3 or to be rounded here, from whatever dtype."""
+"""The weights in E4M3, or in any dtype if they are to be quantized here."""
 States = tuple[jax.Array | None, ...]
-"""Of delayed scaling, one a weight, or all None for current scaling."""
+"""The states of delayed scaling, one per weight; all None with current scaling."""
 
 
 class WeightResiduals(NamedTuple):
-    """What the backward of a product needs of its weight."""
+    """What a matmul's backward needs of its weight."""
 
     weight: Quantized
     state: jax.Array | None
     maxima: tuple[jax.Array, jax.Array] | None
-    """The magnitudes of the input and of the weight, where a state wants them."""
+    """The magnitudes of the input and of the weight, if there is a state."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(
     options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
-    """x [rows, D] times each weight [D, outputs]; x is quantised once.
+    """Multiply x [rows, D] with each weight [D, outputs], quantizing x once.
 
-    Gradients go to `weights`, which are not read, and have their dtype, that of x; what is multiplied are `values`. So
-    is x not read where it is computed of `norm_inputs`.
+    The matmuls use `values`; `weights` only receive the gradients, in their dtype, that of x. With `norm_inputs`, x
+    likewise only receives its gradient.
     """
     return _forward(options, x, norm_inputs, weights, values, states)[0]
 
@@ -86,10 +87,10 @@ multiply.defvjp(_forward, _backward)
 def swiglu_mlp(
     options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
-    """swiglu(x @ gate, x @ up) @ down, of x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
+    """Compute swiglu(x @ gate, x @ up) @ down from x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
 
-    Between the products arrays as large as [rows, F] are written in FP8 only: the result of SwiGLU, and the gradients
-    of gate and up. With current scaling they are rounded with a scale for each tile first, which gives their maxima.
+    The arrays of size [rows, F] between the matmuls, SwiGLU and the gradients of gate and up, are stored in FP8 only.
+    With current scaling they are first quantized with a scale per tile, which yields their maxima.
     """
     return _mlp_forward(options, x, norm_inputs, weights, values, states)[0]
 
@@ -131,7 +132,7 @@ def _products(
     outs, used = [], []
     for weight, state in zip(values, states, strict=True):
         if isinstance(weight, Quantized):
-            # It has got its scale elsewhere.
+            # A weight quantized by the caller has its scale already.
             transposed, maxima = (
                 Quantized(_move_to_end(weight.values, options.contracted), weight.inverse_scale),
                 jnp.zeros(1),
@@ -147,14 +148,14 @@ def _products(
 def _gradients(
     options: Fp8Options, x: Quantized, used: Sequence[WeightResiduals], gradients: Sequence[QuantizedPair], rows: int
 ) -> tuple[jax.Array, tuple[jax.Array, ...], States]:
-    """Of the input, the weights and the states, from those of the results; x is transposed."""
+    """Return the gradients of the input, the weights and the states, from those of the results; x is transposed."""
     d_x = [_dot(options, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
     d_weights = tuple(_dot(options, x, g.transposed, rows) for g in gradients)
     d_states = tuple(
         None if u.maxima is None or u.state is None else state_gradient(u.state, (*u.maxima, g.maxima))
         for g, u in zip(gradients, used, strict=True)
     )
-    # In this dtype and order XLA lets each product add to those before, in float32 before it rounds.
+    # In this dtype and order XLA fuses each addition into the matmul, which adds in float32 before it rounds.
     return functools.reduce(lambda total, last: last + total, d_x), d_weights, d_states
 
 
@@ -168,23 +169,23 @@ def _quantize_input(options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, 
 
 
 def _quantize_gradients(
-    options: Fp8Options, arrays: Sequence[jax.Array], rows: int, states: Sequence[Any]
+    options: Fp8Options, arrays: Sequence[jax.Array], rows: int, states: Sequence[jax.Array | None]
 ) -> list[QuantizedPair]:
     dtype, both = GRADIENT_FORMATS[options.gradients], []
-    # Behind the barrier they are read once more for their maxima; before it XLA takes these into the kernel that
-    # computes a gradient, and for that what fits there better out of it: the sums for a norm's weight.
+    # The barrier costs one more read for the maxima. Without it XLA fuses these into the kernel that computes a
+    # gradient, and then moves the sums for a norm's weight, which fit there better, out of that kernel.
     for x, state in zip(lax.optimization_barrier(tuple(arrays)), states, strict=True):
         both += _quantize_both(IDENTITY, (x,), rows, dtype, (_amax_history(state, 2),))
     return both
 
 
 def _quantize_both(
-    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[AmaxHistory | None]
+    source: Source, arrays: Sequence[jax.Array], first: int, dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
 ) -> list[QuantizedPair]:
-    """What the source makes of the arrays, in the format, as it is and with its `first` dims behind the others."""
+    """Quantize what the source computes, as it is and with its `first` leading dims moved to the end."""
     shape = arrays[0].shape
     if automatic_axes():
-        # Sharded dims must stay apart.
+        # Sharded dims must not be merged.
         found = []
         for x, history in zip(source.compute(*arrays), expected, strict=True):
             values = quantize(x, dtype, history and history.amax)
@@ -204,17 +205,18 @@ def _reshape(x: Quantized, shape: tuple[int, ...]) -> Quantized:
 
 
 def _move_to_end(x: jax.Array, first: int) -> jax.Array:
+    """Move the `first` leading dims of x to the end."""
     return jnp.transpose(x, (*range(first, x.ndim), *range(first)))
 
 
-def _dot(options: Fp8Options, a: Quantized, b: Quantized, summed: int, output: str | None = None) -> jax.Array:
-    """The product over the last `summed` dims of both.
+def _dot(options: Fp8Options, a: Quantized, b: Quantized, contracted: int, output: str | None = None) -> jax.Array:
+    """Multiply over the last `contracted` dims of both operands.
 
-    For `output`, or for a gradient, with every partial sum in float32 (at 12% less of the rate on an H200).
+    If `output` is None the product is a gradient, with every partial sum in float32 (at 12 % less speed on an H200).
     """
     precision = lax.Precision.HIGHEST if output is None else lax.Precision.DEFAULT
     left, right = dequantize(a, options.dtype), dequantize(b, options.dtype)
-    dims = tuple(range(left.ndim - summed, left.ndim)), tuple(range(right.ndim - summed, right.ndim))
+    dims = tuple(range(left.ndim - contracted, left.ndim)), tuple(range(right.ndim - contracted, right.ndim))
     return lax.dot_general(
         left, right, (dims, ((), ())), precision=precision, preferred_element_type=output or options.dtype
     )

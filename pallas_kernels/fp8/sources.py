@@ -1,4 +1,4 @@
-"""What FP8 operands are rounded from: an array, or what is computed of others on the way and never stored itself."""
+"""Sources of FP8 operands: a given array, or one computed from others while it is quantized and never stored."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,21 +9,22 @@ import jax.numpy as jnp
 from pallas_kernels.pointwise.gated import swiglu, swiglu_gradients
 
 NormInputs = tuple[jax.Array, ...]
-"""What a product's input is the RMSNorm of, [..., D] and a gain [D] float32; or nothing."""
+"""Inputs of the RMSNorm that makes a matmul's input: x [..., D] and a gain [D] float32. Empty without a norm."""
 
 
 class Source(NamedTuple):
-    """From arrays, of which the first has the shape of the operands, to these."""
+    """A function from arrays, of which the first has the shape of the operands, to operands."""
 
     compute: Callable[..., tuple[jax.Array, ...]]
+    """Compute the operands."""
     kernel: str
-    """Of `triton_quantize`, which computes and rounds."""
+    """Name of the kernel in `triton_quantize` that computes and quantizes with one scale per tensor."""
     tiles_kernel: str | None
-    """The same with a scale for each tile."""
+    """Name of the kernel with a scale per tile, if there is one."""
     blocks_kernel: str
-    """The same with a scale for 128 values, along rows and along columns."""
+    """Name of the kernel with a scale per 128 values, along rows and along columns."""
     width: int
-    """Columns of a tile: how many the registers hold."""
+    """Columns of a tile: as many as fit into registers."""
 
 
 IDENTITY = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
@@ -47,7 +48,7 @@ NORM = Source(
 
 
 def input_source(epsilon: float | None, x: jax.Array, norm_inputs: NormInputs) -> tuple[Source, tuple[jax.Array, ...]]:
-    """Of a product's input x, which with an epsilon is the RMSNorm of `norm_inputs`."""
+    """Return the source of a matmul's input and its arrays: x, or with an epsilon the RMSNorm of `norm_inputs`."""
     if epsilon is None:
         return IDENTITY, (x,)
     x, gain = norm_inputs

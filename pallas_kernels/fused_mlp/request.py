@@ -1,4 +1,4 @@
-"""What one call of the activated matmul asks for, checked."""
+"""A call of the activated matmul with its arguments checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,14 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class ActivatedMatmulRequest:
-    """One call, its rules already checked: inputs each [..., F], weight [F, D]."""
+    """A call with its arguments checked.
+
+    Attributes:
+        inputs: arrays [..., F].
+        weight: [F, D].
+        activation: a key of `ACTIVATIONS`.
+        target: the device that the call is lowered for.
+    """
 
     inputs: tuple[jax.Array, ...]
     weight: jax.Array
@@ -20,6 +27,7 @@ class ActivatedMatmulRequest:
 
     @property
     def rows(self) -> int:
+        """Number of rows of each input, with leading dims merged."""
         return self.inputs[0].size // self.weight.shape[0]
 
     def __str__(self) -> str:
@@ -28,10 +36,10 @@ class ActivatedMatmulRequest:
 
 
 def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str) -> ActivatedMatmulRequest:
-    """Checks the arguments of `activated_matmul`.
+    """Check the arguments of `activated_matmul`.
 
     Raises:
-        ValueError: a rule is broken; the message names it, the values and the way out.
+        ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")

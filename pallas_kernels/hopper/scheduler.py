@@ -63,7 +63,7 @@ class TileOrder:
     rows: int
     columns: int
     group: int
-    programs: int
+    programs: int = 1
     chunks: int = 1
 
     @property
@@ -73,10 +73,11 @@ class TileOrder:
 
     def tile(self, index: Index) -> Tile:
         """Return the `index`-th tile."""
-        chunk, within = index // (self.rows * self.columns), index % (self.rows * self.columns)
-        band, in_band = within // (self.group * self.columns), within % (self.group * self.columns)
+        chunk_tiles, band_tiles = self.rows * self.columns, self.group * self.columns
+        chunk, within = lax.div(index, chunk_tiles), lax.rem(index, chunk_tiles)
+        band, in_band = lax.div(within, band_tiles), lax.rem(within, band_tiles)
         height = jnp.minimum(self.group, self.rows - band * self.group)
-        return Tile(chunk, band * self.group + in_band % height, in_band // height)
+        return Tile(chunk, band * self.group + lax.rem(in_band, height), lax.div(in_band, height))
 
 
 # --- items dealt out beforehand ----------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State
 
     Args:
         total: Number of items of all programs.
-        programs: Number of programs of the kernel's `program` axis, at most `total`.
+        programs: Number of programs of the kernel's `program` axis.
         visit: Called with the item's number within this program, its index, and the state.
         state: State before the first item.
 
@@ -105,7 +106,7 @@ def deal(total: int, programs: int, visit: Callable[[Index, Index, State], State
 
 def item_count(program: Index, programs: int, total: int) -> Index:
     """Return how many of the items program, program + programs, ... are below `total`."""
-    return (total - 1 - program) // programs + 1
+    return lax.div(total - 1 + programs - program, programs)
 
 
 # --- tiles claimed while the kernel runs -------------------------------------------------------------------------

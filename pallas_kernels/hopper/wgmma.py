@@ -97,13 +97,10 @@ class _HardwareAccumulator:
 
 
 class _InterpretedAccumulator:
-    """Sum computed at once with `jnp.dot`, for what interpret mode has no wgmma for.
+    """Sum computed at once with `jnp.dot`."""
 
-    That is a left operand in registers and an accumulator that starts from a value.
-    """
-
-    def __init__(self, start: jax.Array):
-        self._sum = start
+    def __init__(self, start: tuple[int, int] | jax.Array):
+        self._sum = jnp.zeros(start, jnp.float32) if isinstance(start, tuple) else start
 
     def add(self, left: Ref | jax.Array, right: Ref) -> None:
         self._sum = self._sum + jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
@@ -113,30 +110,45 @@ class _InterpretedAccumulator:
         return self._sum
 
 
-def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
+def accumulate(
+    body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False
+) -> Result:
     """Run `body` with one accumulator for each of `starts`, and return its result.
 
     Args:
         body: Takes as many `Accumulator`s as there are starts; they live in registers until it returns.
-        starts: Shape [rows, columns] of an accumulator that starts from zero (its left operands lie in shared memory),
-            or the float32 value that it starts from.
-        interpret: True if the kernel runs in interpret mode.
+        starts: Shape [rows, columns] of an accumulator that starts from zero, or the float32 value that it starts from.
+        interpret: True if the kernel runs in interpret mode, which has no wgmma with a left operand in registers and no
+            accumulator that starts from a value: products are then computed with `jnp.dot`. Without such operands it
+            may stay False, and wgmma itself is interpreted.
     """
+    if interpret:
+        return body(*map(_InterpretedAccumulator, starts))
 
     def scoped(*refs: Ref) -> Result:
-        accumulators: list[Accumulator] = []
         for ref, start in zip(refs, starts, strict=True):
-            if isinstance(start, tuple):
-                accumulators.append(_HardwareAccumulator(ref))
-            elif interpret:
-                accumulators.append(_InterpretedAccumulator(start))
-            else:
+            if not isinstance(start, tuple):
                 ref[...] = start
-                accumulators.append(_HardwareAccumulator(ref))
-        return body(*accumulators)
+        return body(*map(_HardwareAccumulator, refs))
 
     shapes = (start if isinstance(start, tuple) else start.shape for start in starts)
     return pl.run_scoped(scoped, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def add_products(
+    sums: tuple[jax.Array, ...], *operands: tuple[Callable[[], jax.Array], Ref], interpret: bool
+) -> tuple[jax.Array, ...]:
+    """Return sum + left() @ right for each of `sums`, with left() in registers and `right` in shared memory.
+
+    Each left operand is computed while the product before it runs; all products are waited for at the end.
+    """
+
+    def body(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
+        for accumulator, (left, right) in zip(accumulators, operands, strict=True):
+            accumulator.add(left(), right)
+        return tuple(accumulator.load() for accumulator in accumulators)
+
+    return accumulate(body, *sums, interpret=interpret)
 
 
 def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> jax.Array:

@@ -1,7 +1,7 @@
-"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467) and LayerNorm (Ba et al., arXiv:1607.06450), and what passes them by.
+"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467) and LayerNorm (Ba et al., arXiv:1607.06450).
 
-A residual stream goes on past the norm. Where a function returns its input beside the normalised values, its backward
-adds the gradients of both in the pass that it makes anyway.
+A residual stream continues past the norm. If a function also returns its input, the residual branch can use that
+result, and the backward adds the branch's gradient in the pass that it makes anyway.
 """
 
 import functools
@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.normalization import triton_launch as norm_triton
-
-Normalised = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class NormOptions(NamedTuple):
@@ -20,35 +19,35 @@ class NormOptions(NamedTuple):
 
     epsilon: float
     centered: bool = False
-    """LayerNorm, which takes the mean away first."""
+    """True for LayerNorm, which subtracts the mean first."""
     offset: float = 0.0
-    """Added to the weight."""
+    """Number added to the weight."""
 
 
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
+    x: Float[Array, "*rows D"],
+    weight: Float[Array, " D"] | None = None,
     *,
-    residual: jax.Array | None = None,
+    residual: Float[Array, "*rows D"] | None = None,
     epsilon: float = 1e-6,
     weight_offset: float = 0.0,
     return_input: bool = False,
-) -> Normalised:
-    """x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset) over the last dim, computed in float32.
+) -> Float[Array, "*rows D"] | tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Compute x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset) over the last dim, in float32.
 
-    Only x is kept for the backward.
+    Only x is saved for the backward.
 
     Args:
         x: [..., D].
-        weight: [D]; None for no scale.
-        residual: [..., D]; where given, x + residual is normalised and also returned.
+        weight: [D], or None for no scale.
+        residual: [..., D]; if given, x + residual is normalised, and returned too.
         epsilon: added to the mean square.
-        weight_offset: 1.0 for Gemma, whose weights are stored less one.
-        return_input: also return x.
+        weight_offset: number added to the weight: 1.0 for Gemma, whose checkpoints contain weight - 1.
+        return_input: True to return x too, for a residual branch whose gradient is then added in the norm's backward.
 
     Returns:
-        The normalised [..., D] in the dtype of x; with `residual` the pair (normalised, x + residual), with `beside`
-        (normalised, x).
+        The normalised [..., D] in the dtype of x; with `residual` the pair (normalised, x + residual), with
+        `return_input` the pair (normalised, x).
 
     Raises:
         ValueError: the shapes do not fit.
@@ -63,20 +62,25 @@ def rms_norm(
 
 
 def layer_norm(
-    x: jax.Array, weight: jax.Array, bias: jax.Array, *, epsilon: float = 1e-5, return_input: bool = False
-) -> Normalised:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, computed in float32.
+    x: Float[Array, "*rows D"],
+    weight: Float[Array, " D"],
+    bias: Float[Array, " D"],
+    *,
+    epsilon: float = 1e-5,
+    return_input: bool = False,
+) -> Float[Array, "*rows D"] | tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Compute (x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, in float32.
 
-    Only x is kept for the backward.
+    Only x is saved for the backward.
 
     Args:
         x: [..., D].
         weight, bias: [D].
         epsilon: added to the variance.
-        return_input: also return x.
+        return_input: True to return x too, for a residual branch whose gradient is then added in the norm's backward.
 
     Returns:
-        The normalised [..., D] in the dtype of x; with `beside` the pair (normalised, x).
+        The normalised [..., D] in the dtype of x; with `return_input` the pair (normalised, x).
 
     Raises:
         ValueError: the shapes do not fit.
@@ -133,13 +137,13 @@ def _backward_rule_with_input(options: NormOptions, saved: tuple, gradients: tup
 
 
 def _gradients(options: NormOptions, saved: tuple, d_out: jax.Array, d_residual: jax.Array | None) -> tuple:
-    """Of x, weight and bias; `d_residual` is the gradient of x that does not come through the norm."""
+    """Return the gradients of x, weight and bias; `d_residual` is the gradient of x from the residual branch."""
     x, weight, bias = saved
     if weight is not None and norm_triton.kernel_applies(x):
         gain = weight.astype(jnp.float32) + options.offset
         d_x, sums = norm_triton.gradients(x, gain, d_out, d_residual, options.epsilon, options.centered)
         return d_x, sums[0].astype(weight.dtype), None if bias is None else sums[1].astype(bias.dtype)
-    # A use of the forward's sums here would split its one kernel into several. All sums over a row are of one pass.
+    # The barrier prevents XLA from sharing sums with the forward, whose one kernel it would then split into several.
     x, weight = jax.lax.optimization_barrier((x, weight))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     d_out, rows = d_out.astype(wide.dtype), tuple(range(x.ndim - 1))

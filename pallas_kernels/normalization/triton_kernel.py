@@ -1,6 +1,6 @@
-"""The gradients of RMSNorm and LayerNorm in one pass over memory, and the gradient that passes the norm by added."""
+"""The gradients of RMSNorm and LayerNorm in one pass over memory, fused with the gradient of the residual branch."""
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
@@ -8,13 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def add_four(a, b, c, d, e, f, g, h):
-    """Four sums at once: the warps of a program meet once a row."""
+    """Return four sums at once, so that the warps of a program synchronise once per row."""
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
 def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
-    """A row of each, zeros residual the end; and what is taken from x (centered), so that its mean is small."""
+    """Load a row of each array, 0 past its end, and the pivot of the row.
+
+    The pivot is a value that is subtracted from x (if centered) so that its mean is small.
+    """
     here = (columns < plan.width) & (row < plan.rows)
     places = row * plan.width + columns
     value, gradient = tl.load(x + places, here, 0.0), tl.load(d_out + places, here, 0.0)
@@ -29,10 +32,10 @@ def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
 
 @triton.jit
 def gradient_kernel(x, gain, d_out, d_residual, d_x, sums, plan: tl.constexpr):
-    """Rows `program_id`, + programs, ..., of which the next is read while one is computed.
+    """Compute the gradients for rows `program_id`, + programs, ..., loading each row while the one before is computed.
 
-    x, d_out, d_residual, d_x [rows, D], gain [D] float32; sums [1 or, centered, 2, programs, D] float32: of these
-    rows, the gradients of gain and bias.
+    x, d_out, d_residual and d_x are [rows, D], gain is [D] float32. Sums are float32 [1, or 2 if centered, programs,
+    D]: the gradients of gain (and bias) over the rows of each program.
     """
     width: tl.constexpr = plan.width
     padded: tl.constexpr = plan.padded

@@ -98,7 +98,9 @@ def test_only_one_process_saves_into_a_directory(open_manager, tmp_path, run_pyt
 def test_a_run_claims_its_directory_before_it_saves(open_manager, run_python):
     manager = open_manager()
     manager.claim()
-    claim = "import sys; from jaxstack.checkpoint.manager import CheckpointManager; CheckpointManager(sys.argv[1]).claim()"
+    claim = (
+        "import sys; from jaxstack.checkpoint.manager import CheckpointManager; CheckpointManager(sys.argv[1]).claim()"
+    )
     result = run_python(claim, manager.directory)
     assert "another process saves checkpoints" in result.stderr and result.returncode == 1
     manager.save(1, {"x": jnp.ones(4)}, wait=True)

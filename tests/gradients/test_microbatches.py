@@ -15,7 +15,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.build import make_gradients
 from jaxstack.gradients.gspmd import GlobalGradients
 from jaxstack.gradients.shard_map import LocalGradients
-from jaxstack.loss import LossSum, language_model_loss
+from jaxstack.loss import LossSum, language_model_loss, returns_sum
 from jaxstack.models import Transformer
 from jaxstack.parallel import AXES, ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
 from tests.small_runs import batch_at, make_trainer, small_config
@@ -54,9 +54,10 @@ def test_our_transformer_runs_on_its_own_rows_and_other_modules_on_all():
 def test_dropout_differs_between_devices_and_microbatches(accumulation):
     seen = set()
 
+    @returns_sum
     def loss(model, batch, key):
         jax.debug.callback(lambda k: seen.add(tuple(k.tolist())), jax.random.key_data(key))
-        return language_model_loss(model, batch, key)
+        return language_model_loss(model, batch, key=key, train=True)
 
     module = transformer()
     gradients = make_gradients(module, loss, rules(data=2, fsdp=2), accumulation)
@@ -81,12 +82,13 @@ def test_a_loss_that_is_a_mean_sees_the_whole_batch():
         jax.jit(make_gradients(module, mean, layout))(params, non_params, batch, jax.random.key(1))[0]
         for layout in (rules(data=2, fsdp=2), rules(data=1))
     )
-    assert float(found.weight) == 1 and float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
+    assert float(found.count) == 1 and float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found.gradients, wanted.gradients)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_somebody_elses_statistics_are_those_of_the_whole_batch(zero):
+    @returns_sum
     def loss(model, batch):
         return LossSum(jnp.sum((model(batch["x"]) - batch["x"]) ** 2), batch["x"].shape[0])
 

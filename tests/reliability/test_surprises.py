@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from jaxstack.resilience.ending import signal_name
+from jaxstack.resilience.exit_on_signal import signal_name
 from tests.reliability.runs import Runs, finish, waiting
 
 pytestmark = pytest.mark.slow

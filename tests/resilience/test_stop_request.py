@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from jaxstack.resilience import signals
-from jaxstack.resilience.signals import StopRequest
+from jaxstack.resilience import stop_request
+from jaxstack.resilience.stop_request import StopRequest
 
 
 def test_a_signal_that_comes_twice_is_one_request(monkeypatch):
@@ -16,6 +16,6 @@ def test_a_signal_that_comes_twice_is_one_request(monkeypatch):
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert stop.reached() and stop.signum == signal.SIGINT
-        monkeypatch.setattr(signals, "SAME_SECONDS", 0.0)
+        monkeypatch.setattr(stop_request, "SAME_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)

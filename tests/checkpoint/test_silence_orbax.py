@@ -12,7 +12,7 @@ import pytest
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-from jaxstack.checkpoint.quiet import hush_orbax
+from jaxstack.checkpoint.silence_orbax import silence_orbax
 
 NOWHERE = "/proc/nothing"
 
@@ -23,8 +23,8 @@ def said(monkeypatch, caplog):
     caplog.set_level(logging.ERROR)
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
-    hush_orbax("state")
-    hush_orbax("state")
+    silence_orbax("state")
+    silence_orbax("state")
     yield lambda: [record.getMessage() for record in caplog.records] + [str(u.exc_value) for u in heard]
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
@@ -139,7 +139,7 @@ def test_a_coroutine_of_orbax_that_is_never_awaited_is_not_told():
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        hush_orbax("state")
+        silence_orbax("state")
         write_fragment.__qualname__ = "async_serialize_from_host.<locals>.write_fragment"
         write_fragment()
         assert not told

@@ -1,8 +1,8 @@
-"""Keeps Orbax and TensorStore from telling at length, in many places, what the checkpoint's error says once.
+"""Silences messages of Orbax and TensorStore that repeat what the checkpoint's own error says once.
 
-One failed write is logged by up to four of Orbax's threads, by asyncio for each leaf, and by TensorStore for each leaf
-that fails after Orbax has closed its event loop, with tracebacks. The error reaches the caller as an exception. What
-asyncio says of anybody else's tasks is left alone.
+One failed write is logged with tracebacks by up to four of Orbax's threads, by asyncio for each leaf, and by
+TensorStore for each leaf that fails after Orbax has closed its event loop. The caller gets the error as an exception.
+Messages of asyncio about other code's tasks are not filtered.
 """
 
 import logging
@@ -12,7 +12,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 _ORBAX = os.sep.join(("", "orbax", "checkpoint", ""))
 _STARTERS = ("asyncio", "concurrent")
@@ -20,7 +19,7 @@ _CLOSED = "Event loop is closed"
 _NOT_AWAITED = r"coroutine 'async_(de)?serialize\w*\.<locals>\.\w+' was never awaited"
 
 
-def hush_orbax(item: str) -> None:
+def silence_orbax(item: str) -> None:
     """Silence the messages of Orbax, and those of TensorStore about files below a folder named `item`."""
     for name in ("absl", "asyncio"):
         logger = logging.getLogger(name)
@@ -41,33 +40,33 @@ class _WithoutOrbax(logging.Filter):
             return False
         if record.name != "asyncio":
             return True
-        # Of a task without an exception asyncio writes where its function is defined.
+        # For a task without an exception, asyncio's message names the file of its function.
         return not (self._is_theirs(record.exc_info[1]) if record.exc_info else _ORBAX in record.getMessage())
 
     def _is_theirs(self, error: BaseException | None) -> bool:
         for frame, _ in traceback.walk_tb(error.__traceback__ if error else None):
             package = frame.f_globals.get("__name__", "").partition(".")[0]
             if package not in _STARTERS:
-                # A user's task that failed in a call of Orbax began in the user's code.
+                # A user's task that failed inside Orbax has the user's code as its first frame.
                 return package == "orbax"
-        # No Python code raised it: TensorStore puts it into the future, as the text of a C++ status.
+        # Raised by no Python code: TensorStore sets the future's exception, with the text of a C++ status.
         return isinstance(error, ValueError) and bool(self._tensorstore.match(str(error)))
 
 
 class _WithoutClosedLoops:
-    """An `unraisablehook` that leaves out what TensorStore says of a write that nobody waits for any more."""
+    """An `unraisablehook` that drops TensorStore's errors about a write that nobody waits for any more."""
 
-    def __init__(self, before: Callable[[Any], object]):
+    def __init__(self, before: "Callable[[sys.UnraisableHookArgs], object]"):
         self._before = before
 
-    def __call__(self, unraisable: Any) -> None:
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
         if not self._is_theirs(unraisable):
             self._before(unraisable)
 
     @staticmethod
-    def _is_theirs(unraisable: Any) -> bool:
+    def _is_theirs(unraisable: "sys.UnraisableHookArgs") -> bool:
         if unraisable.exc_type is not RuntimeError or str(unraisable.exc_value) != _CLOSED or unraisable.object:
             return False
         frames = traceback.extract_tb(unraisable.exc_traceback, limit=1)
-        # Called by no Python function: from a thread of C++.
+        # No Python function called it: it runs in a C++ thread.
         return bool(frames) and frames[0].name == "call_soon_threadsafe"

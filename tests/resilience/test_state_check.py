@@ -9,8 +9,8 @@ import pytest
 
 from jaxstack.errors import JaxstackError
 from jaxstack.parallel import ParallelConfig, make_mesh
-from jaxstack.resilience.guard import SilentCorruption, StateGuard
 from jaxstack.resilience.replicas import ReplicaCheck
+from jaxstack.resilience.state_check import SilentCorruption, StateCheck
 from tests.resilience.bits import flip_copy
 
 MESH = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
@@ -69,7 +69,7 @@ class State(NamedTuple):
 
 
 def test_the_guard_looks_when_it_is_time():
-    guard, good = StateGuard(10), {"w": jax.device_put(jnp.ones(4), jax.NamedSharding(MESH, jax.P()))}
+    guard, good = StateCheck(10), {"w": jax.device_put(jnp.ones(4), jax.NamedSharding(MESH, jax.P()))}
     bad = {"w": flip_copy(good["w"], 6, 40)}
 
     guard.check(10, State(good), before_save=True)
@@ -79,12 +79,12 @@ def test_the_guard_looks_when_it_is_time():
             SilentCorruption, match=rf"after step {step} .*\n  params/w differs.*device 6 .*\n.*not saved"
         ):
             guard.check(step, State(bad), before_save=saving)
-    StateGuard(None).check(20, State(bad), before_save=True)
+    StateCheck(None).check(20, State(bad), before_save=True)
 
 
 @pytest.mark.parametrize("poison", [jnp.nan, -jnp.inf])
 def test_parameters_that_are_not_finite_are_not_saved(poison):
     state = State({"a": jnp.ones(3), "n": jnp.arange(3), "b": {"w": jnp.ones(3).at[1].set(poison)}})
-    StateGuard().check(3, state, before_save=False)
+    StateCheck().check(3, state, before_save=False)
     with pytest.raises(JaxstackError, match="after step 3 parameters are not finite: b/w. It is not saved"):
-        StateGuard().check(3, state, before_save=True)
+        StateCheck().check(3, state, before_save=True)

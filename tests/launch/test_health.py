@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxstack.launch.budget import Budget
-from jaxstack.launch.watch import Limits, find_straggler, find_stuck
+from jaxstack.launch.health import Limits, find_straggler, find_stuck
+from jaxstack.launch.restart_budget import RestartBudget
 from jaxstack.resilience.progress_file import Record
 
 LIMITS = Limits(step=10, start=100, save=50)
@@ -61,9 +61,9 @@ def test_a_straggler_spends_time_on_its_own_host():
 
 
 def test_progress_refills_the_budget():
-    budget = Budget(2)
+    budget = RestartBudget(2)
     assert budget.spend(-1) and budget.spend(-1) and not budget.spend(-1)
-    budget = Budget(2)
+    budget = RestartBudget(2)
     assert budget.spend(100) and budget.spend(100)
     assert budget.spend(200), "a newer checkpoint"
     assert budget.left == 1
@@ -71,7 +71,7 @@ def test_progress_refills_the_budget():
 
 
 def test_waits_longer_from_failure_to_failure():
-    budget = Budget(8)
+    budget = RestartBudget(8)
     delays = []
     while budget.spend(-1):
         delays.append(budget.delay_seconds)

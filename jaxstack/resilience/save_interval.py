@@ -1,17 +1,17 @@
-"""How often to save: what a save costs against what a failure loses."""
+"""Advice on the interval between saves: the time that saves take against the time that a failure loses."""
 
 import math
 
 LLAMA3_HOURS = 50_700
-"""GPU-hours between two unexpected interruptions of Llama 3's training (419 in 54 days on 16,384 GPUs; Llama Team 2024,
+"""GPU-hours between two unexpected interruptions of Llama 3's training: 419 in 54 days on 16,384 GPUs (Llama Team 2024,
 arXiv:2407.21783)."""
 
 
 def young_daly_seconds(save_seconds: float, failure_seconds: float) -> float:
-    """The interval between saves that loses least: sqrt(2 C M) (Young 1974; Daly 2006).
+    """Return the interval between saves that loses the least time, sqrt(2 C M) (Young 1974; Daly 2006), in seconds.
 
     Args:
-      save_seconds: C, for which a save holds up training.
+      save_seconds: C, time that a save delays training.
       failure_seconds: M, mean time between failures of the whole run.
     """
     return math.sqrt(2 * save_seconds * failure_seconds)
@@ -20,14 +20,14 @@ def young_daly_seconds(save_seconds: float, failure_seconds: float) -> float:
 def advise_interval(
     every_steps: int, step_seconds: float, blocking_seconds: float, total_seconds: float, devices: int, hours: float
 ) -> str:
-    """One line on how often this run should save.
+    """Return one line of advice on how often this run should save.
 
     Args:
-      every_steps: what is set.
-      step_seconds: of a training step.
-      blocking_seconds: for which a save holds up training.
-      total_seconds: until it is committed; a shorter interval than that is of no use.
-      devices: of the run.
+      every_steps: the configured interval.
+      step_seconds: duration of a training step.
+      blocking_seconds: time that a save delays training.
+      total_seconds: time until a save is committed, the shortest useful interval.
+      devices: number of devices of the run.
       hours: device-hours between failures.
     """
     between = hours * 3600 / devices

@@ -1,7 +1,7 @@
-"""Ends what is left of a run whose launcher was killed: `guard.py FOLDER`, with its standard input on the launcher.
+"""Kills what is left of a run whose launcher was killed: `cleanup_process.py FOLDER`, standard input from the launcher.
 
-The kernel ends the launcher's own children with it; what those have started, such as a trainer below a shell, it does
-not. Run as a file, with nothing but the standard library, so that it is there at once and small.
+With the launcher the kernel ends its own children, but not the processes that these have started, such as a trainer
+below a shell. Run as a file, with only the standard library, so that it starts at once and stays small.
 """
 
 import contextlib
@@ -16,10 +16,13 @@ from pathlib import Path
 _ROUNDS, _ROUND_SECONDS = 50, 0.1
 
 
-class Guard:
-    """Until it is closed: once this process is gone, all that have `folder` in their environment are ended.
+class CleanupProcess:
+    """Once this process is gone, kills all processes that have `folder` in their environment, until it is closed.
 
-    To be made before the launcher adopts orphans: the guard is nobody's child.
+    Must be created before the launcher adopts orphans: the cleanup process must not be its child.
+
+    Args:
+      folder: a path that is in the environment of all processes of the run.
     """
 
     def __init__(self, folder: Path):
@@ -30,13 +33,13 @@ class Guard:
         self._first.wait()
 
     def close(self) -> None:
-        """The run has ended."""
+        """Stop the cleanup process: the run has ended."""
         if self._first.stdin is not None:
             self._first.stdin.close()
 
 
 def find_marked(folder: str) -> list[int]:
-    """Processes of this user whose environment names `folder`."""
+    """Return the processes of this user whose environment contains `folder`."""
     found = []
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -46,8 +49,8 @@ def find_marked(folder: str) -> list[int]:
     return found
 
 
-def watch(folder: str) -> None:
-    """Wait for the end of the launcher."""
+def wait_and_kill(folder: str) -> None:
+    """Wait for the end of the launcher, then kill the processes that it left and remove `folder`."""
     if os.fork():
         os._exit(0)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -65,4 +68,4 @@ def watch(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1])
+    wait_and_kill(sys.argv[1])

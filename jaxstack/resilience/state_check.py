@@ -1,9 +1,8 @@
-"""What a state has to pass before it is saved: finite parameters, and copies that are the same."""
-
-from typing import Any
+"""Checks of a state before it is saved: its parameters are finite, and its replicas are equal."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import JaxstackError
@@ -14,30 +13,32 @@ _GO_BACK = "It is not saved; the same command goes back to the newest checkpoint
 
 
 class SilentCorruption(JaxstackError):
-    """Copies of one part of the state are not the same."""
+    """Replicas of one part of the state are not equal."""
 
 
-class StateGuard:
-    """Checks the states of a run. Called alike on every process; waits for the state.
+class StateCheck:
+    """Checks the states of a run. Every process calls it in the same way; it waits for the state to be computed.
 
     Args:
-      checksum_every_steps: how often the copies are compared, and with it before each save; None: never.
+      checksum_every_steps: interval of comparing replicas, which are then compared before each save too; None: never.
     """
 
     def __init__(self, checksum_every_steps: int | None = None):
         self._every = checksum_every_steps
         self._replicas: ReplicaCheck | None = None
-        # Scalars are on every device, and so on every process; a vector of them need not be.
+        # A scalar is replicated to every device, and so to every process; a vector of them may be sharded.
         self._finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
 
-    def check(self, step: int, state: Any, before_save: bool) -> None:
-        """Look where it is time to.
+    def check(self, step: int, state: PyTree, before_save: bool) -> None:
+        """Run the checks that are due.
 
         Args:
+          step: number of steps done.
           state: a `TrainState`.
+          before_save: the state is about to be saved.
 
         Raises:
-          SilentCorruption: copies differ; the message names the leaves and devices.
+          SilentCorruption: replicas differ; the message names the leaves and devices.
           JaxstackError: a parameter is not finite.
         """
         if self._every is not None and (before_save or step % self._every == 0):
@@ -52,7 +53,7 @@ class StateGuard:
         if before_save:
             self._check_finite(step, state.params)
 
-    def _check_finite(self, step: int, params: Any) -> None:
+    def _check_finite(self, step: int, params: PyTree) -> None:
         arrays = {name: x for name, x in name_leaves(params)[0].items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         bad = [name for name, finite in jax.device_get(self._finite(arrays)).items() if not finite]
         if bad:

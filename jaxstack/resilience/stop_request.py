@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to save and stop, on one step that all processes of the run agree on."""
+"""SIGTERM and Ctrl-C as a request to save and stop, at one step that all processes of the run agree on."""
 
 import itertools
 import signal
@@ -8,7 +8,7 @@ from types import FrameType
 
 from jaxstack.distributed import coordination as processes
 from jaxstack.errors import JaxstackError
-from jaxstack.resilience.ending import SAME_SECONDS, stop_signals
+from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 
 _POLL_SECONDS = 0.25
 _AGREE_SECONDS = 120
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 class Interrupted(JaxstackError):
-    """The run was stopped by a signal after it had saved; `exit_code` is 128 + the signal's number."""
+    """A signal stopped the run, which has saved. `exit_code` is 128 + the signal's number."""
 
     def __init__(self, signum: int, message: str):
         super().__init__(message)
@@ -25,11 +25,11 @@ class Interrupted(JaxstackError):
 
 
 class StopRequest:
-    """Within it, the first SIGTERM or SIGINT is a request to stop; a SIGINT some seconds later interrupts at once.
+    """In this context the first SIGTERM or SIGINT is a request to stop; a SIGINT some seconds later interrupts at once.
 
-    One process stops at its next tick. Of several, each tells the others the next tick at which it could stop and
-    goes no further until all have spoken; all stop at the latest of these. The talk happens in a thread, so that it
-    does not depend on how far the devices are.
+    A single process stops at its next tick. With several, each tells the others the next tick at which it can stop and
+    goes no further until all have answered; all stop at the latest of these ticks. They talk in a thread, so that the
+    agreement does not depend on the progress of the devices.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,14 @@ class StopRequest:
         if self._thread is not None and kind is None:
             self._thread.join()
             if self._announced is None:
-                # Another process may have been asked at its last tick, and waits for what this one says.
+                # Another process may have been asked at its last tick, and waits for the answer of this one.
                 processes.publish(f"{self._name}/at/{self._index}", _NEVER)
 
     def reached(self) -> bool:
-        """A tick: whether to stop here. All processes call it after the same pieces of work.
+        """Count a tick. Returns True if the run stops here. All processes call it after the same pieces of work.
 
-        Raises JaxstackError where another process says nothing for two minutes.
+        Raises:
+          JaxstackError: another process does not answer for two minutes.
         """
         if self._thread is None:
             return self.signum is not None
@@ -80,9 +81,10 @@ class StopRequest:
         return here == self._agreed
 
     def heard(self) -> bool:
-        """After the last tick: whether any process was told to stop. Called on all of them.
+        """Return True if any process was asked to stop. All processes call it, after the last tick.
 
-        Raises JaxstackError where another process says nothing for two minutes.
+        Raises:
+          JaxstackError: another process does not answer for two minutes.
         """
         self.signum = max(processes.exchange(f"{self._name}/last", self.signum or 0, _AGREE_SECONDS)) or None
         return self.signum is not None
@@ -103,7 +105,7 @@ class StopRequest:
                     self._agree(asked)
                     return
         except (RuntimeError, TimeoutError):
-            return  # a process has gone; what ends the others then ends this one
+            return  # a process is gone; the failure that ends the others then ends this one too
 
     def _agree(self, signum: int) -> None:
         with self._lock:
@@ -111,6 +113,6 @@ class StopRequest:
         processes.publish(f"{self._name}/at/{self._index}", self._announced)
         wanted = (f"{self._name}/at/{other}" for other in range(self._count))
         latest = max(processes.await_value(key, _AGREE_SECONDS) for key in wanted)
-        # The exit code tells of the signal that came first, on processes that received none, too.
+        # All processes exit with the code of the first signal, even those that received none.
         self.signum, self._agreed = signum, latest
         self._known.set()

@@ -8,10 +8,10 @@ import pytest
 
 HEARD = """
 import ctypes, sys
-from jaxstack.resilience.ending import EndAtOnce
+from jaxstack.resilience.exit_on_signal import ExitOnSignal
 import jaxstack.train
 assert "jax" not in sys.modules and "numpy" not in sys.modules
-with EndAtOnce("a command"):
+with ExitOnSignal("a command"):
     print("ready", flush=True)
     while True:
         ctypes.CDLL(None).sleep(1000)  # as a compilation, which Python runs no handler in

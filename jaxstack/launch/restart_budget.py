@@ -1,11 +1,11 @@
-"""How often to start again: a budget that progress refills."""
+"""Limits how often a failing run is started again: a budget that progress refills."""
 
 
-class Budget:
-    """Restarts that a run may take in a row without a new checkpoint.
+class RestartBudget:
+    """Number of restarts that a run may take in a row without a new checkpoint.
 
     Args:
-      restarts: how many.
+      restarts: size of the budget.
     """
 
     def __init__(self, restarts: int):
@@ -13,7 +13,7 @@ class Budget:
         self._best = -1
 
     def spend(self, saved: int) -> bool:
-        """Whether another start is allowed after one that ended with `saved` as its newest checkpoint."""
+        """Take one restart, after a start that ended with newest checkpoint `saved`. Returns False if none is left."""
         if saved > self._best:
             self._best, self.left = saved, self._size
         if self.left <= 0:
@@ -23,5 +23,5 @@ class Budget:
 
     @property
     def delay_seconds(self) -> float:
-        """To wait before the next start: longer with each failure in a row, up to half a minute."""
+        """Seconds to wait before the next start: longer with each failure in a row, up to half a minute."""
         return min(30.0, 2.0 ** (self._size - self.left - 1))

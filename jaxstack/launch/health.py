@@ -1,4 +1,4 @@
-"""What the progress of the processes says: who is stuck, and who holds the others up. Plain functions of records."""
+"""Finds stuck processes and stragglers in the progress records of a run. Plain functions of records."""
 
 import dataclasses
 import math
@@ -11,17 +11,17 @@ from jaxstack.resilience.progress_file import Record
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Seconds without a sign of life after which a process counts as stuck."""
+    """Seconds without a sign of life after which a process counts as stuck, by what it is doing."""
 
     step: float = 300.0
-    """Between two training steps or evaluation batches."""
+    """Limit between two training steps or evaluation batches."""
     start: float = 3600.0
-    """Until the first step: reading data, restoring, compiling; the same holds for the first evaluation."""
+    """Limit until the first step (reading data, restoring, compiling), and for the first evaluation."""
     save: float = 1800.0
-    """In a save that the training waits for."""
+    """Limit on a save that training waits for."""
 
     def of(self, record: Record, suspended: bool = False) -> float:
-        """The limit that holds for what a process is at; for a suspended one, which is at nothing, that of a step."""
+        """Return the limit for the phase of a process; for a suspended process it is that of a step."""
         if record.phase == "train" or suspended:
             return self.step
         return self.save if record.phase in ("save", "end") else self.start
@@ -34,10 +34,16 @@ def find_stuck(
     since: float = -math.inf,
     suspended: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
 ) -> int | None:
-    """The rank that is stuck: of those beyond their limit the one that fell silent first; None where all go on.
+    """Return the rank that is stuck, or None: of those beyond their limit, the one that fell silent first.
 
-    In a collective the others wait for it and fall silent after it. Silence before `since` does not count. `suspended`
-    tells whether a rank is, and is asked beyond the limit of a step only.
+    In a collective the other ranks wait for it, and fall silent after it.
+
+    Args:
+      records: newest progress record of each rank.
+      limits: seconds of silence that are accepted.
+      now: time of the monotonic clock.
+      since: silence before this time does not count.
+      suspended: rank -> function that returns True if it is suspended; only called beyond the limit of a step.
     """
     silent = {}
     for rank, record in records.items():
@@ -49,7 +55,7 @@ def find_stuck(
 
 @dataclasses.dataclass(frozen=True)
 class Straggler:
-    """A process that holds the others up: seconds a step on its own host, beside the median of the others."""
+    """A process that slows the others down: seconds per step on its own host, and the median of the others."""
 
     rank: int
     own: float
@@ -58,10 +64,10 @@ class Straggler:
 
 
 def find_straggler(before: Mapping[int, Record], after: Mapping[int, Record]) -> Straggler | None:
-    """The process whose own part of a step was so long between two looks that it must have cost the others time.
+    """Return the process whose host time per step, between two looks, was so long that it slows the others down.
 
-    Steps take the same time on all ranks, as they wait for one another in collectives; what tells them apart is the
-    time that each spends on its host instead of waiting. More than a tenth of a step over the median is told.
+    A step takes the same time on all ranks, as they wait for one another in collectives. They differ in the time that
+    each spends on its host instead of waiting. Reported is an excess of more than a tenth of a step over the median.
     """
     own, pace = {}, []
     for rank, now in after.items():

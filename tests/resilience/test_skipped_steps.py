@@ -6,7 +6,7 @@ import pytest
 
 from jaxstack.errors import JaxstackError
 from jaxstack.resilience.config import ResilienceConfig
-from jaxstack.resilience.skips import WINDOW, SkippedSteps
+from jaxstack.resilience.skipped_steps import WINDOW, SkippedSteps
 from tests.resilience.test_spikes import settings, trainer_with
 
 VALUES, LIMITS = {"loss": 9.0, "grad_norm": 1.0}, [3.0, 2.0]

@@ -1,4 +1,4 @@
-"""Steps that were skipped: how many may be, in a row and among the last thousand."""
+"""Counts skipped steps: how many in a row, and how many of the last thousand."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,33 +7,38 @@ from typing import Any
 from jaxstack.resilience.config import ResilienceConfig
 
 WINDOW = 1000
-"""Steps over which `resilience.max_skipped_share` is taken."""
+"""Number of steps for `resilience.max_skipped_share`."""
 
 
 class SkippedSteps:
-    """The skipped steps of a run, over all of its starts: `to_json` goes into each checkpoint.
+    """The skipped steps of a run, over all of its starts. Each checkpoint saves `to_json`.
 
     Args:
-      config: its limits.
-      saved: what `to_json` gave when the checkpoint was saved that the run goes on from.
+      config: the limits.
+      saved: `to_json` from the checkpoint that the run continues from.
     """
 
     def __init__(self, config: ResilienceConfig, saved: Mapping[str, Any] | None = None):
         self._config = config
         self.count: int = saved["count"] if saved else 0
-        """All of them."""
+        """Number of all skipped steps."""
         self._recent: list[int] = list(saved["recent"]) if saved else []
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON to go on from."""
+        """Return the state as plain JSON."""
         return {"count": self.count, "recent": self._recent}
 
     def add(self, step: int, in_a_row: int, values: Mapping[str, float], limits: Sequence[float]) -> str:
-        """Counts a step; returns what is to be said of it.
+        """Count a skipped step.
 
         Args:
+          step: its number.
+          in_a_row: number of skipped steps in a row, including this one.
           values: `loss` and `grad_norm` of the step.
-          limits: what these two may have been at most.
+          limits: the largest accepted values of these two.
+
+        Returns:
+          The message about this step.
         """
         self.count += 1
         self._recent = [*(past for past in self._recent if past > step - WINDOW), step]
@@ -45,7 +50,7 @@ class SkippedSteps:
         )
 
     def excess(self, step: int, in_a_row: int) -> tuple[int, str, str] | None:
-        """(the last step before the trouble, which limit is passed, what to do); None where none is."""
+        """Return (last step before the skipped ones, the limit that is exceeded, advice); None if no limit is."""
         most, share = self._config.max_skipped_steps, self._config.max_skipped_share
         if in_a_row >= most:
             why = (

@@ -1,5 +1,6 @@
-"""SIGTERM and Ctrl-C outside of the training steps, and stacks on SIGUSR1. Imports no jax: it holds from the first line
-on.
+"""SIGTERM and Ctrl-C outside of the training steps, and stacks on SIGUSR1.
+
+Imports no jax, so that it is active from the first line of a command on.
 """
 
 import contextlib
@@ -13,8 +14,8 @@ from jaxstack.resilience.progress_file import STACKS
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that ask a run to save and stop; a terminal that is closed sends SIGHUP."""
 SAME_SECONDS = 5.0
-"""Signals within so long are one: a scheduler that signals all processes of a job reaches some of them twice, directly
-and through the launcher."""
+"""Interval within which signals count as one: a scheduler that signals all processes of a job reaches some of them
+twice, directly and through the launcher."""
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -31,19 +32,22 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
-class EndAtOnce:
-    """Within it, and outside of a `StopRequest`, SIGTERM and SIGINT end the process with one line and code 143 or 130.
+class ExitOnSignal:
+    """In this context, except in a `StopRequest`, a stop signal ends the process with one line and code 128 + number.
 
-    Python runs handlers between two of its own instructions, and a compilation is one that can take minutes; a thread
-    hears of the signal meanwhile. Nor is a Ctrl-C lost that falls into a callback of a library, where Python prints
-    and forgets what is raised. SIGUSR1 writes the stacks of all threads to standard error, or where the supervisor
-    asked for them, whoever holds the interpreter.
+    Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
+    several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where
+    Python would print and drop the exception. SIGUSR1 writes the stacks of all threads, even while another thread has
+    the GIL, to standard error or to the file that the supervisor asked for.
+
+    Args:
+      name: the command, for the message.
     """
 
     def __init__(self, name: str):
         self._name = name
 
-    def __enter__(self) -> "EndAtOnce":
+    def __enter__(self) -> "ExitOnSignal":
         stacks = os.environ.get(STACKS)
         self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
         faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
