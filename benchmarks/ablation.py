@@ -5,13 +5,13 @@
     python benchmarks/ablation.py --tiny     # tiny sizes on simulated CPU devices
 
 The first 8 of the 16 layers of llama3-1b, with a vocabulary of 32,768 (620 million parameters), train on Python's
-standard library. Each row adds one technique to the row before it; all see the same batches in the same order, with the same
-optimizer (AdamW, float32 weights and moments, clipping).
+standard library. Each row adds one technique to the row before it; all see the same batches in the same order, with
+the same optimizer (AdamW, float32 weights and moments, clipping).
 
-The first row is a plain JAX program: one jitted step, layers in a Python loop, no rematerialisation, attention and loss from
-XLA's operations, all logits at once. It has two of our optimisations, as it would not fit otherwise: its attention skips
-keys that a block of queries cannot see, and recomputes its weights in the backward pass. The last two rows trade speed for
-memory and compile time.
+The first row is a plain JAX program: one jitted step, layers in a Python loop, no rematerialisation, attention and
+loss from XLA's operations, all logits at once. It has two of our optimisations, as it would not fit otherwise: its
+attention skips keys that a block of queries cannot see, and recomputes its weights in the backward pass. The last two
+rows trade speed for memory and compile time.
 
 `final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
 row's time by this row's, where both are of one run. Each row runs in a process of its own and is appended to

@@ -5,14 +5,13 @@
     python benchmarks/convergence.py --text '/usr/lib/python3/**/*.py' --tokens 200e6 --minutes 60
     python benchmarks/convergence.py --tiny                                 # tiny sizes on simulated CPU devices
 
-A Llama of 82 million parameters trains on Python's standard library or the text given, every recipe on the same batches
-in the same order. The schedule ends with `--tokens`; a recipe that reaches `--minutes` of training earlier stops
-there, with a message. `final_loss` is the mean over the last tenth of its tokens, `loss_ratio` that by bfloat16's
-over the same tokens; `eval_loss` is that of held-out text, if the run reached all tokens. float32 runs without TF32, and takes
-most of the time. Each recipe runs in a process of its own; its row, the curve included, is appended to
-benchmarks/results/convergence.jsonl when it ends or fails. The picture is
-benchmarks/results/convergence.svg. Recipes of one work can run one at a time, or concurrently on
-several GPUs.
+A Llama of 82 million parameters trains on Python's standard library or the text given, every recipe on the same
+batches in the same order. The schedule ends with `--tokens`; a recipe that reaches `--minutes` of training earlier
+stops there, with a message. `final_loss` is the mean over the last tenth of its tokens, `loss_ratio` that by
+bfloat16's over the same tokens; `eval_loss` is that of held-out text, if the run reached all tokens. float32 runs
+without TF32, and takes most of the time. Each recipe runs in a process of its own; its row, the curve included, is
+appended to benchmarks/results/convergence.jsonl when it ends or fails. The picture is
+benchmarks/results/convergence.svg. Recipes of one work can run one at a time, or concurrently on several GPUs.
 """
 
 import argparse

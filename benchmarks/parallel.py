@@ -14,7 +14,8 @@ The names of the works contain the number of GPUs, with which they grow. Parts:
     weak       llama3-1b, 4 x 8192 tokens a device, on one device and on all
 
 Rows of `pipeline` and `matmul` are appended to the results of their own scripts, all others to
-benchmarks/results/parallel.jsonl, each as soon as it is measured. `efficiency` is tokens/s per device relative to one device.
+benchmarks/results/parallel.jsonl, each as soon as it is measured. `efficiency` is tokens/s per device relative to one
+device.
 """
 
 import argparse

@@ -3,12 +3,12 @@
     python benchmarks/pipeline.py --microbatches 4 8 16        # as many stages as GPUs, four layers on each
     python benchmarks/pipeline.py --tiny                       # tiny sizes on simulated CPU devices
 
-A step of m microbatches takes m times the work of one, plus the time in which the pipeline fills and drains. The work of
-one is the additional time per additional microbatch, from the two largest counts. `bubble` is the remaining time as a
-fraction of the work; `simulated_bubble` is that of the schedule's table. The vocabulary is small, so that the head takes
-little time. One process; microbatches of one sequence; bfloat16 compute, no optimizer. All programs
-are compiled at the same time first; then the rows of a schedule are appended to benchmarks/results/pipeline.jsonl as
-soon as it is measured. Zero-bubble fills its gaps only with 2 x stages - 1 microbatches or more.
+A step of m microbatches takes m times the work of one, plus the time in which the pipeline fills and drains. The work
+of one is the additional time per additional microbatch, from the two largest counts. `bubble` is the remaining time
+as a fraction of the work; `simulated_bubble` is that of the schedule's table. The vocabulary is small, so that the
+head takes little time. One process; microbatches of one sequence; bfloat16 compute, no optimizer. All programs are
+compiled at the same time first; then the rows of a schedule are appended to benchmarks/results/pipeline.jsonl as soon
+as it is measured. Zero-bubble fills its gaps only with 2 x stages - 1 microbatches or more.
 """
 
 import argparse

@@ -10,9 +10,9 @@ losses are compared with those of the first time. Then SIGTERM, timed to the end
 with half of its processes and devices from the oldest remaining checkpoint, and with all of them again; its losses are
 compared in the same way.
 
-The data is random, so no files are needed. XLA is asked for deterministic operations; on GPUs the
-losses are bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first
-start and warm afterwards. Each row is appended when it is measured, to benchmarks/results/recovery.jsonl and, with `--record`,
+The data is random, so no files are needed. XLA is asked for deterministic operations; on GPUs the losses are
+bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first start and
+warm afterwards. Each row is appended when it is measured, to benchmarks/results/recovery.jsonl and, with `--record`,
 to tests/reliability/results.jsonl, of which scripts/reliability_page.py makes a table. No fault begins after
 `--seconds`. Further arguments are the run's.
 """
