@@ -85,12 +85,16 @@ def _list(folder: Path, options: argparse.Namespace) -> int:
         if damage is None:
             index = manifest.read_index(entry.path)
             size = byte_size(sum(index["files"].values()))
-            print(f"{entry.step:10}  {index['saved_at']:25}  {len(index['leaves']):6}  {size:>10}  complete")
+            print(f"{entry.step:10}  {index['saved_at']:25}  {len(index['leaves']):6}  {size:>10}  right sizes")
         else:
             print(f"{entry.step:10}  {'':25}  {'':6}  {'':10}  damaged: {damage}")
+    saving = directory.saving_process(folder)
     for entry in entries:
-        if entry.kind != "committed":
+        if entry.kind == "half-written" and saving is not None:
+            print(f"{entry.path.name}: being written by {saving}")
+        elif entry.kind != "committed":
             print(f"{entry.path.name}: {entry.reason or entry.kind}, not a checkpoint")
+    print(f"contents are not read here: python -m jaxstack.checkpoint verify {options.directory}")
     return 0
 
 

@@ -82,6 +82,7 @@ class CheckpointManager:
         self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
         self._reported: set[str] = set()
         self._intact: dict[int, Any] = {}
+        self._verified: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
         self._lock: FileLock | None = None
@@ -334,10 +335,32 @@ class CheckpointManager:
     def _delete_old(self, committed: int) -> None:
         try:
             good = [step for step in self.all_steps() if self._has_right_sizes(step)]
-            for step in steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+            doomed: tuple[int, ...] = ()
+            while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+                damaged = [step for step in good if step not in doomed and not self._is_verified(step, committed)]
+                if not damaged:
+                    break
+                good = [step for step in good if step not in damaged]
+            for step in doomed:
                 directory.delete(self._path(step))
         except OSError as error:
             self._report(f"an old checkpoint in {self.directory} could not be deleted: {error}")
+
+    def _is_verified(self, step: int, committed: int) -> bool:
+        """Return True if a checkpoint's files have their hashes, so that an older one may be deleted for it.
+
+        Each checkpoint of an earlier start is read once; what this process has just written is trusted.
+        """
+        path = self._path(step)
+        seen = manifest.signature(path)
+        if step != committed and (seen is None or self._verified.get(step) != seen):
+            try:
+                manifest.check(path, step)
+            except manifest.Damaged as damage:
+                self._report(f"checkpoint {path} is damaged and does not count towards checkpoint.keep: {damage}")
+                return False
+        self._verified[step] = seen
+        return True
 
     def _has_right_sizes(self, step: int) -> bool:
         try:
@@ -384,8 +407,15 @@ class CheckpointManager:
                 elif entry.kind == "foreign":
                     self._report(f"{entry.path} is not a checkpoint and is ignored: {entry.reason}")
                 elif entry.kind == "half-written":
-                    self._report(f"{entry.path} is a save that was cut off; the next save removes it")
+                    self._report_unfinished(entry.path)
         yield from coordination.broadcast_from_first(steps)
+
+    def _report_unfinished(self, path: Path) -> None:
+        ours = any(m._lock is not None and m.directory == self.directory for m in _open_managers)
+        if not ours and (holder := directory.saving_process(self.directory)) is not None:
+            self._report(f"{path} is being written by {holder}; the newest finished checkpoint is taken")
+        elif not ours:
+            self._report(f"{path} is a save that was cut off; the next save removes it")
 
     def _path(self, step: int) -> Path:
         final = self.directory / str(step)

@@ -5,11 +5,11 @@ from typing import Any
 
 from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.device_grid import (
-    axes_of_copies,
     describe_dims,
     distinct_layouts,
     number_ranges,
     panels_name,
+    replicating_axes,
     split_panels,
 )
 from jaxstack.observe.units import byte_size
@@ -132,7 +132,7 @@ def draw_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) -> 
     lines = []
     for row, others in distinct_layouts(rows):
         alike = f", and {others} split alike" if others else ""
-        axes = axes_of_copies(row, mesh)
+        axes = replicating_axes(row, mesh)
         replicated = f"; replicated along {', '.join(axes)}" if axes else ""
         lines += [f"{row['parameter']} ({describe_dims(row)}{replicated}){alike}"]
         panels = split_panels(row, mesh)

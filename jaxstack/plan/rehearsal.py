@@ -7,7 +7,7 @@ from typing import TypedDict
 import jax
 import numpy as np
 
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
 from jaxstack.observe.what_ran import predicted_memory
