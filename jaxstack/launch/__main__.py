@@ -75,7 +75,7 @@ def make_job(args: argparse.Namespace) -> Job:
             raise ConfigError("--nodes, --node-rank and --coordinator must be given together.")
         nodes = Nodes(args.nodes, args.node_rank, args.coordinator)
     if not 0 <= nodes.rank < nodes.count:
-        raise ConfigError(f"the node's rank ({nodes.rank}) must be from 0 to {nodes.count - 1}.")
+        raise ConfigError(f"the node's rank ({nodes.rank}) must be in 0..{nodes.count - 1}.")
     if nodes.coordinator is not None:
         split_address(nodes.coordinator)
         check_trust(nodes.coordinator)
