@@ -36,7 +36,7 @@ _utils: Any = _LazyModule("jax.experimental.mosaic.gpu.utils")
 _mlir: Any = _LazyModule("jax._src.lib.mlir")
 
 ScratchType: TypeAlias = Any
-"""What `plgpu.kernel(scratch_types=...)` takes: `plgpu.SMEM`, `plgpu.Barrier`, or a tree of them."""
+"""Argument `scratch_types` of `plgpu.kernel`: `plgpu.SMEM`, `plgpu.Barrier`, or a tree of them."""
 
 Index: TypeAlias = int | jax.Array
 """A whole number inside a kernel: static, or an int32 scalar that is computed while the kernel runs."""

@@ -234,7 +234,7 @@ class Stopwatch:
 
 def median_seconds(function: Callable[..., Any], *arguments: Any) -> float:
     """Return the median seconds of one call; calls are queued in batches of about 20 ms."""
-    jax.block_until_ready(function(*arguments))
+    result = jax.block_until_ready(function(*arguments))
     begin = time.perf_counter()
     jax.block_until_ready(function(*arguments))
     calls = max(2, min(100, int(0.02 / max(time.perf_counter() - begin, 1e-5))))
