@@ -8,9 +8,9 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 
@@ -27,7 +27,7 @@ from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
-from jaxstack.observe.trackers import Trackers, last_logged, open_trackers
+from jaxstack.observe.trackers import Trackers, last_evaluation, last_logged, open_trackers
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
@@ -43,6 +43,8 @@ from jaxstack.state import LATER_FIELDS, TrainState
 from jaxstack.step import Metrics, StepFunctions
 from pallas_kernels import Choice
 
+_LONG_RUN_SECONDS = 3600
+"""Length of a run from which on advice on the interval between saves is worth a line."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
 _DECIDING = ("model", "optimizer", "schedule", "precision")
@@ -136,6 +138,8 @@ class Loop:
         self.guard = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
+        self.done = 0
+        """Steps that are done, counted from the beginning of the run."""
         self.save_postponed = self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
@@ -144,19 +148,21 @@ class Loop:
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:
                 self.checkpoints = self._open_checkpoints(stack, self.run_dir)
-            start = self.start = self._restore()
+            start = self.start = self.done = self._restore()
             if self.settings.on_start is not None and self.first:
                 self.settings.on_start()
             self.progress = stack.enter_context(Progress(train.steps, start, enabled=observe.progress and self.first))
             if start >= train.steps:
                 self._say(f"the run has all its {train.steps} steps; raise train.steps to go on")
                 self.last_values = last_logged(self.run_dir)
+                if evaluated := last_evaluation(self.run_dir, train.steps):
+                    return self.last_values | evaluated
             names = observe.trackers if self.run_dir is not None and self.first else ()
             self.trackers: Trackers = stack.enter_context(
                 contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings, self._say))
             )
             self._prepare(start)
-            stack.callback(self._report)
+            stack.push(self._report)
             if start < train.steps:
                 self._steps(start)
             self._evaluate(train.steps, None)
@@ -247,16 +253,14 @@ class Loop:
             for step in range(start + 1, train.steps + 1):
                 batch, waited = next(batches, (None, 0.0))
                 if batch is None:
-                    raise JaxstackError(
-                        f"the data ended after {step - 1} batches, but train.steps is {train.steps}; give data without "
-                        "end (a function of the step), or lower train.steps."
-                    )
+                    self._end_of_data(step - 1, pending)
                 if len(pending) == _IN_FLIGHT:
                     self._read(*pending.popleft())
                 self.signs.note("train", step=step)
                 with profiler.step(step), self.signs.waiting():
                     metrics = self.trainer.train_step(batch)
                 profiler.finish_step(step, metrics)
+                self.done = step
                 pending.append((step, metrics, waited))
                 saving = manager is not None and (self.save_postponed or manager.should_save(step, train.steps))
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
@@ -279,6 +283,20 @@ class Loop:
             if stop.heard():  # during the last save: the rest can be done by the next start
                 self._stop(train.steps, stop.signum or 0)
 
+    def _end_of_data(self, step: int, pending: Iterable[tuple[int, Metrics, float]]) -> NoReturn:
+        """Save what is done, and raise JaxstackError: the data has fewer batches than the run has steps."""
+        for metrics in pending:
+            self._read(*metrics)
+        kept = ""
+        if self.checkpoints is not None and step > self.start:
+            self._save(step)
+            self.checkpoints.manager.wait()
+            kept = f"; checkpoint {step} is saved"
+        raise JaxstackError(
+            f"the data ended after {step} batches, but train.steps is {self.trainer.train.steps}{kept}; give data "
+            "without end (a function of the step), or lower train.steps."
+        )
+
     def _read(self, step: int, metrics: Metrics, waited: float) -> None:
         """Wait for a step's metrics, check them, and log them every `log_every` steps."""
         with self.signs.waiting():
@@ -289,6 +307,8 @@ class Loop:
         if self.skipped:
             self._skip(step, values, limits)
         values.pop("count")
+        if step == self.start + 1 and values["grad_norm"] == 0:
+            self._say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
         train, every = self.trainer.train, self.settings.observe.log_every
         if step % every and step not in (1, train.steps):
             return
@@ -332,7 +352,8 @@ class Loop:
             self.advised = True
             every, hours = self.settings.checkpoint.every_steps, self.settings.resilience.device_hours_between_failures
             devices, seconds = self.trainer.rules.mesh.size, (record.blocking_seconds, record.total_seconds)
-            self._say(advise_interval(every, self.meter.step_seconds, *seconds, devices, hours))
+            if self.trainer.train.steps * self.meter.step_seconds >= _LONG_RUN_SECONDS:
+                self._say(advise_interval(every, self.meter.step_seconds, *seconds, devices, hours))
         return record.step
 
     def _stop(self, step: int, signum: int) -> None:
@@ -374,10 +395,17 @@ class Loop:
         self.meter.exclude(time.perf_counter() - began)
         return False
 
-    def _report(self) -> None:
-        """Write the report with the measured peak of memory, also if the run ended early."""
+    def _report(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Write the report with the measured peak of memory and how the run ended, also if it ended early."""
         if self.run_dir is None or not self.first:
             return
+        steps = self.checkpoints.manager.all_steps() if self.checkpoints is not None else []
+        self.environment["ended"] = {
+            "state": "finished" if error is None else "stopped" if isinstance(error, Interrupted) else "failed",
+            "step": self.done,
+            "checkpoint": steps[-1] if steps else None,
+            **({} if error is None else {"reason": str(error) or type(error).__name__}),
+        }
         memory = self.environment["ran"].get("memory")
         if isinstance(memory, dict):
             memory["measured_peak_bytes"] = peak_memory_bytes()

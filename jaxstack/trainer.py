@@ -84,6 +84,11 @@ class Trainer:
             self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
         self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None
         if not isinstance(optimizer, optax.GradientTransformation):
+            if not isinstance(optimizer, Optimizer | None):
+                raise TypeError(
+                    "optimizer must be one of jaxstack.optim.optimizers, such as AdamW(learning_rate=1e-3), or an "
+                    f"optax transformation; found {optimizer!r}."
+                )
             optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine())
         self.optimizer = optimizer
         self.steps = StepFunctions(

@@ -259,6 +259,37 @@ def test_wrong_arguments_are_explained():
         Trainer(Network, squares, 3)
     with pytest.raises(TypeError, match="from_linen"):
         Trainer(LinenNetwork(), squares, [{}])
+    with pytest.raises(TypeError, match="from_linen"):
+        Trainer(LinenNetwork, squares, [{}])
+    with pytest.raises(TypeError, match=r"not one dict with the keys 'x', 'y'; .*lambda step: batch"):
+        Trainer(Network, squares, ROWS)
+    with pytest.raises(TypeError, match=r"optimizer must be .*AdamW\(learning_rate=1e-3\).*found 'adam'"):
+        own_trainer(optimizer="adam")
+    with pytest.raises(TypeError, match="found str"):
+        Trainer(Network, squares, "data")
+    with pytest.raises(TypeError, match="loss"):
+        Trainer(Network, "mse", [{}])
+    with pytest.raises(JaxstackError, match="the data has no batch"):
+        Trainer(Network, squares, iter([])).fit()
+
+
+def test_a_loss_that_ignores_the_model_is_warned_about(capfd):
+    own_trainer(steps=2, loss=lambda model, batch: jnp.mean(batch["y"] ** 2)).fit()
+    printed = capfd.readouterr()
+    assert "does the loss depend on the model?" in printed.out + printed.err
+    own_trainer(steps=2).fit()
+    assert "depend on the model" not in "".join(capfd.readouterr())
+
+
+def test_data_that_ends_early_is_saved_first(tmp_path):
+    batches = [{name: x[:16] for name, x in ROWS.items()}] * 5
+    trainer = Trainer(Network, squares, iter(batches), train=TrainConfig(steps=8, global_batch_size=16))
+    with pytest.raises(JaxstackError, match=r"ended after 5 batches, but train.steps is 8; checkpoint 5 is saved"):
+        trainer.fit(tmp_path, settings(every_steps=100))
+    assert CheckpointManager(tmp_path / "checkpoints").all_steps() == [5]
+    report = (tmp_path / "report.html").read_text()
+    assert "The run failed after step 5; the newest checkpoint is of step 5." in report
+    assert json.loads((tmp_path / "environment.json").read_text())["ended"]["state"] == "failed"
 
 
 @dataclasses.dataclass
@@ -350,9 +381,20 @@ def test_a_finished_run_says_so_and_can_be_lengthened(tmp_path, capfd):
     own_trainer(steps=6).fit(tmp_path, dataclasses.replace(settings(), observe=ObserveConfig(trackers=("jsonl",))))
     printed = capfd.readouterr()
     assert losses_of(tmp_path) == before and "raise train.steps" in printed.out + printed.err
+    assert "The run" not in (tmp_path / "report.html").read_text()
     own_trainer(steps=8).fit(tmp_path, settings())
     own_trainer(steps=8).fit(tmp_path / "whole", settings())
     assert losses_of(tmp_path) == losses_of(tmp_path / "whole") and len(losses_of(tmp_path)) == 8
+
+
+def test_a_finished_and_evaluated_run_compiles_nothing_when_it_is_started_again(tmp_path, capfd):
+    first = own_trainer(steps=3, eval_data=HeldOut()).fit(tmp_path, settings())
+    capfd.readouterr()
+    again = dataclasses.replace(settings(), observe=ObserveConfig(trackers=("jsonl",)))
+    values = own_trainer(steps=3, eval_data=HeldOut()).fit(tmp_path, again)
+    printed = "".join(capfd.readouterr())
+    assert "raise train.steps" in printed and "compiled" not in printed and "held-out" not in printed
+    assert values["eval_loss"] == first["eval_loss"] and values["loss"] == first["loss"]
 
 
 def test_another_batch_size_is_refused(tmp_path):

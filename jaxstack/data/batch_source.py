@@ -97,6 +97,8 @@ def check_batch(batch: object, rows: int | None = None) -> HostBatch:
     Raises:
       JaxstackError: it is not.
     """
+    if batch is None:
+        raise JaxstackError("the data has no batch: give an iterable that is not empty, or a function of the step.")
     if not isinstance(batch, Mapping) or not batch:
         raise JaxstackError(f"a batch must be a dict of arrays; found {type(batch).__name__}.")
     sizes = {name: np.shape(value)[0] if np.ndim(value) else None for name, value in batch.items()}
@@ -114,7 +116,12 @@ def as_source(data: object) -> BatchSource:
     """
     if isinstance(data, BatchSource):
         return data
-    if callable(data) or isinstance(data, Iterable):
+    if isinstance(data, Mapping):
+        raise TypeError(
+            f"data must be batches, not one dict with the keys {', '.join(map(repr, data))}; to train on the same batch "
+            "in every step give a function of the step: lambda step: batch."
+        )
+    if callable(data) or (isinstance(data, Iterable) and not isinstance(data, str)):
         return UserBatches(cast(Iterable[HostBatch], data))
     raise TypeError(
         "data must have a `batches` method, be a function of the step, or an iterable of batches; "

@@ -178,7 +178,7 @@ def make_functional(module: Any) -> FunctionalModule:
     if isinstance(module, nnx.Module):
         graphdef, state = nnx.split(module)
         return FunctionalModule(lambda rngs: nnx.merge(graphdef, state))
-    if isinstance(module, nn.Module):
+    if isinstance(module, nn.Module) or (isinstance(module, type) and issubclass(module, nn.Module)):
         raise TypeError(
             "a Linen module learns its shapes from inputs: give "
             "jaxstack.functional.linen.from_linen(module, *inputs) in its place."

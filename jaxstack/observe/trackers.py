@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -307,13 +307,22 @@ def open_trackers(
 
 def last_logged(run_dir: Path | None) -> dict[str, Any]:
     """Return the values of the last training line in a run's metrics.jsonl; empty if there is none."""
+    return next((values for values in _lines_backwards(run_dir) if "loss" in values), {})
+
+
+def last_evaluation(run_dir: Path | None, step: int) -> dict[str, Any]:
+    """Return the values of the evaluation after `step` steps from a run's metrics.jsonl; empty if there is none."""
+    found = (values for values in _lines_backwards(run_dir) if "eval_loss" in values and values.get("step") == step)
+    return next(found, {})
+
+
+def _lines_backwards(run_dir: Path | None) -> Iterator[dict[str, Any]]:
     try:
         lines = (Path(run_dir or "") / "metrics.jsonl").read_bytes().splitlines()
     except OSError:
-        return {}
+        return
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):  # a line that a kill cut off, or of another program
             values = json.loads(line)
-            if isinstance(values, dict) and "loss" in values:
-                return values
-    return {}
+            if isinstance(values, dict):
+                yield values

@@ -118,7 +118,9 @@ def test_a_signal_saves_first(folder, unbroken, number, code):
     assert found == code and "Traceback" not in err
     kept = [int(path.name) for path in (folder / name / "checkpoints").iterdir() if path.name.isdigit()]
     assert len(kept) == 1 and 7 <= kept[0] < STEPS
-    assert f"checkpoint {kept[0]}" in err and (folder / name / "report.html").exists()
+    assert f"checkpoint {kept[0]}" in err
+    report = (folder / name / "report.html").read_text()
+    assert f"The run was stopped after step {kept[0]}; the newest checkpoint is of step {kept[0]}." in report
     if number == signal.SIGTERM:
         code, out, err = finish(start(folder, name, "checkpoint.every_steps=1000"))
         assert code == 0 and f"resuming from step {kept[0]}" in out

@@ -71,7 +71,8 @@ def write_report(run_dir: str | Path) -> Path:
             _head(name),
             f"<h1>{html.escape(name)}</h1>",
             f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
-            _tiles(metrics, config),
+            _ending(environment),
+            _tiles(metrics, config, environment),
             _charts(metrics, environment),
             _sections("What actually ran", environment.get("ran")),
             _details(config_text, environment),
@@ -135,9 +136,21 @@ def _lead(environment: Mapping[str, Any], metrics: Mapping[str, Series]) -> str:
     return " · ".join(parts)
 
 
-def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any]) -> str:
+def _ending(environment: Mapping[str, Any]) -> str:
+    """Return a line that says how a run ended that was stopped or failed; empty for a run that finished."""
+    ended = environment.get("ended")
+    if not isinstance(ended, Mapping) or ended.get("state") not in ("stopped", "failed"):
+        return ""
+    checkpoint = ended.get("checkpoint")
+    kept = f"the newest checkpoint is of step {checkpoint}" if checkpoint is not None else "there is no checkpoint"
+    text = f"The run {'was ' * (ended['state'] == 'stopped')}{ended['state']} after step {ended.get('step')}; {kept}."
+    reason = html.escape(str(ended.get("reason", "")))
+    return f'<p class="ended"><b>{html.escape(text)}</b> {reason}</p>'
+
+
+def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """Return the tiles with the final figures."""
-    tiles = [tile for tile in (*_result_tiles(metrics, config), *_speed_tiles(metrics)) if tile]
+    tiles = [tile for tile in (*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)) if tile]
     cells = (
         f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
         f"<small>{html.escape(note)}</small></div>"
@@ -149,10 +162,15 @@ def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any]) -> str:
 Tile = tuple[str, str, str] | None
 
 
-def _result_tiles(metrics: Mapping[str, Series], config: Mapping[str, Any]) -> list[Tile]:
+def _result_tiles(
+    metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]
+) -> list[Tile]:
     tiles: list[Tile] = []
     if metrics:
         done = max(float(series.steps[-1]) for series in metrics.values())
+        ended = environment.get("ended")
+        if isinstance(ended, Mapping) and isinstance(ended.get("step"), int):
+            done = max(done, float(ended["step"]))  # steps between two logged ones count too
         total = _section(config, "train").get("steps")
         tiles.append(("Steps", f"{done:.0f}", f"of {total}" if isinstance(total, int) else ""))
     if (loss := _last(metrics, "loss")) is not None:

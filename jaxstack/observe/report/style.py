@@ -16,6 +16,7 @@ h2 { font-size: 17px; margin: 36px 0 12px; }
 h3 { font-size: 14px; margin: 0 0 8px; }
 .lead, footer { color: var(--soft); }
 .lead { margin: 0; }
+.ended { margin: 0.6em 0; padding: 0.5em 0.8em; border-left: 4px solid #c0392b; background: rgba(192, 57, 43, 0.1); }
 footer { margin-top: 36px; padding-top: 14px; border-top: 1px solid var(--rule); font-size: 13px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(200px, 1fr)); gap: 10px; margin: 22px
   0 0; }
