@@ -325,11 +325,11 @@ class Work:
         if self.name in REFERENCES:
             return jax.lax.dot_general(x, w, (((1,), (1 if transposed else 0,)), ((), ())))
         from pallas_kernels.collective_matmul.mosaic_gather import gather_multiply
-        from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
+        from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct, CollectiveTiling
 
-        tiling = Tiling(**VARIANTS[self.name].get("gather", {}))
+        tiling = CollectiveTiling(**VARIANTS[self.name].get("gather", {}))
         columns = w.shape[0 if transposed else 1]
-        product = Product(x.shape[0], (x.shape[1],), (columns,), 1, None, transposed, tiling)
+        product = CollectiveProduct(x.shape[0], (x.shape[1],), (columns,), 1, transposed, tiling)
         return gather_multiply(product, x, (w,))[0][0]
 
 

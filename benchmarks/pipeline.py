@@ -33,7 +33,7 @@ from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.launch.supervisor import count_gpus
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer, model_flops_per_token
-from jaxstack.observe.ran import predicted_memory
+from jaxstack.observe.what_ran import predicted_memory
 from jaxstack.parallel import ParallelConfig, StepLayout, make_mesh
 from jaxstack.parallel.pipeline.plan import plan_pipeline
 from jaxstack.parallel.pipeline.schedule import SCHEDULES

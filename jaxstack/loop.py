@@ -25,18 +25,19 @@ from jaxstack.observe.goodput import Goodput
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
-from jaxstack.observe.ran import in_short, refuse_fallbacks, refuse_missing_fp8
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, last_logged, open_trackers
+from jaxstack.observe.what_ran import in_short, refuse_fallbacks, refuse_missing_fp8
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
-from jaxstack.resilience.guard import StateGuard
-from jaxstack.resilience.interval import advise_interval
+from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.progress_file import ProgressFile
 from jaxstack.resilience.run_checkpoints import RunCheckpoints
-from jaxstack.resilience.signals import Interrupted, StopRequest
-from jaxstack.resilience.skips import SkippedSteps
+from jaxstack.resilience.save_interval import advise_interval
+from jaxstack.resilience.skipped_steps import SkippedSteps
+from jaxstack.resilience.state_check import StateCheck
+from jaxstack.resilience.stop_request import Interrupted, StopRequest
 from jaxstack.run_config import TrainConfig
 from jaxstack.state import LATER_FIELDS, TrainState
 from jaxstack.step import Metrics, StepFunctions
@@ -132,7 +133,7 @@ class Loop:
         self.last_values: dict[str, Any] = {}
         self.checkpoints: RunCheckpoints | None = None
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
-        self.guard = StateGuard(settings.resilience.checksum_every_steps)
+        self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
         self.save_postponed = self.advised = self.finished = False
@@ -264,7 +265,7 @@ class Loop:
                     while pending:
                         self._read(*pending.popleft())
                 with self.signs.waiting():
-                    self.guard.check(step, self.trainer.state, before_save=saving or stopping)
+                    self.state_check.check(step, self.trainer.state, before_save=saving or stopping)
                     # A checkpoint made while steps are skipped might be rolled back: it waits for a step that is taken.
                     self.save_postponed = saving and self.skipped > 0 and step < train.steps
                     if saving and not self.save_postponed:
@@ -345,7 +346,9 @@ class Loop:
             steps = self.checkpoints.manager.all_steps()
             self.signs.note("end", saved=self._committed())
             kept = f"checkpoint {steps[-1]} in {self.run_dir}" if steps else "no checkpoint kept"
-        raise Interrupted(signum, f"stopped by signal {signum} after step {step}; {kept}; the same command goes on")
+        raise Interrupted(
+            signum, f"stopped by {signal_name(signum)} after step {step}; {kept}; the same command goes on"
+        )
 
     def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
         """Evaluate and log; return True if `stop` ended the evaluation."""

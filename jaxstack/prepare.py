@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxstack.cli import add_examples, run_command
 from jaxstack.errors import ConfigError
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.units import byte_size, plural
 
 STOPPED = "stopped; the same command goes on from here"
 
@@ -125,15 +126,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Prepares what the parsed arguments say.
 
     Raises:
-      JaxstackError: as `jaxstack.data.build.prepare_tokens`.
+      JaxstackError: as `jaxstack.data.build_shards.prepare_tokens`.
     """
     # Imported here so that --help and a mistyped option answer at once.
-    from pathlib import Path
-
-    from jaxstack.data.build import WORK, BuildOptions, available_cores, build
+    from jaxstack.data.build_shards import WORK, BuildOptions, available_cores, build
     from jaxstack.data.cache import ensure_tokenizer
     from jaxstack.data.config import SourceConfig, TokenizerConfig
-    from jaxstack.data.plan import make_plan
+    from jaxstack.data.tokenization_plan import make_plan
 
     say = (lambda message: None) if arguments.quiet else (lambda message: print(message, flush=True))
     began = time.perf_counter()
@@ -141,8 +140,11 @@ def run(arguments: argparse.Namespace) -> None:
         _configured(SourceConfig, path=p, format=arguments.format, text_key=arguments.text_key)
         for p in arguments.source
     ]
+    output = Path(arguments.output).expanduser()
+    _check_output(output, [source.path for source in sources])
     plan = make_plan(sources, arguments.held_out_fraction)
-    say(f"{sum(s['files'] for s in plan.sources)} files, {byte_size(plan.size)}, {len(plan.units)} units")
+    files = plural(sum(s["files"] for s in plan.sources), "file")
+    say(f"{files}, {byte_size(plan.size)}, {plural(len(plan.units), 'unit')}")
     wanted = arguments.tokenizer
     named = wanted if wanted in ("byte", "bpe") else "file"
     config = _configured(
@@ -150,7 +152,6 @@ def run(arguments: argparse.Namespace) -> None:
         name=named, vocab_size=arguments.vocab_size, path=wanted if named == "file" else None,
         document_start=arguments.document_start,
     )  # fmt: skip
-    output = Path(arguments.output).expanduser()
     tokenizer = ensure_tokenizer(config, [plan], output / WORK, say)
     with _progress(arguments.quiet, plan.size) as progress:
         workers = arguments.workers or available_cores()
@@ -160,16 +161,28 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"written to {output} in {time.perf_counter() - began:.1f} s")
 
 
+def _check_output(output: Path, sources: Sequence[str]) -> None:
+    """Raises ConfigError if shards in `output` would later be read as a part of a source."""
+    place = output.resolve()
+    for source in sources:
+        folder = Path(source).expanduser()
+        if folder.is_dir() and (place == folder.resolve() or folder.resolve() in place.parents):
+            raise ConfigError(
+                f"--output {output} lies in the source {source}: its shards would be read as text the next time; "
+                "choose a directory outside of it."
+            )
+
+
 def _summarize(index: dict, say: Callable[[str], None]) -> None:
+    from jaxstack.data.shards import notes_on
+
     for name, split in index["splits"].items():
         say(
-            f"{name}: {split['documents']} documents, {byte_size(split['bytes'])}, "
-            f"{split['tokens']} tokens, {len(split['shards'])} shards"
+            f"{name}: {plural(split['documents'], 'document')}, {byte_size(split['bytes'])}, "
+            f"{plural(split['tokens'], 'token')}, {plural(len(split['shards']), 'shard')}"
         )
-    if index["replaced_characters"]:
-        say(f"{index['replaced_characters']} invalid UTF-8 sequences became U+FFFD")
-    if index["skipped_files"]:
-        say(f"{index['skipped_files']} files are not text and were left out")
+    for note in notes_on(index):
+        say(note)
 
 
 def _configured(component: type[Any], **values: object) -> Any:

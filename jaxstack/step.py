@@ -20,7 +20,7 @@ from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.build import make_gradients
 from jaxstack.loss import Batch, Loss, LossFunction, LossSum
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
-from jaxstack.observe.ran import describe_program
+from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.context import ShardingContext
 from jaxstack.parallel.layout import StepLayout
@@ -189,7 +189,7 @@ class StepProgram:
         return self._steps.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compiled step runs, as plain JSON, see `jaxstack.observe.ran`."""
+        """Return what the compiled step runs, as plain JSON, see `jaxstack.observe.what_ran`."""
         assert self.compiled is not None, "compile the step first"
         steps = self._steps
         # A pipeline's matmuls are inside conditionals: the program does not tell how many of them run.

@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import add_examples, lasting_output, run_command
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
-from jaxstack.resilience.ending import EndAtOnce
+from jaxstack.resilience.exit_on_signal import ExitOnSignal
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -34,8 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    with EndAtOnce("jaxstack train"):
-        code = _run(make_parser().parse_intermixed_args(argv))
+    arguments = make_parser().parse_intermixed_args(argv)
+    with lasting_output("jaxstack train"), ExitOnSignal("jaxstack train"):
+        code = _run(arguments)
         processes = sys.modules.get("jaxstack.distributed.coordination")
         return processes.end(code) if processes is not None else code
 
@@ -45,7 +46,9 @@ def _run(args: argparse.Namespace) -> int:
     os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
 
     def body() -> None:
-        from jaxstack.config.loader import dump_yaml
+        from jaxstack.config.loader import dump_yaml, load_yaml
+
+        load_yaml(args.config)  # a missing or malformed file is told before jax is imported, which takes seconds
         from jaxstack.run_config import load_config
 
         config = load_config(args.config, args.overrides)

@@ -233,7 +233,7 @@ class Trainer:
         return self.program.compiler_notes
 
     def describe(self) -> dict[str, Any]:
-        """Return what the compiled step runs, as plain JSON, see `jaxstack.observe.ran`."""
+        """Return what the compiled step runs, as plain JSON, see `jaxstack.observe.what_ran`."""
         return self.program.describe()
 
     def describe_sharding(self) -> dict[str, Any]:

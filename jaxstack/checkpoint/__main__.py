@@ -1,4 +1,4 @@
-"""`python -m jaxstack.checkpoint list|verify|prune DIR`: looks after checkpoints without loading them."""
+"""`python -m jaxstack.checkpoint list|verify|prune DIR`: inspects and cleans checkpoints without loading them."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from jaxstack.observe.units import byte_size
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command. Returns 0 when all is well, 1 on damage or nothing there, 2 on wrong use."""
+    """Run the command. Returns 0 if all is well, 1 if a checkpoint is damaged or none is there, 2 on wrong use."""
     options = make_parser().parse_args(arguments)
 
     def body() -> int:
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="jaxstack checkpoint", description="Looks after the checkpoints of a run.")
     commands = parser.add_subparsers(required=True, metavar="list|verify|prune")
     for name, action, text in (
@@ -105,7 +105,7 @@ def _verify(folder: Path, options: argparse.Namespace) -> int:
 def _prune(folder: Path, options: argparse.Namespace) -> int:
     if options.keep < 1 or (options.keep_every_steps or 1) < 1:
         raise ConfigError("--keep and --keep-every-steps are at least 1")
-    lock = None if options.dry_run else directory.DirectoryLock(folder)
+    lock = None if options.dry_run else directory.lock_directory(folder)
     entries = directory.scan(folder)
     intact, damaged, older = [], [], []
     for entry in _committed(entries):

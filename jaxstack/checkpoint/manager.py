@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import PyTree
+
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
@@ -18,6 +20,7 @@ from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_store
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
 from jaxstack.distributed import coordination as processes
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
+from jaxstack.files import FileLock
 
 _ARRAYS = "arrays"
 _Fields = Mapping[str, Callable[[], Any]]
@@ -26,7 +29,7 @@ _open_managers: "weakref.WeakSet[CheckpointManager]" = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class SaveRecord:
-    """What a committed save cost: bytes of arrays on all processes, and seconds that `save` itself took."""
+    """Cost of a committed save: bytes of arrays on all processes, and seconds that `save` blocked its caller."""
 
     step: int
     num_bytes: int
@@ -47,7 +50,7 @@ class _Job:
 
 @atexit.register
 def _warn_of_lost_saves() -> None:
-    # An interpreter on its way out starts no threads, which Orbax needs: the save cannot be finished here.
+    # An interpreter that shuts down starts no threads, which Orbax needs: the save cannot be finished here.
     for manager in list(_open_managers):
         if manager._thread is not None and manager._thread.is_alive():
             manager._report("the last save is lost: the process ended without CheckpointManager.close()")
@@ -56,9 +59,14 @@ def _warn_of_lost_saves() -> None:
 class CheckpointManager:
     """The checkpoints of one run, in one directory on a file system that all its processes share.
 
-    Made and called alike on every process. Reading takes no lock and changes nothing on disk, so that a run
-    can be read while it trains. `report` takes one-line warnings (damage, strangers in the directory, failed
-    saves); without it they go to the logger `jaxstack.checkpoint`.
+    Every process creates it and calls it in the same way. Reading takes no lock and changes nothing on disk, so that
+    a run can be read while it trains.
+
+    Args:
+      directory: the directory of checkpoints, made when it is needed.
+      config: intervals and limits.
+      report: called with one-line warnings (damage, foreign entries of the directory, failed saves). Default: the
+        logger `jaxstack.checkpoint`.
     """
 
     def __init__(
@@ -76,7 +84,7 @@ class CheckpointManager:
         self._intact: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
-        self._lock: Any = None
+        self._lock: FileLock | None = None
         self._attempts = 0
         self._timeout_seconds = 60 * self.config.timeout_minutes
         _open_managers.add(self)
@@ -84,16 +92,20 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
-        # The other processes may not come to an agreement with one that is on its way out: none is sought.
+        # This process is failing: waiting for an agreement with the others could block forever.
         self._finish_thread()
         self._release()
 
     def claim(self) -> None:
-        """Keeps others from saving here from now on. Raises JaxstackError where one does, or nothing can be written."""
+        """Keep other runs from saving here from now on.
+
+        Raises:
+          JaxstackError: another run saves here, or the directory cannot be written.
+        """
         failure: JaxstackError | None = None
         if processes.is_first():
             try:
@@ -108,19 +120,24 @@ class CheckpointManager:
             raise failure or kind(f"the first process cannot save in {self.directory}; it says why")
 
     def should_save(self, step: int, last_step: int | None = None) -> bool:
-        """Whether the policy of the configuration saves after `step` steps."""
+        """Return True if the configuration's policy saves after `step` steps."""
         return should_save(step, self.config.every_steps, last_step)
 
-    def save(self, step: int, state: Any, extra: Any = None, wait: bool = False) -> None:
-        """Saves a pytree and `extra` (plain JSON) as `step`; one that is there already is replaced.
+    def save(self, step: int, state: PyTree, extra: object = None, wait: bool = False) -> None:
+        """Save a pytree and `extra` as `step`; a checkpoint of the same step is replaced.
 
-        Returns when the state is in host memory: its buffers may then be donated. At most one copy is held; a
-        save that is still being written is waited for first. A save that fails, now or in the background, is
-        reported and leaves nothing behind, and the next one starts anew; with `wait` (or `async: false`) it
-        raises.
+        Returns once the state is in host memory, so that its buffers may be donated. Host memory has at most one copy:
+        a save that is still being written is waited for first. A save that fails is reported, in the background too,
+        and leaves nothing behind; the next one starts from scratch.
 
-        Raises JaxstackError for leaves or extra data that cannot be stored, and where another process saves
-        here.
+        Args:
+          step: number of steps done, 0 or more.
+          state: arrays, random keys and plain Python values.
+          extra: plain JSON.
+          wait: return when the save is committed, and raise if it fails; as with `async: false`.
+
+        Raises:
+          JaxstackError: a leaf or `extra` cannot be stored, another process saves here, or the save failed.
         """
         started = time.monotonic()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -142,16 +159,21 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save in progress. Raises JaxstackError where the last save did not commit."""
+        """Wait for the save in progress.
+
+        Raises:
+          JaxstackError: the last save was not committed.
+        """
         self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Waits for the save in progress and frees the directory.
+        """Wait for the save in progress and free the directory.
 
-        Raises where the last save did not commit.
+        Raises:
+          JaxstackError: the last save was not committed.
         """
         try:
             self.wait()
@@ -159,10 +181,12 @@ class CheckpointManager:
             self._release()
 
     def latest_step(self) -> int | None:
-        """The newest checkpoint whose every file is what was committed; None where there is no checkpoint.
+        """Return the newest step whose files are all unchanged; None if there is no checkpoint.
 
-        Damaged ones are reported with the file's name and passed over, strangers are reported and left alone.
-        Raises JaxstackError where there are checkpoints and all of them are damaged.
+        Damaged checkpoints are reported with the file's name and skipped. Foreign entries are reported.
+
+        Raises:
+          JaxstackError: there are checkpoints, and all of them are damaged.
         """
         self._join()
         newest_damage = None
@@ -180,56 +204,60 @@ class CheckpointManager:
         return None
 
     def all_steps(self) -> list[int]:
-        """The committed steps in ascending order. Their content is not checked."""
+        """Return the committed steps in ascending order. Their content is not checked."""
         return sorted(e.step for e in directory.scan(self.directory) if e.kind == "committed")
 
     def extra(self, step: int) -> Any:
-        """The extra data that was saved with `step`, without its arrays.
+        """Return the extra data that was saved with `step`, without loading arrays.
 
-        Raises JaxstackError where it is damaged.
+        Raises:
+          JaxstackError: the checkpoint is damaged.
         """
         return self._checked_index(step).get("extra")
 
     def restore(
-        self, step: int, abstract_tree: Any, *, subset: bool = False, later: _Fields | None = None
-    ) -> tuple[Any, Any]:
-        """Loads `step` as (tree, extra) in the structure of `abstract_tree`.
+        self, step: int, abstract_tree: PyTree, *, subset: bool = False, later: _Fields | None = None
+    ) -> tuple[PyTree, Any]:
+        """Load `step`. The files are checked first, unless they were already.
 
-        Its leaves say what is wanted: jax.ShapeDtypeStruct (with a sharding, for any mesh) or arrays give
-        jax.Array, numpy arrays give numpy, Python values give Python values. With `subset`, leaves of the
-        checkpoint that are not asked for are left unread. `later` has top-level fields that came after the
-        first release, each with a function of its initial value: one of which the checkpoint has no leaf is
-        filled with it, and reported. The files are checked first unless they were already.
+        Args:
+          step: a committed step.
+          abstract_tree: the wanted tree. jax.ShapeDtypeStruct (with a sharding, on any mesh) and arrays are loaded as
+            jax.Array, numpy arrays as numpy, Python values as Python values.
+          subset: leave leaves of the checkpoint that are not wanted unread, instead of raising.
+          later: top-level fields that older checkpoints lack, each with a function of its initial value. A field
+            without any leaf in the checkpoint gets its initial value, and that is reported.
 
-        Raises JaxstackError with the differences leaf by leaf where the trees do not match, or naming the
-        file where the checkpoint is damaged.
+        Returns:
+          (tree in the structure of `abstract_tree`, extra).
+
+        Raises:
+          JaxstackError: the trees differ (the message lists the leaves), or the checkpoint is damaged (it names the
+            file).
         """
         self._join()
         index = self._checked_index(step)
         source = str(self._path(step))
-        held = {name: LeafSpec.from_json(fields) for name, fields in index["leaves"].items()}
+        stored = {name: LeafSpec.from_json(fields) for name, fields in index["leaves"].items()}
         wanted, structure = name_leaves(abstract_tree)
-        fresh = initial_leaves(wanted, held, later or {})
+        fresh = initial_leaves(wanted, stored, later or {})
         for field in dict.fromkeys(name.partition("/")[0] for name in fresh):
             self._report(f"the checkpoint {source} is older than {field!r}, which begins anew")
-        held |= {name: describe(name, leaf) for name, leaf in fresh.items()}
-        check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, held, subset)
-        stored = [name for name in wanted if held[name].has_array and name not in fresh]
-        targets = {name: load_target(wanted[name], held[name]) for name in stored}
+        stored |= {name: describe(name, leaf) for name, leaf in fresh.items()}
+        check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, stored, subset)
+        to_read = [name for name in wanted if stored[name].has_array and name not in fresh]
+        targets = {name: load_target(wanted[name], stored[name]) for name in to_read}
         try:
             loaded = arrays.read(self._path(step) / _ARRAYS, targets, self._timeout_seconds)
         except Exception as error:
             reason = explain(error, source)
             raise JaxstackError(f"the checkpoint {source} could not be read: {reason}") from error
         loaded |= fresh
-        leaves = [finish_leaf(name, loaded.get(name), leaf, held[name]) for name, leaf in wanted.items()]
+        leaves = [finish_leaf(name, loaded.get(name), leaf, stored[name]) for name, leaf in wanted.items()]
         return structure.unflatten(leaves), index.get("extra")
 
     def discard_newer(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, for a run that goes back to it.
-
-        Called by the run that saves here.
-        """
+        """Delete the checkpoints after `step`, for the run that saves here and goes back to it."""
         self._join()
         if not processes.is_first():
             return
@@ -244,15 +272,15 @@ class CheckpointManager:
             self._lock = None
 
     def _take_lock(self) -> None:
-        if self._lock is not None and not self._lock.is_there():
+        if self._lock is not None and not self._lock.is_in_place():
             self._report(f"{self.directory} was removed while the run saves there, with what it held; it is made anew")
             self._release()
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = directory.DirectoryLock(self.directory)
+            self._lock = directory.lock_directory(self.directory)
 
     def _prepare(self, job: _Job) -> bool:
-        """Makes the folder of a save, on the first process. False (and the error noted) where that fails."""
+        """Create the folder of a save, on the first process. Returns False, with the error noted, if that fails."""
         failure: Exception | None = None
         if processes.is_first():
             try:
@@ -344,10 +372,10 @@ class CheckpointManager:
     def _report(self, line: str) -> None:
         if processes.is_first() and line not in self._reported:
             self._reported.add(line)
-            self._write_line(line.encode("utf-8", "backslashreplace").decode())  # names of files may be any bytes
+            self._write_line(line.encode("utf-8", "backslashreplace").decode())  # file names may be any bytes
 
     def _agreed_steps(self) -> Iterator[int]:
-        """The committed steps, newest first, as the first process sees them."""
+        """Yield the committed steps, newest first, as the first process sees them."""
         steps = []
         if processes.is_first():
             for entry in directory.scan(self.directory):
@@ -364,7 +392,10 @@ class CheckpointManager:
         return final if final.exists() else final.with_name(f".replaced-{step}")
 
     def _find_damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, the file's name first. It is read once while nobody writes to it."""
+        """Return the damage of a checkpoint, beginning with the file's name; None if it has none.
+
+        A checkpoint is read once, and again only after somebody has written to it.
+        """
         path = self._path(step)
         damage = None
         seen = manifest.signature(path)
@@ -380,7 +411,7 @@ class CheckpointManager:
         return None
 
     def _name_damage(self, path: Path, step: int) -> str:
-        """What another process found in its share; only the first one tells it."""
+        """Return the damage that another process found in its share; only the first process names the file."""
         try:
             if processes.is_first():
                 manifest.check(path, step)

@@ -17,11 +17,13 @@ Tree = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `3e-4` is a number (YAML 1.2) and a key given twice is an error."""
+    """Safe YAML in which `3e-4` is a number and `1e3` a whole one (YAML 1.2), and a key given twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *defaults`; its keys give way to those beside it
+                continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
@@ -33,6 +35,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _construct_whole_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    value = float(str(loader.construct_scalar(node)).replace("_", ""))
+    return int(value) if value.is_integer() else value
+
+
+_WHOLE = "tag:jaxstack,2026:whole"
+_Loader.add_constructor(_WHOLE, _construct_whole_number)
+_Loader.add_implicit_resolver(_WHOLE, re.compile(r"^[-+]?\d[\d_]*[eE]\+?\d{1,2}$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
@@ -95,7 +105,12 @@ def load_yaml(path: str | Path) -> Tree:
         if folder:
             raise ConfigError(f"cannot read configuration file {path}: it is a directory; {hint}") from None
         raise ConfigError(f"configuration file {path} does not exist; {hint}") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that holds a null character
+    except UnicodeDecodeError as error:
+        marks = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+        found = marks.get(error.object[:2])
+        reason = f"it is {found}" if found else f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+        raise ConfigError(f"cannot read configuration file {path}: {reason}; save it as UTF-8.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
         raise ConfigError(f"cannot read configuration file {path}: {error}.") from None
     tree = _parse_yaml(text, str(path))
     if tree is None:
@@ -128,6 +143,58 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
     return merged
 
 
+def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
+    """Remove from the file's tree the keys of components that an override replaces by another of their union.
+
+    `optimizer.name=sgd` on a file with `optimizer: {name: adamw, b2: 0.95}` leaves no `b2` behind, which SGD does not
+    have. Keys that the new component has too stay.
+
+    Args:
+      kind: the component that the tree describes.
+      tree: the file's, without the overrides.
+
+    Returns:
+      The tree, and a sentence for each component that was replaced.
+    """
+    notes = []
+    for override in overrides:
+        keys, name = _chosen_name(override)
+        section, annotation = tree, kind
+        for key in keys:
+            components = _components_in(annotation)
+            annotation = _annotation(components[0], key) if components else None
+            section = section.get(key, {}) if isinstance(section, dict) else {}
+        named = [c for c in _components_in(annotation) if "name" in c.model_fields]
+        members = {str(c.model_fields["name"].default): c for c in named}
+        if not isinstance(section, dict) or len(members) < 2 or name not in members:
+            continue
+        known = {"name", *_keys(members[name])}
+        dropped = [key for key in section if key not in known]
+        if dropped:
+            tree = merge_overrides(tree, [])
+            for key in dropped:
+                del _at(tree, keys)[key]
+            shown = ", ".join(".".join([*keys, key]) for key in dropped)
+            notes.append(f"{'.'.join(keys)}.name={name} has no {shown}: the file's value is left out")
+    return tree, notes
+
+
+def _chosen_name(override: str) -> tuple[list[str], str | None]:
+    """Return the section and the component that `section.name=NAME` or `section={name: NAME}` chooses, if it does."""
+    path, _, value = override.partition("=")
+    *keys, last = path.strip().split(".")
+    if last == "name":
+        return keys, value.strip()
+    parsed = _parse_yaml(value, f"the value of {path}") if value.strip().startswith("{") else None
+    return [*keys, last], parsed.get("name") if isinstance(parsed, dict) else None
+
+
+def _at(tree: Tree, keys: Sequence[str]) -> Tree:
+    for key in keys:
+        tree = tree[key]
+    return tree
+
+
 def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     """`base` with the values of `over` on top, section by section."""
     merged = dict(base)
@@ -139,8 +206,11 @@ def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def build_component(kind: type[C], tree: Any, origin: str = "the configuration") -> C:
+def build_component(kind: type[C], tree: Any, origin: str = "the configuration", overrides: Sequence[str] = ()) -> C:
     """Validates `tree` as a `kind`.
+
+    Args:
+      overrides: those that `merge_overrides` put into the tree; a problem with such a value names the override.
 
     Raises:
       ConfigError: one message that lists every unknown key (with the nearest known ones), wrong type and broken rule.
@@ -151,12 +221,14 @@ def build_component(kind: type[C], tree: Any, origin: str = "the configuration")
         problems = error.errors()
         # A list whose items are wrong is also reported as too short: the items' own problems say more.
         problems = [p for p in problems if p["type"] != "too_short" or not _has_inner(p, problems)]
-        lines = [_explain(kind, problem) for problem in problems]
+        lines = [_explain(kind, problem, overrides) for problem in problems]
     except (TypeError, ValueError) as error:
         lines = [f"it holds a value that is not plain data ({error})."]
     except RecursionError:
         lines = ["it is nested too deeply."]
     unique = list(dict.fromkeys(lines))
+    if len(unique) == 1 and unique[0].startswith(_OVERRIDE):
+        raise ConfigError(unique[0])
     if len(unique) == 1:
         raise ConfigError(f"{origin}: {unique[0]}")
     raise ConfigError(f"{origin} has {len(unique)} problems:\n" + "\n".join(f"  - {line}" for line in unique))
@@ -187,9 +259,24 @@ def _has_inner(problem: Any, problems: Sequence[Any]) -> bool:
     return any(len(p["loc"]) > len(outer) and p["loc"][: len(outer)] == outer for p in problems)
 
 
-def _explain(kind: type[BaseModel], problem: Any) -> str:
-    """One line for one of pydantic's findings: where, what is wrong, and the way out."""
+_OVERRIDE = "override "
+
+
+def _explain(kind: type[BaseModel], problem: Any, overrides: Sequence[str]) -> str:
+    """Return one line for one of pydantic's findings: where, what is wrong, and the way out."""
     path, owner = _walk(kind, problem["loc"])
+    name, text = ".".join(path), _explain_problem(path, owner, problem)
+
+    def concerns(override: str) -> bool:
+        """True if the override gave the value, a part of it, or a value that the message names."""
+        key = override.partition("=")[0].strip()
+        return f"{name}.".startswith(f"{key}.") or bool(path) and key.startswith(f"{name}.") or f"{key} (" in text
+
+    given = [override for override in overrides if concerns(override)]
+    return f"{_OVERRIDE}{', '.join(given)}: {text}" if given else text
+
+
+def _explain_problem(path: list[str], owner: Any, problem: Any) -> str:
     where, found, code = ".".join(path), problem.get("input"), problem["type"]
     if code == "extra_forbidden":
         return f"unknown key {where!r}; {nearest(path[-1], _keys(owner))}"

@@ -55,11 +55,31 @@ def use_whole_memory() -> None:
     What is left of a GPU's memory is for CUDA, NCCL and code. The user's own settings win.
     """
     os.environ.setdefault(DEVICE_MEMORY, str(DEVICE_FRACTION))
-    if "SC_PHYS_PAGES" in os.sysconf_names:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    memory = host_memory()
+    if memory is not None:
         os.environ.setdefault(HOST_MEMORY, str(max(1, memory // 2**30)))
+
+
+def host_memory() -> int | None:
+    """Return the bytes of memory of this host, or of its control group where that has a limit; None if unknown."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory
+
+
+def memory_per_device() -> int | None:
+    """Return the bytes that XLA may allocate on each local device, or None if unknown.
+
+    The CPU devices of a process share the host's memory.
+    """
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit:
+        return int(limit)
+    memory = host_memory() if jax.local_devices()[0].platform == "cpu" else None
+    return None if memory is None else memory // jax.local_device_count()
 
 
 def keep_freed_memory() -> None:
@@ -85,7 +105,7 @@ def cache_compilations(directory: str | Path | None = None) -> Path | None:
     """
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(chosen)
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(directory) if directory else home / "jaxstack" / "compiled"
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)

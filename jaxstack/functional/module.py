@@ -15,7 +15,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import measure_magnitudes, merge_adapters
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.precision.recipe import ScalingState, renewed
+from jaxstack.precision.recipe import ScalingState, update_scaling
 from jaxstack.tree_rules import ADAPTER
 
 State = TypeVar("State")
@@ -141,7 +141,7 @@ class FunctionalModule:
     def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
         """The variables with the next step's scaling states, from the maxima of this one."""
         scaling, others = self.split_scaling(non_params)
-        return self.join(renewed(scaling, maxima), others)
+        return self.join(update_scaling(scaling, maxima), others)
 
     def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
         """`function(logical axes or None, shape, metadata)` of every parameter, in the structure of `abstract_params`.

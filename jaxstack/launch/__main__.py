@@ -15,12 +15,12 @@ from jaxstack.distributed.cluster import (
     trust_variables,
 )
 from jaxstack.errors import ConfigError
+from jaxstack.launch.health import Limits
 from jaxstack.launch.supervisor import Job, Supervisor
-from jaxstack.launch.watch import Limits
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack launch",
         description="Starts the processes of this node, watches their progress, ends them together when one fails or "
@@ -57,13 +57,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command; returns its exit code."""
     args = make_parser().parse_args(argv)
     return run_command("jaxstack launch", lambda: Supervisor(make_job(args)).run())
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    """The job of a command line, checked.
+    """Return the job of a command line, checked.
 
     Raises:
       ConfigError: there is nothing to run, or it is not known where several nodes meet.

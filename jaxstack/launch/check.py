@@ -1,4 +1,4 @@
-"""`python -m jaxstack.launch --preflight`: each process says what it sees, and all of them add numbers up together."""
+"""`python -m jaxstack.launch --preflight`: each process describes its node, and all of them sum numbers together."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxstack.cli import run_command
 from jaxstack.distributed import coordination as processes
 from jaxstack.distributed.cluster import find_place
-from jaxstack.resilience.ending import EndAtOnce
+from jaxstack.resilience.exit_on_signal import ExitOnSignal
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.resilience.progress_file import ProgressFile
 
@@ -21,7 +21,7 @@ _SECONDS = 120
 
 
 def check() -> None:
-    """Prints, on the first process, what was found.
+    """Print the findings, on the first process.
 
     Raises:
       JaxstackError: the processes differ, or one of them does not answer in two minutes.
@@ -50,7 +50,7 @@ def check() -> None:
 
 
 def measure_sum() -> str:
-    """The time of a sum over all devices, which needs every link to work."""
+    """Return the duration of a sum over all devices, which needs every link to work."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("all",))
     split, whole = jax.NamedSharding(mesh, jax.P("all")), jax.NamedSharding(mesh, jax.P())
@@ -70,7 +70,7 @@ def measure_sum() -> str:
 
 
 def describe_gpus() -> str:
-    """Clocks, temperatures and links as the driver tells them; empty without one."""
+    """Return clocks, temperatures and links from the GPU driver; empty without one."""
     fields = "index,name,clocks.sm,clocks.max.sm,temperature.gpu,ecc.errors.uncorrected.volatile.total"
     parts = []
     for words in (("--format=csv", f"--query-gpu={fields}"), ("topo", "-m")):
@@ -83,10 +83,10 @@ def describe_gpus() -> str:
 
 
 def main() -> int:
-    """Runs the check; returns its exit code."""
+    """Run the check; returns its exit code."""
 
     def body() -> None:
-        with EndAtOnce("jaxstack launch --preflight"):
+        with ExitOnSignal("jaxstack launch --preflight"):
             check()
 
     return processes.end(run_command("jaxstack launch --preflight", body))

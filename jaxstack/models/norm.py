@@ -45,7 +45,7 @@ class RMSNorm(nnx.Module):
 
     def beside(self, x: jax.Array) -> Pair:
         """(norm(x), x)."""
-        return cast(Pair, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, beside=True))
+        return cast(Pair, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, return_input=True))
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -71,7 +71,7 @@ class LayerNorm(nnx.Module):
 
     def beside(self, x: jax.Array) -> Pair:
         """(norm(x), x)."""
-        return cast(Pair, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, beside=True))
+        return cast(Pair, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, return_input=True))
 
 
 NORMS = {"rms_norm": RMSNorm, "rms_norm_unit_offset": UnitOffsetRMSNorm, "layer_norm": LayerNorm}

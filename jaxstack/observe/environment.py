@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 import jaxstack
+from jaxstack.files import write_file
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
 # Only these variables are recorded, never the whole environment: it holds keys and tokens.
@@ -61,7 +62,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
-    """Writes `environment.json` with `describe_environment()` and the given sections; returns what it wrote.
+    """Write `environment.json` with `describe_environment()` and the given sections; returns what it wrote.
 
     Sections that the report knows: `ran` (what actually ran) and `schedule` (pairs of step and learning
     rate).
@@ -69,9 +70,7 @@ def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
     content = describe_environment() | sections
     path = Path(run_dir) / "environment.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_file(path, (json.dumps(content, indent=2, default=str) + "\n").encode(), durable=False)
     return content
 
 

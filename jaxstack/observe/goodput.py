@@ -1,11 +1,12 @@
 """Goodput: the share of a run's wall time, over all its starts, that went into training steps which count."""
 
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jaxstack.files import write_file
 
 FILE = "sessions.json"
 
@@ -42,16 +43,14 @@ class Goodput:
         return {"train_seconds": self._train_seconds, "goodput": min(1.0, self._train_seconds / max(wall, 1e-9))}
 
     def close(self, finished: bool) -> None:
-        """Notes the end of this start, and whether the run has all its steps."""
+        """Note the end of this start, and whether the run has all its steps."""
         self._sessions[-1] |= {"ended": self._clock(), "finished": finished}
         self._write()
 
     def _write(self) -> None:
         if self._path is None:
             return
-        temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(self._sessions) + "\n", encoding="utf-8")
-        os.replace(temporary, self._path)
+        write_file(self._path, (json.dumps(self._sessions) + "\n").encode(), durable=False)
 
 
 def steady_clock() -> Callable[[], float]:

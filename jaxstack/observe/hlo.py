@@ -151,7 +151,7 @@ def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
 
 
 def parse_module(text: str) -> Module:
-    """Parses `compiled.as_text()`; a text without an entry computation raises ValueError."""
+    """Parse `compiled.as_text()`; a text without an entry computation raises ValueError."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():

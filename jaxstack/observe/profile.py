@@ -31,7 +31,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surrounds the dispatch of one step, so that the trace shows it under its number.
+        """Surround the dispatch of one step, so that the trace shows it under its number.
 
         Starts the trace before the first step of the window. A trace that is running ends with `finish_step`.
         """
@@ -43,13 +43,13 @@ class StepProfiler:
             yield
 
     def finish_step(self, step: int, results: Any = None) -> None:
-        """Ends the trace after its last step, once `results` (arrays of that step) are computed."""
+        """End the trace after its last step, once `results` (arrays of that step) are computed."""
         if self.active and step >= self._last:
             jax.block_until_ready(results)
             self.close()
 
     def close(self) -> None:
-        """Ends a running trace, also when the run ends inside the window."""
+        """End a running trace, also when the run ends inside the window."""
         if self.active:
             self.active = False
             jax.profiler.stop_trace()

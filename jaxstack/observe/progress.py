@@ -61,7 +61,7 @@ class Progress:
         self.close()
 
     def update(self, step: int, values: Mapping[str, Any], eta_seconds: float | None = None) -> None:
-        """Shows that `step` steps are done, with the values of its `metrics.jsonl` line."""
+        """Show that `step` steps are done, with the values of its `metrics.jsonl` line."""
         fields = progress_fields(values, eta_seconds)
         if self._live:
             self._live.update(step, fields)
@@ -69,14 +69,14 @@ class Progress:
             self._print(" | ".join([f"step {step}/{self._total}", *fields]))
 
     def say(self, text: str) -> None:
-        """Prints a message, above the live line where there is one."""
+        """Print a message, above the live line where there is one."""
         if self._live:
             self._live.say(text)
         elif self._enabled:
             self._print(text)
 
     def close(self) -> None:
-        """Ends the live line; it stays visible as it was last. Later messages are plain lines."""
+        """End the live line; it stays visible as it was last. Later messages are plain lines."""
         if self._live:
             self._live.close()
             self._live = None

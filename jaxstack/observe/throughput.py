@@ -88,7 +88,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a window now and forgets what was added, e.g. after compiling."""
+        """Begin a window now and forgets what was added, e.g. after compiling."""
         self._began = self._ended = self._clock()
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
 
@@ -103,7 +103,7 @@ class Meter:
         self._waited += waited_seconds
 
     def exclude(self, seconds: float) -> None:
-        """Takes `seconds` out of the running window."""
+        """Take `seconds` out of the running window."""
         self._excluded += seconds
 
     def read(self) -> dict[str, float | None]:

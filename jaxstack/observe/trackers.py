@@ -5,23 +5,23 @@ import importlib
 import json
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxstack.errors import ConfigError
+from jaxstack.files import replacing
 
 
 class Tracker(Protocol):
     """Takes the values of a step. Steps count completed training steps and grow from call to call."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Records `values` (plain numbers, None for unknown, short strings) under `step`."""
+        """Record `values` (plain numbers, None for unknown, short strings) under `step`."""
 
     def close(self) -> None:
-        """Writes what is buffered. Nothing may be logged afterwards."""
+        """Write what is buffered. Nothing may be logged afterwards."""
 
 
 class JsonLines:
@@ -37,7 +37,7 @@ class JsonLines:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            _rewrite(self.path, lambda line: _keeps(line, start_step))
+            _drop_lines(self.path, lambda line: _is_before(line, start_step))
         self._file = self.path.open("ab", buffering=0)
         self._pending = b""
 
@@ -75,7 +75,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _keeps(line: bytes, last_step: int) -> bool:
+def _is_before(line: bytes, last_step: int) -> bool:
+    """Return True for a complete line of a step up to `last_step`."""
     if not line.endswith(b"\n"):
         return False
     try:
@@ -84,22 +85,14 @@ def _keeps(line: bytes, last_step: int) -> bool:
         return False
 
 
-def _rewrite(path: Path, keep: Callable[[bytes], bool]) -> None:
-    """Atomically drops the lines that `keep` refuses; leaves the file alone where it keeps all."""
+def _drop_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
+    """Atomically drop the lines for which `keep` is False; a file without such lines is not touched."""
     with path.open("rb") as lines:
         if all(keep(line) for line in lines):
             return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as target, path.open("rb") as lines:
-            target.writelines(line for line in lines if keep(line))
-            target.flush()
-            os.fsync(target.fileno())
-        os.chmod(temporary, path.stat().st_mode & 0o777)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with path.open("rb") as lines, replacing(path) as target:
+        os.fchmod(target.fileno(), path.stat().st_mode & 0o777)
+        target.writelines(line for line in lines if keep(line))
 
 
 class TensorBoard:
@@ -263,7 +256,7 @@ class Trackers:
                 self._failing.discard(name)
 
     def close(self) -> None:
-        """Closes every tracker, also when one of them fails; raises the first failure then."""
+        """Close every tracker, also when one of them fails; raises the first failure then."""
         failures: list[Exception] = []
         for tracker in self._trackers.values():
             try:
@@ -282,7 +275,7 @@ def open_trackers(
     settings: Mapping[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> Trackers:
-    """Opens the named trackers of `TRACKERS`, in the table's order, for the run in `run_dir`.
+    """Open the named trackers of `TRACKERS`, in the table's order, for the run in `run_dir`.
 
     Args:
         start_step: completed steps that the run goes on from; what was logged after it is dropped.

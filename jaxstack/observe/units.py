@@ -40,3 +40,8 @@ def byte_size(count: float) -> str:
         if abs(count) >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count:.0f} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return `count` and the noun, with an "s" unless the count is 1: `1 file`, `2 files`."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"

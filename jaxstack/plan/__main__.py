@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> None:
         if args.devices is not None and args.devices < 1:
             raise ConfigError(f"--devices must be at least 1; found {args.devices}.")
-        from jaxstack.plan.layout import plan_layout
+        from jaxstack.plan.describe import describe_plan
+        from jaxstack.plan.draw import draw_plan
         from jaxstack.plan.rehearsal import rehearse
-        from jaxstack.plan.text import draw_plan
         from jaxstack.run_config import load_config
 
         config = load_config(args.config, args.overrides)
-        found = plan_layout(config, args.devices)
+        found = describe_plan(config, args.devices)
         if args.rehearse:
             found["rehearsal"] = rehearse(config, args.devices, args.device)
         print(json.dumps(found, indent=1) if args.json else draw_plan(found, args.show_sharding))

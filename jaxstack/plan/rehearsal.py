@@ -10,10 +10,10 @@ import numpy as np
 from jaxstack.data.device import abstract_batch
 from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
-from jaxstack.observe.ran import predicted_memory
+from jaxstack.observe.what_ran import predicted_memory
 from jaxstack.parallel import make_mesh
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile, device_memory
-from jaxstack.plan.layout import resolve_plan
+from jaxstack.plan.describe import resolve_plan
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig
 from pallas_kernels import lowering_platform
@@ -23,7 +23,7 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     """What `trainer.compile` finds for this configuration on `devices` GPUs, as plain JSON.
 
     Args:
-      devices: as of `plan_layout`.
+      devices: as of `describe_plan`.
       kind: a file of `jaxstack/plan/targets`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Before the first step of several processes: do they all run the same thing, on the same kind of device?"""
+"""Checks before the first step of several processes: all run the same program, on the same kind of device."""
 
 import hashlib
 import platform
@@ -21,13 +21,17 @@ SKEW_SECONDS = 2.0
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
-    """Compares versions, commit, configuration and clocks of all processes; returns warnings, one a line.
+    """Compare versions, commit, configuration and clocks of all processes.
 
     Args:
       settings: the run's configuration as text.
+      timeout_seconds: limit on waiting for the other processes.
+
+    Returns:
+      Warnings, one per line.
 
     Raises:
-      ConfigError: they differ; the message says where, and which processes have what.
+      ConfigError: the processes differ; the message names the values, and the processes that have each.
       JaxstackError: a process does not answer.
     """
     processes.meet("clocks", timeout_seconds)
@@ -42,14 +46,18 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
 
 
 def check_devices(timeout_seconds: float = 300) -> None:
-    """Compares number and kind of the devices of each process. Raises ConfigError where they differ."""
+    """Compare number and kind of the devices of all processes.
+
+    Raises:
+      ConfigError: they differ.
+    """
     local = jax.local_devices()
     facts = {"host": socket.gethostname(), "devices a process": len(local), "device kind": local[0].device_kind}
     _refuse(disagreements(processes.exchange("devices", facts, timeout_seconds), ignore=("host",)))
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:
-    """One line for each fact that is not the same everywhere, with the processes (and hosts) that have each value."""
+    """Return one line for each fact that differs, with the processes (and hosts) that have each value."""
     lines = []
     for name in facts[0]:
         holders: dict[Any, list[int]] = defaultdict(list)

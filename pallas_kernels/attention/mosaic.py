@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import cudnn, mosaic_call
-from pallas_kernels.attention.request import Request
+from pallas_kernels.attention.request import AttentionRequest
 from pallas_kernels.attention.tilings import Tiling, choose_tiling, mask_kind
 from pallas_kernels.hopper.target import unsupported_target
 
@@ -16,7 +16,7 @@ _LARGEST_BLOCK = 128
 INTERPRET = False
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: AttentionRequest) -> str | None:
     """The first rule that the request breaks."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
@@ -28,7 +28,7 @@ def unsupported_reason(request: Request) -> str | None:
     return _unsupported_mask(request)
 
 
-def _unsupported_mask(request: Request) -> str | None:
+def _unsupported_mask(request: AttentionRequest) -> str | None:
     mask = request.options.mask
     shift = request.key_length - request.query_length
     if mask.layout is not None and (mask.layout.block_size % _LARGEST_BLOCK or shift % _LARGEST_BLOCK):
@@ -39,40 +39,40 @@ def _unsupported_mask(request: Request) -> str | None:
     return None
 
 
-def lower_priority_reason(request: Request) -> str | None:
+def lower_priority_reason(request: AttentionRequest) -> str | None:
     """cuDNN is faster for wide heads, where it can compute the call (docs/performance.md)."""
     if request.head_dim != 256 or cudnn.unsupported_reason(request):
         return None
     return f"cuDNN was measured faster at head dim {request.head_dim}"
 
 
-def attend_deterministic(request: Request) -> tuple[jax.Array, jax.Array]:
+def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
     """`attend` with the backward in two kernels, whose gradients are bit-equal in every run."""
     return attend(request, dataclasses.replace(_tiling(request), fused_queries=0))
 
 
-def attend(request: Request, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
+def attend(request: AttentionRequest, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, H] and lse [B, N, T], in blocks of `tiling` (default: what the tables say)."""
     return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments)
 
 
-def gradients(request: Request, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
+def gradients(request: AttentionRequest, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
     """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
     plan = _plan(request, tiling)
     return mosaic_call.gradients(plan, request.q, request.k, request.v, request.segments, rows)
 
 
-def gradients_deterministic(request: Request, *rows: jax.Array) -> tuple:
+def gradients_deterministic(request: AttentionRequest, *rows: jax.Array) -> tuple:
     """`gradients` that are bit-equal in every run."""
     return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
 
 
-def _plan(request: Request, tiling: Tiling | None) -> mosaic_call.Plan:
+def _plan(request: AttentionRequest, tiling: Tiling | None) -> mosaic_call.Plan:
     tiling = tiling or _tiling(request)
     return mosaic_call.Plan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
 
 
-def _tiling(request: Request) -> Tiling:
+def _tiling(request: AttentionRequest) -> Tiling:
     mask = request.options.mask
     tiling = choose_tiling(request.head_dim, mask_kind(mask, request.segments is not None), request.key_length)
     if mask.layout is None:

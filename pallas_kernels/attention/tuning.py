@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_kernels.attention import mosaic
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.request import AttentionRequest, Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tilings import RUNS_WITH, Tiling, blocks_of, kernels, mask_kind, with_blocks
 from pallas_kernels.target import current_target
@@ -69,9 +69,9 @@ class Work:
         ids = jnp.asarray(starts.cumsum(axis=1), jnp.int32)
         return Segments(ids, ids)
 
-    def request(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> Request:
+    def request(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> AttentionRequest:
         options = Options(self.mask, self.head_dim**-0.5)
-        return Request(q, k, v, segments, options, False, current_target())
+        return AttentionRequest(q, k, v, segments, options, False, current_target())
 
     def refusal(self) -> str | None:
         """Why the kernels cannot compute this here."""

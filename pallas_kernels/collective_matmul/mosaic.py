@@ -3,7 +3,7 @@
 What jax 0.11 needs for that, and what is refused otherwise: one process that holds all devices of the mesh (devices
 then read each other's addresses from a table that XLA fills in), peer access between them, and devices in row-major
 order in the mesh (jax says so itself while lowering). Collective operations may run beside the kernels, see
-`mosaic_claims`.
+`hopper.scheduler`.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.collective_matmul import mosaic_gather, mosaic_scatter
-from pallas_kernels.collective_matmul.mosaic_product import Product, Tiling
+from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct, CollectiveTiling
 from pallas_kernels.collective_matmul.request import Request
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import multiprocessors
@@ -105,9 +105,9 @@ def multiplier(request: Request) -> Overlapped:
     return Overlapped()
 
 
-def _tiling(columns: tuple[int, ...], fields: dict[str, Any]) -> Tiling:
+def _tiling(columns: tuple[int, ...], fields: dict[str, Any]) -> CollectiveTiling:
     fitting = next(width for width in _COLUMNS if all(size % width == 0 for size in columns))
-    return Tiling(**{"columns": fitting, **fields})
+    return CollectiveTiling(**{"columns": fitting, **fields})
 
 
 def _product(
@@ -116,8 +116,8 @@ def _product(
     columns: tuple[int, ...],
     axis_name: str,
     transposed: bool,
-    tiling: Tiling,
-) -> Product:
+    tiling: CollectiveTiling,
+) -> CollectiveProduct:
     devices = jax.lax.axis_size(axis_name)
     programs = 2 if INTERPRET else multiprocessors()
-    return Product(rows, depths, columns, devices, axis_name, transposed, tiling, programs, INTERPRET)
+    return CollectiveProduct(rows, depths, columns, devices, transposed, tiling, programs, INTERPRET, axis_name)

@@ -7,16 +7,16 @@ computed once more with logits.
 import jax
 
 from pallas_kernels.cross_entropy import mosaic_chunk, triton, xla
-from pallas_kernels.cross_entropy.request import Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """The first rule that the request breaks."""
     reason = mosaic_chunk.unsupported_reason(request)
     return reason or next(filter(None, map(mosaic_chunk.unsupported_rows, xla.rows_of_chunks(request))), None)
 
 
-def loss_sum(request: Request) -> jax.Array:
+def loss_sum(request: CrossEntropyRequest) -> jax.Array:
     """Sum of the losses in float32."""
     major, minor = request.target.compute_capability or (0, 0)
     capability = None if triton.unsupported_reason(request) else 10 * major + minor

@@ -14,9 +14,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
 from pallas_kernels.cross_entropy import mosaic_kernel
-from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
+from pallas_kernels.hopper.matmul import DEPTH, TILE_ROWS, ProductTiling, TiledProduct, single_product
 from pallas_kernels.hopper.target import unsupported_target
 
 # Tests set this to run the kernel on a CPU.
@@ -27,7 +27,7 @@ _GROUP = 64
 _LARGEST = math.exp(80)
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
     """The first rule that the request breaks."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
@@ -46,14 +46,14 @@ def unsupported_reason(request: Request) -> str | None:
 
 def unsupported_rows(rows: int) -> str | None:
     """Whether a chunk has a number of tokens that the kernel takes."""
-    return None if rows % ROWS == 0 else f"needs chunks of a multiple of {ROWS} tokens, got one of {rows}"
+    return None if rows % TILE_ROWS == 0 else f"needs chunks of a multiple of {TILE_ROWS} tokens, got one of {rows}"
 
 
-def make_product(rows: int, depth: int, vocabulary: int) -> Product:
+def make_product(rows: int, depth: int, vocabulary: int) -> TiledProduct:
     """hidden [rows, D] times weight [D, V]."""
     columns = next(width for width in _STAGES if vocabulary % width == 0)
-    tiling = Tiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
-    return on_one_device(rows, depth, vocabulary, tiling, interpret=INTERPRET)
+    tiling = ProductTiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
+    return single_product(rows, depth, vocabulary, tiling, interpret=INTERPRET)
 
 
 def loss_and_gradient(

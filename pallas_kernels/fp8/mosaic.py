@@ -9,6 +9,7 @@ from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.hopper.target import unsupported_target
+from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.target import Target, multiprocessors
 
 # Tests set this to run the kernels on a CPU.
@@ -33,8 +34,8 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
     """a [M, K] @ b [N, K].T -> [M, N]."""
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
-    tall = rows % (2 * mosaic_product.WARPGROUPS * mosaic_product.ROWS) == 0
-    config = mosaic_product.Config(
+    tall = rows % (2 * mosaic_product.CONSUMERS * ROWS) == 0
+    spec = mosaic_product.ScaledProduct(
         rows,
         columns,
         width,
@@ -44,7 +45,7 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
         programs=2 if INTERPRET else multiprocessors(),
         interpret=INTERPRET,
     )
-    return mosaic_product.product(config, a, b)
+    return mosaic_product.product(spec, a, b)
 
 
 MOSAIC = Operations(triton.quantize_both, triton.quantize_weight, product)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped_gemm import products
 from pallas_kernels.grouped_gemm.mosaic_kernels import Kernels
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 from pallas_kernels.hopper import target as hopper
 from pallas_kernels.target import Target, current_target, multiprocessors
 
@@ -19,7 +19,7 @@ def unsupported_target(target: Target | None = None) -> str | None:
     return hopper.unsupported_target(target or current_target(), INTERPRET)
 
 
-def unsupported_reason(request: Request) -> str | None:
+def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
     """The first rule that the request breaks."""
     reason = unsupported_target(request.target)
     if reason is not None:
@@ -32,7 +32,7 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def multiply(request: Request) -> jax.Array:
+def multiply(request: GroupedMatmulRequest) -> jax.Array:
     """[R, F] in the dtype of x."""
     programs = 2 if INTERPRET else multiprocessors()
     return products.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

@@ -83,7 +83,7 @@ def test_only_one_process_saves_into_a_directory(open_manager, tmp_path, run_pyt
     manager.save(1, {"x": jnp.ones(4)}, wait=True)
     result = run_python(
         "import sys\n"
-        "from jaxstack.checkpoint import CheckpointManager\n"
+        "from jaxstack.checkpoint.manager import CheckpointManager\n"
         "manager = CheckpointManager(sys.argv[1])\n"
         "print(manager.latest_step(), flush=True)\n"
         "manager.save(2, {'x': 1})\n",
@@ -98,7 +98,9 @@ def test_only_one_process_saves_into_a_directory(open_manager, tmp_path, run_pyt
 def test_a_run_claims_its_directory_before_it_saves(open_manager, run_python):
     manager = open_manager()
     manager.claim()
-    claim = "import sys; from jaxstack.checkpoint import CheckpointManager; CheckpointManager(sys.argv[1]).claim()"
+    claim = (
+        "import sys; from jaxstack.checkpoint.manager import CheckpointManager; CheckpointManager(sys.argv[1]).claim()"
+    )
     result = run_python(claim, manager.directory)
     assert "another process saves checkpoints" in result.stderr and result.returncode == 1
     manager.save(1, {"x": jnp.ones(4)}, wait=True)
@@ -200,7 +202,7 @@ def test_close_raises_when_the_last_save_failed(tmp_path, monkeypatch):
 def test_a_process_that_ends_without_close_says_what_it_lost(open_manager, tmp_path, run_python):
     result = run_python(
         "import sys, jax.numpy as jnp\n"
-        "from jaxstack.checkpoint import CheckpointManager\n"
+        "from jaxstack.checkpoint.manager import CheckpointManager\n"
         "manager = CheckpointManager(sys.argv[1])\n"
         "manager.save(1, {'x': 1}, wait=True)\n"
         "manager.save(2, {'x': [jnp.ones((2000, 2000))] * 9})\n"

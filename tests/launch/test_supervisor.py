@@ -14,7 +14,10 @@ import pytest
 from jaxstack.launch.__main__ import main
 from jaxstack.launch.shared_memory import FOLDER, list_files, remove_left_behind
 
-WRITE = "import os, sys, time; from jaxstack.resilience import ProgressFile; p = ProgressFile.of_this_process(); "
+WRITE = (
+    "import os, sys, time; from jaxstack.resilience.progress_file import ProgressFile; "
+    "p = ProgressFile.of_this_process(); "
+)
 
 
 def launch(*options: str, program: str) -> subprocess.Popen:

@@ -16,7 +16,7 @@ SHORT = (
 
 
 def held_out_loss(directory, recipe: str) -> float:
-    return train(load_config(CONFIG, [f"run.dir={directory}", f"precision.fp8={recipe}", *SHORT]))["eval_loss"]
+    return train(load_config(CONFIG, [f"run.dir={directory}", f"precision.fp8={recipe}", *SHORT])).metrics["eval_loss"]
 
 
 @pytest.mark.slow

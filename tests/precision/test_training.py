@@ -14,7 +14,7 @@ from jaxstack.loop import LoopSettings
 from jaxstack.models import ModelConfig, Transformer, count_fp8_matmuls, in_fp8
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.observe.ran import refuse_missing_fp8
+from jaxstack.observe.what_ran import refuse_missing_fp8
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, ScalingState, use_fp8
 from jaxstack.run_config import load_config

@@ -9,13 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxstack import convert
-from jaxstack import decoding as generate
+from jaxstack import convert, generate
 from jaxstack.models import from_huggingface
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
-FIXTURES = Path(__file__).parent / "models" / "huggingface"
+FIXTURES = Path(__file__).parents[1] / "models" / "huggingface"
 WORDS = (
     "the a of to and in is it for on as with by an be at or from that this not are if will have no can use one other"
 )

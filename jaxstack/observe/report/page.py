@@ -1,7 +1,6 @@
 """Puts a run's report together."""
 
 import html
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
@@ -54,7 +54,7 @@ _DRAWN = {"pipeline": render_timeline, "sharding": render_sharding}
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Writes `report.html` into a run directory and returns its path.
+    """Write `report.html` into a run directory and returns its path.
 
     Made from `metrics.jsonl`, `config.yaml` and `environment.json`, each of which may be missing or cut
     short. Of the last it shows `ran` (what actually ran) and draws `schedule`, pairs of step and learning
@@ -80,9 +80,7 @@ def write_report(run_dir: str | Path) -> Path:
         ]
     )
     path = run_dir / "report.html"
-    temporary = run_dir / f".report.{os.getpid()}.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    write_file(path, page.encode(), durable=False)
     return path
 
 

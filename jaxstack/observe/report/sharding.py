@@ -23,7 +23,7 @@ _HUES = 8  # colours that take turns
 
 
 def render_sharding(sharding: Mapping[str, Any]) -> str:
-    """Renders the result of `describe_shardings` as HTML: mesh, pictures, and a table of the parameters."""
+    """Render the result of `describe_shardings` as HTML: mesh, pictures, and a table of the parameters."""
     rows = [row for row in sharding.get("parameters") or () if isinstance(row, Mapping)]
     mesh = sharding.get("mesh") or {}
     table = [

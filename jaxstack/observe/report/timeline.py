@@ -13,7 +13,7 @@ _LOOKS = {"F": ("forward", "f"), "B": ("backward", "b"), "W": ("weight gradients
 
 
 def render_timeline(pipeline: Mapping[str, Any]) -> str:
-    """Renders the result of `describe_schedule` as HTML: figures, and the picture where it has spans.
+    """Render the result of `describe_schedule` as HTML: figures, and the picture where it has spans.
 
     `spans` are rows (stage, start, end, kind, microbatch, chunk), time in forwards of a stage.
     """
