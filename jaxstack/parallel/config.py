@@ -38,12 +38,12 @@ class ParallelConfig(Component):
     the kernels do not fit; never."""
     prefetch: bool = False
     """True gathers the next layer's weights, and scatters the last one's gradients, while a scanned layer computes;
-    needs `fsdp` or `context`, and `model.scan_layers`. Two layers' weights and gradients are in memory; a step of llama3-8b
-    on two H200s took 3 % less time."""
+    needs `fsdp` or `context`, and `model.scan_layers`. Two layers' weights and gradients are in memory; a step of
+    llama3-8b on two H200s took 3 % less time."""
     copy_engines: Literal["auto", "always", "never"] = "auto"
     """Peer-to-peer copies of weights and gradients between the GPUs of one process by their copy engines, which leave
-    the multiprocessors to matmuls, in place of NCCL's kernels. auto: if measured no slower, which is with unrolled layers
-    over `data`, `fsdp` and `context` alone; always: by permutes, whatever the layers, axes and devices."""
+    the multiprocessors to matmuls, in place of NCCL's kernels. auto: if measured no slower, which is with unrolled
+    layers over `data`, `fsdp` and `context` alone; always: by permutes, whatever the layers, axes and devices."""
     zero: Literal[0, 1, 2] = 0
     """ZeRO over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = Field(default=None, ge=1)
@@ -145,6 +145,6 @@ def _show(values: Mapping[str, object]) -> str:
 
 
 def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
-    """Return the largest divisor of `number` that is at most `near`, and the smallest at least `near` (or the largest)."""
+    """Return the largest divisor of `number` at most `near`, and the smallest at least `near` (or the largest)."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return max(d for d in divisors if d <= near), min((d for d in divisors if d >= near), default=divisors[-1])
