@@ -97,7 +97,7 @@ class Trainable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
-    """How a run is saved, observed and stopped."""
+    """Settings for saving, observing and stopping a run."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -118,7 +118,7 @@ class LoopSettings:
 
 
 class Loop:
-    """One run of a trainer.
+    """The training loop of a single run.
 
     Args:
       trainer: what is trained.

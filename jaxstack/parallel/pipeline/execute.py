@@ -48,7 +48,7 @@ class StageFunctions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """One device's contribution to the sums of a step; gradients are float32 trees, None in evaluation."""
+    """A device's contribution to the sums of a step; gradients are float32 trees, None in evaluation."""
 
     layers: Any
     ends: Any

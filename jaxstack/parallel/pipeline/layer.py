@@ -27,8 +27,8 @@ class SplitLayer:
     structure: Any
     """Tree structure of the pullback of `jax.vjp`."""
     sources: tuple[int, ...]
-    """For each of its leaves the position among the known inputs, what `views` gives, what is saved, and what
-    `saved_views` gives."""
+    """Position of each of its leaves in the list: known inputs, results of `views`, saved values, results of
+    `saved_views`."""
     views: Callable[..., list[jax.Array]]
     """Function of the known inputs that returns the views of them that the pullback holds."""
     kept: tuple[int, ...]

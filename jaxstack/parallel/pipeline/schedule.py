@@ -17,7 +17,7 @@ Kind = Literal["F", "B", "W"]
 
 
 class Task(NamedTuple):
-    """One piece of work of a stage."""
+    """A piece of work of a stage."""
 
     kind: Kind
     microbatch: int
