@@ -28,7 +28,7 @@ from jaxstack.observe.progress import Progress
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import Trackers, last_logged, open_trackers
-from jaxstack.observe.what_ran import in_short, refuse_fallbacks, refuse_missing_fp8
+from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.resilience.exit_on_signal import signal_name
@@ -212,7 +212,7 @@ class Loop:
         ran = trainer.describe()
         if self.settings.observe.fail_on_fallback:
             refuse_missing_fp8(ran)
-        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {in_short(ran)}")
+        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {summarise_program(ran)}")
         for sentence in trainer.compiler_notes:
             self._say(f"warning: {sentence}")
         for sentence in describe_unsplit(ran["sharding"]):
