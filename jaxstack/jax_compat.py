@@ -23,7 +23,7 @@ class CoordinationClient(Protocol):
 
 
 class CoordinationState(Protocol):
-    """What jax knows of the processes of this run, before any device is used."""
+    """Index, number and connection of this run's processes, known before any device is used."""
 
     process_id: int
     num_processes: int

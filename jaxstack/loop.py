@@ -99,7 +99,7 @@ class Trainable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
-    """How a run is saved, observed and stopped."""
+    """Settings for saving, observing and stopping a run."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -120,7 +120,7 @@ class LoopSettings:
 
 
 class Loop:
-    """One run of a trainer.
+    """The training loop of a single run.
 
     Args:
       trainer: what is trained.
@@ -135,7 +135,7 @@ class Loop:
         self.last_values: dict[str, Any] = {}
         self.checkpoints: RunCheckpoints | None = None
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
-        self.guard = StateCheck(settings.resilience.checksum_every_steps)
+        self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
         self.done = 0
@@ -269,7 +269,7 @@ class Loop:
                     while pending:
                         self._read(*pending.popleft())
                 with self.signs.waiting():
-                    self.guard.check(step, self.trainer.state, before_save=saving or stopping)
+                    self.state_check.check(step, self.trainer.state, before_save=saving or stopping)
                     # A checkpoint made while steps are skipped might be rolled back: it waits for a step that is taken.
                     self.save_postponed = saving and self.skipped > 0 and step < train.steps
                     if saving and not self.save_postponed:

@@ -1,4 +1,4 @@
-"""The train state and its sharded initialisation: no device ever holds more than its part."""
+"""The train state and its sharded initialisation: no device ever holds more than its shards."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from jaxstack.resilience.spikes import StepHistory
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes; what a checkpoint holds besides the data position."""
+    """Everything that a step changes, and that a checkpoint holds besides the position in the data."""
 
     step: jax.Array
     """[] int32: steps taken."""
@@ -26,18 +26,17 @@ class TrainState(NamedTuple):
     key: jax.Array
     """The run's random key; step s uses fold_in(key, s)."""
     skipped: jax.Array
-    """[] int32: steps skipped in a row because loss or gradients were not finite, or spiked."""
+    """[] int32: consecutive steps skipped because loss or gradients were not finite, or spiked."""
     history: StepHistory
     """Loss and gradient norm of the last steps taken."""
 
 
 LATER_FIELDS = {"history": StepHistory.empty}
-"""Fields that came after the first release, and what each is where a checkpoint was saved before it was there. A new
-field gets a row, and older checkpoints load."""
+"""Field added after the first release -> function that makes its value for older checkpoints, which lack it."""
 
 
 def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-    """A fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
+    """Return a fresh state. Traceable: jit it with `state_shardings` as out_shardings to create it sharded."""
     init_key, run_key = jax.random.split(key)
     params, non_params = module.init(init_key)
     zero = jnp.zeros((), jnp.int32)
@@ -46,7 +45,7 @@ def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation
 
 
 def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes and dtypes of `init_state`'s result; nothing is computed."""
+    """Return the shapes and dtypes of `init_state`'s result; nothing is computed."""
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
 
 
@@ -67,7 +66,7 @@ def state_shardings(
 
     def moment(leaf: Any, param: Any, spec: PartitionSpec) -> Any:
         if isinstance(leaf, optax.MaskedNode):
-            return leaf  # what an optimizer group leaves out has no moments
+            return leaf  # parameters of another optimizer group have no moments here
         # Factored moments (Adafactor) have other shapes than their parameter, and are small.
         return spec if leaf.shape == param.shape else whole
 

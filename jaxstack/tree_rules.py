@@ -1,4 +1,4 @@
-"""Path rules: the one way in which anything depends on a parameter's name.
+"""Path rules: the one mechanism by which anything depends on a parameter's name.
 
 A rule is (regular expression, value). A parameter's path is its keys joined by `/`, such as
 `decoder/layers/0/attention/q_proj/kernel`. The first rule whose expression is found in the path wins.
@@ -13,14 +13,14 @@ import jax
 from jaxstack.errors import ConfigError
 
 ADAPTER = re.compile(r"(^|/)adapter/")
-"""Found in the paths of parameters that an adapter adds to a layer (`jaxstack.models.adapters`)."""
+"""Matches the paths of parameters that an adapter adds to a layer (`jaxstack.models.adapters`)."""
 
 V = TypeVar("V")
 Rules = Sequence[tuple[str, V]]
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A jax key path as `a/b/0/c`; the attribute under which NNX variables keep their array is left out."""
+    """Return a jax key path as `a/b/0/c`, without the attribute `value` of NNX variables."""
     parts = [str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path]
     if len(parts) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) and parts[-1] == "value":
         parts.pop()
@@ -28,7 +28,7 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def match(path: str, rules: Rules[V]) -> V:
-    """The value of the first rule that matches.
+    """Return the value of the first rule that matches a path.
 
     Raises:
       KeyError: no rule matches; end the rules with `(".*", default)` to have a default.
@@ -40,15 +40,15 @@ def match(path: str, rules: Rules[V]) -> V:
 
 
 def map_by_path(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`function(path, leaf, *other_leaves)` over a tree, with the path as text."""
+    """Map `function(path, leaf, *other_leaves)` over trees, with the path as text."""
     return jax.tree_util.tree_map_with_path(lambda path, *leaves: function(path_name(path), *leaves), tree, *rest)
 
 
 def check_patterns(patterns: Sequence[str], tree: Any, what: str) -> None:
-    """Refuses patterns that match no path of `tree`: they are typing errors more often than not.
+    """Check that each pattern matches a path of `tree`; one that does not is most likely misspelt.
 
     Raises:
-      ConfigError: naming the pattern, with some paths that exist.
+      ConfigError: a pattern matches none; the message names it, and some paths that exist.
     """
     names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for pattern in patterns:

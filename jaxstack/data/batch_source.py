@@ -1,4 +1,4 @@
-"""One interface for all sources of batches: jaxstack's own data, or a user's iterable or function."""
+"""A common interface for all sources of batches: jaxstack's own data, or a user's iterable or function."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A Flax module, NNX or Linen, as plain nested dicts of arrays and a function that puts it together again.
+"""A Flax module, NNX or Linen, as plain nested dicts of arrays and a function that merges them into a module.
 
 The train state holds dicts, not modules: they flatten fast, checkpoint without classes, and need no NNX in a step.
 """
@@ -35,11 +35,11 @@ class FunctionalModule:
         self.make = make
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
-        """Whether the module, as the class attribute of this name says, makes its weights whole where it uses them."""
+        """True if the module's class says (`gathers_weights`) that it gathers its weights where it uses them."""
         self.drops_tokens = bool(getattr(abstract, "drops_tokens", False))
-        """Whether a train step adds `dropout_keys` to its batches."""
+        """True if a train step must add `dropout_keys` to the module's batches."""
         self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
-        """The compute dtype of such a module."""
+        """The compute dtype of a module that gathers its weights; None: unknown."""
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
             variable.set_metadata(whole_shape=variable.shape)
         self._graphdef, params, non_params = nnx.split(abstract, nnx.Param, ...)
@@ -82,46 +82,49 @@ class FunctionalModule:
         return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
-        """(parameters, everything else: statistics, random states) of a fresh module."""
+        """Return (parameters, other variables: statistics, random states) of a fresh module."""
         return self.split(self.make(nnx.Rngs(key)))
 
     def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
-        """The arrays of a module of this structure."""
+        """Return (parameters, other variables) of a module of this structure."""
         _, params, non_params = nnx.split(module, nnx.Param, ...)
         return _nested(nnx.to_flat_state(params)), _nested(nnx.to_flat_state(non_params))
 
     def merge(self, params: Dict, non_params: Dict) -> Any:
-        """The module with these arrays."""
+        """Return the module with these arrays."""
         return nnx.merge(self._graphdef, _filled(self._params, params), _filled(self._non_params, non_params))
 
     def freeze(self, is_frozen: Callable[[str], bool]) -> None:
-        """Parameters whose path this is true of take no part in training: no gradient, no optimizer state.
+        """Exclude parameters from training: they get no gradient and no optimizer state.
+
+        Args:
+          is_frozen: returns True for the path of a parameter to exclude.
 
         Raises:
-          ConfigError: that is all of them.
+          ConfigError: all parameters are excluded.
         """
         self._is_frozen = is_frozen
         if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
             raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
 
     def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
-        """(what is trained, what is frozen) of the parameters, or of anything in their structure."""
+        """Return (trained, frozen) parameters, or the two parts of any tree of their structure."""
         flat = _flat(params)
         frozen = {path: flat.pop(path) for path in list(flat) if self._is_frozen("/".join(path))}
         return _nest(flat.items()), _nest(frozen.items())
 
     def join(self, *parts: Dict) -> Dict:
-        """What was taken apart."""
+        """Merge trees that `split_frozen`, `split_adapters` or `split_scaling` separated."""
         return _nest(item for part in parts for item in _flat(part).items())
 
     def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
-        """(the parameters of the module without its adapters, the adapters'), or anything in their structure."""
+        """Return (parameters of the module without adapters, parameters of adapters)."""
         flat = _flat(params)
         adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
         return _nest(flat.items()), _nest(adapters.items())
 
     def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
-        """All parameters, from those without adapters; the new ones change no result. Traceable."""
+        """Return all parameters from those without adapters; fresh adapters change no result. Traceable."""
         fresh, non_params = self.init(key)
         adapters = self.split_adapters(fresh)[1]
         if not adapters:
@@ -129,24 +132,24 @@ class FunctionalModule:
         return self.split(measure_magnitudes(self.merge(self.join(params, adapters), non_params)))[0]
 
     def merge_adapters(self, base: Dict, adapters: Dict, non_params: Dict) -> Dict:
-        """The parameters of the module without adapters that computes the same. Traceable."""
+        """Return the parameters of a module without adapters that computes the same. Traceable."""
         return self.split(merge_adapters(self.merge(self.join(base, adapters), non_params)))[0]
 
     def split_scaling(self, non_params: Dict) -> tuple[Dict, Dict]:
-        """(the scaling states of low-precision matmuls, all else) of the variables that are not parameters."""
+        """Return (scaling states of low-precision matmuls, others) of the variables that are not parameters."""
         flat = _flat(non_params)
         scaling = {path: flat.pop(path) for path in self._scaling}
         return _nest(scaling.items()), _nest(flat.items())
 
     def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
-        """The variables with the next step's scaling states, from the maxima of this one."""
+        """Return the variables with the next step's scaling states, made from this step's amax values."""
         scaling, others = self.split_scaling(non_params)
         return self.join(update_scaling(scaling, maxima), others)
 
     def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
-        """`function(logical axes or None, shape, metadata)` of every parameter, in the structure of `abstract_params`.
+        """Return `function(logical axes or None, shape, metadata)` of every parameter, as nested dicts.
 
-        Logical axes that the rules do not know count as none.
+        Logical axes that the rules do not know count as None.
         """
 
         def apply(variable: Any) -> Any:
@@ -168,9 +171,8 @@ class FunctionalModule:
         return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape, zero), rules)
 
 
-def make_functional(module: Any) -> FunctionalModule:
-    """A FunctionalModule of an NNX module, whose own values are kept as the initial ones, or of a function `rngs -> NNX
-    module`.
+def make_functional(module: object) -> FunctionalModule:
+    """Return a FunctionalModule of an NNX module, whose values are the initial ones, or of a function of `nnx.Rngs`.
 
     Raises:
       TypeError: the module is neither.

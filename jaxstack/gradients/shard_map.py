@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class ParameterLayout:
-    """How a parameter is sharded and used."""
+    """The sharding of one parameter, and its use in a step."""
 
     spec: PartitionSpec
     """Its layout during a step: `AxisRules.parameter_spec`."""

@@ -1,4 +1,4 @@
-"""How many ways each axis of the mesh splits the work, and the checks that need no device."""
+"""The degrees of parallelism of a run, with the checks that need no device."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class ParallelConfig(Component):
     context: int = 1
     """Devices that one sequence is split over, in every layer; attention passes keys and values between them."""
     context_method: Literal["auto", "ring", "all_gather", "all_to_all"] = "auto"
-    """How attention sees the keys of other devices; auto: by the shape of each layer."""
+    """Method by which attention exchanges keys and values between devices; auto: by the shape of each layer."""
     pipeline: int = 1
     """Stages, each with its own layers; the batch goes through in microbatches."""
     expert: int = 1
@@ -34,18 +34,18 @@ class ParallelConfig(Component):
     sequence: bool = False
     """Megatron's sequence parallelism: between the matmuls, activations are split along the sequence on `tensor`."""
     overlap: Literal["auto", "always", "never"] = "auto"
-    """With `sequence`, whether matmuls send and receive while they multiply: where that was measured faster, always
-    (where they do not fit, with XLA's collective operations in their place), or never."""
+    """Overlap of communication and matmuls with `sequence`. auto: if measured faster; always: by XLA's collectives if
+    the kernels do not fit; never."""
     prefetch: bool = False
-    """With `fsdp` or `context` and `model.scan_layers`: an iteration gathers the next layer's weights, and scatters the
-    last one's gradients, while it computes. Two layers' weights and gradients in memory; a step of
-    llama3-8b on two H200s took 3 % less."""
+    """True gathers the next layer's weights, and scatters the last one's gradients, while a scanned layer computes;
+    needs `fsdp` or `context`, and `model.scan_layers`. Two layers' weights and gradients are in memory; a step of
+    llama3-8b on two H200s took 3 % less time."""
     copy_engines: Literal["auto", "always", "never"] = "auto"
-    """Whether weights and gradients travel between the GPUs of one process by their copy engines, which leave the
-    multiprocessors to matmuls, and not by NCCL's kernels. auto: where it was measured no slower, with unrolled layers
-    over `data`, `fsdp` and `context` alone; always: by permutes whatever the layers, axes and devices."""
+    """Peer-to-peer copies of weights and gradients between the GPUs of one process by their copy engines, which leave
+    the multiprocessors to matmuls, in place of NCCL's kernels. auto: if measured no slower, which is with unrolled
+    layers over `data`, `fsdp` and `context` alone; always: by permutes, whatever the layers, axes and devices."""
     zero: Literal[0, 1, 2] = 0
-    """Over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
+    """ZeRO over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
     microbatches: int | None = Field(default=None, ge=1)
     """Pieces that a pipeline cuts each replica's batch into; left out: train.gradient_accumulation, or up to twice the
     stages."""
@@ -114,7 +114,7 @@ class ParallelConfig(Component):
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, devices: int) -> "ParallelConfig":
-        """A copy whose degrees multiply to `devices`.
+        """Return a copy whose degrees multiply to `devices`.
 
         Raises:
           ConfigError: they cannot; the message names the nearest degrees that can.
@@ -145,6 +145,6 @@ def _show(values: Mapping[str, object]) -> str:
 
 
 def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
-    """The largest divisor of `number` at most `near`, and the smallest at least `near` (or the largest there is)."""
+    """Return the largest divisor of `number` at most `near`, and the smallest at least `near` (or the largest)."""
     divisors = [d for d in range(1, number + 1) if number % d == 0]
     return max(d for d in divisors if d <= near), min((d for d in divisors if d >= near), default=divisors[-1])

@@ -1,4 +1,4 @@
-"""How a train step is laid out on the devices of a mesh, apart from the mapping of axes (`AxisRules`)."""
+"""The layout of a train step on the devices of a mesh, apart from the mapping of axes (`AxisRules`)."""
 
 import dataclasses
 from typing import Literal
@@ -15,7 +15,7 @@ class StepLayout:
     reduce_dtype: str = "float32"
     """Dtype in which gradients are summed over devices."""
     context_method: Literal["ring", "all_gather", "all_to_all"] | None = None
-    """How attention exchanges keys and values over `context`; None: chosen by the shape of each call."""
+    """Method by which attention exchanges keys and values over `context`; None: by the shape of each call."""
     overlap: Literal["auto", "always", "never"] = "auto"
     """When tensor-parallel matmuls communicate while they multiply, see `ParallelConfig.overlap`."""
     prefetch: bool = False

@@ -1,7 +1,6 @@
-"""The one device mesh, with all axes always present."""
+"""The device mesh, in which all axes are always present."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -9,8 +8,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxstack.parallel.config import AXES, ParallelConfig
 
 
-def make_mesh(parallel: ParallelConfig | None = None, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axes `pipeline, data, fsdp, expert, context, tensor`, those not used having size 1.
+def make_mesh(parallel: ParallelConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh with the axes `pipeline, data, fsdp, expert, context, tensor`; unused axes have size 1.
 
     Args:
       parallel: degrees; default: all devices on `data`.
@@ -26,15 +25,15 @@ def make_mesh(parallel: ParallelConfig | None = None, devices: Sequence[Any] | N
 
 
 def spread(x: jax.Array) -> jax.Array:
-    """x [..., n] with n in parts over the devices, and the dim before it whole, for work on each matrix as a whole.
+    """Constrain x [..., m, n] to be split along n, and whole along m, for operations on columns of each matrix.
 
-    Over as many axes of the mesh in context (`jax.set_mesh`) as divide n; those of stages and experts, to which other
-    dims belong, are left out. Without a mesh x as it is.
+    It is split over as many axes of the mesh in context (`jax.set_mesh`) as divide n, without the axes of stages and
+    experts, which split other dims. Without a mesh x is returned as it is.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes: list[str] = []
     parts = 1
-    # As weights are stored: what `tensor` splits stays where it is, and `fsdp` changes from one dim to the other.
+    # `tensor` first, as in stored weights: its shards stay where they are, and `fsdp` moves to the last dim.
     for name in ("tensor", "context", "fsdp", "data"):
         degree = mesh.shape.get(name, 1)
         if degree > 1 and x.shape[-1] % (parts * degree) == 0:

@@ -72,14 +72,14 @@ def with_local_tokens(
 
 
 class _Layout(NamedTuple):
-    """How tokens and parameters enter the `shard_map`."""
+    """Layout of tokens and parameters inside the `shard_map`."""
 
     free: set[str]
     """Axes that the `shard_map` is manual over."""
     tokens: PartitionSpec
-    """Of x and of the results, [B, T, D]."""
+    """Spec of x and of the results, [B, T, D]."""
     specs: dict[str, PartitionSpec]
-    """Of each parameter."""
+    """Spec of each parameter."""
     names: dict[str, Names]
     """Logical axes of each parameter."""
     split: tuple[str, ...]

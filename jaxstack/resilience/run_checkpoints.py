@@ -59,7 +59,7 @@ class RunCheckpoints:
         step = self.manager.latest_step()
         if step is None:
             return None
-        extra = self.manager.extra(step)
+        extra: Any = self.manager.extra(step)
         saved = extra.get("data") if isinstance(extra, dict) else None
         if saved is None:
             raise ConfigError(

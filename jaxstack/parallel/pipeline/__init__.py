@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as tables, how layers are dealt to stages, and the executor of a table."""
+"""Pipeline parallelism: schedules as tables, the assignment of layers to stages, and the executor of a table."""

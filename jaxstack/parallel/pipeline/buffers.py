@@ -9,13 +9,13 @@ import numpy as np
 from jaxstack.parallel.pipeline.schedule import Schedule
 
 IDLE, RUN, WEIGHTS = 0, 1, 2
-"""What a slot does: nothing, its own kind of task, or a weight gradient."""
+"""Values of the column `slot{j}`: nothing, the slot's own kind of task, or a weight gradient."""
 HEAD, EMBEDDING = 1, 2
-"""What a stage does between the slots: the loss (last virtual stage), the embedding's gradient (first one)."""
+"""Values of the column `ends`: the loss (on the last virtual stage), the embedding's gradient (on the first)."""
 
 
 def colour_intervals(intervals: Iterable[tuple[int, int, Hashable]]) -> tuple[dict[Hashable, int], int]:
-    """The fewest buffer entries such that no two values that live in one tick share one.
+    """Assign values to the fewest buffer entries such that no two values that live in one tick share an entry.
 
     Args:
       intervals: (first tick, last tick, name) of each value.
@@ -51,7 +51,7 @@ class Program:
 
 
 def make_program(schedule: Schedule) -> Program:
-    """The arrays of a schedule. Columns, by slot: `slot{j}` what it does, `microbatch{j}`, `chunk{j}`;
+    """Return the arrays of a schedule. Columns, by slot: `slot{j}` what it does, `microbatch{j}`, `chunk{j}`;
 
     `first` whether slot 0 embeds; `activation` the entry that slot 0 reads, `residual0` the one it writes, `arriving`
     the one in which the activation that arrives is put; `gradient`, `residual1`, `arriving_gradient` the same of slot

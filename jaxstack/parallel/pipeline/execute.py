@@ -32,23 +32,23 @@ class StageFunctions:
     first: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array | None]]
     """(weights of the ends, microbatch) -> (x, loss of its own or None)."""
     context: Callable[[jax.Array], Any]
-    """microbatch -> what all its layers share (positions, masks, random keys)."""
+    """microbatch -> the inputs that all its layers share (positions, masks, random keys)."""
     layer: Layer
     """(weights of one row, x, context, index of the layer group) -> (x, loss of its own or None)."""
     last: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    """(weights of the ends, x, microbatch) -> (loss sum, its weight), float32 scalars."""
+    """(weights of the ends, x, microbatch) -> (loss sum, item count), float32 scalars."""
     is_lookup: bool = True
-    """Whether `first` costs next to nothing, so that stages that do not need it may run it too."""
+    """True if `first` costs almost nothing, so that all stages may run it."""
     sum_layer: Callable[[Any], Any] = lambda gradients: gradients
-    """What is done with the gradients of a row's weights, None where they are not made yet, before they are added."""
+    """Applied to the gradients of a row's weights (None if not computed yet) before they are accumulated."""
     is_maximum: Callable[[Any], Any] = lambda weights: jax.tree.map(lambda _: False, weights)
-    """For each leaf of weights whether what comes as its gradient is a maximum over microbatches, no sum."""
+    """Returns True for each leaf of weights whose cotangents are combined by maximum instead of sum (FP8 amax)."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What one device adds to the sums of a step; gradients are float32 trees as the weights, None in evaluation."""
+    """A device's contribution to the sums of a step; gradients are float32 trees, None in evaluation."""
 
     layers: Any
     ends: Any
@@ -57,7 +57,7 @@ class Totals:
 
 
 class _State(NamedTuple):
-    """What a tick hands to the next one."""
+    """The carry of the loop over ticks."""
 
     activations: jax.Array
     gradients: jax.Array
@@ -77,7 +77,7 @@ def execute(
     *,
     unroll: bool = False,
 ) -> Totals:
-    """Runs `schedule` on this device's stage; call it inside a `shard_map` that is manual over `axis`.
+    """Run `schedule` on this device's stage; call it inside a `shard_map` that is manual over `axis`.
 
     Args:
       layers: weights of this stage's rows, leading dim `layout.chunks * layout.rows`, in the order of `layout.order`.
@@ -163,7 +163,7 @@ class _Executor:
         )
 
     def _zero_sums(self) -> Any:
-        """For the gradients of this stage's rows."""
+        """Return zero accumulators for the gradients of this stage's rows."""
         row = jax.eval_shape(lambda: self.functions.sum_layer(self._row(0)))
         if self.unroll:
             return [jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), row) for _ in self.layers]
@@ -189,7 +189,7 @@ class _Executor:
         return state._replace(activations=_put(state.activations, arriving, row["arriving"]))
 
     def _by_chunk(self, run: Callable[..., Any]) -> list[Callable[..., Any]]:
-        """A branch for each chunk."""
+        """Return a branch of the switch for each chunk."""
         return [functools.partial(run, chunk) for chunk in range(self.layout.chunks)]
 
     def _forward_slot(self, state: _State, row: dict[str, jax.Array]) -> tuple[jax.Array, _State]:
@@ -219,7 +219,7 @@ class _Executor:
     def _entering(
         self, activations: jax.Array, loss: jax.Array, row: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """What enters the layers of a virtual stage, and the loss with that of what came before them."""
+        """Return the input of a virtual stage's layers, and the loss with that of the layers before them."""
         functions = self.functions
 
         def first() -> tuple[jax.Array, jax.Array]:
@@ -253,7 +253,7 @@ class _Executor:
         return self._for_rows(chunk, step, (x, residuals, loss))
 
     def _ends_slot(self, state: _State, y: jax.Array, row: dict[str, jax.Array]) -> _State:
-        """The loss and its gradient on the last virtual stage, the embedding's gradient on the first one."""
+        """Compute the loss and its gradient on the last virtual stage, the embedding's gradient on the first."""
         functions, microbatch, totals = self.functions, row["ends_microbatch"], state.totals
 
         def add(total: Any, gradients: Any) -> Any:
@@ -322,7 +322,7 @@ class _Executor:
         return state._replace(totals=dataclasses.replace(state.totals, layers=total))
 
     def _weights(self, total: Any, pending: list[jax.Array], chunk: jax.Array, entry: jax.Array) -> Any:
-        """The totals with the weight gradients that an earlier backward left to be done."""
+        """Add the weight gradients that an earlier backward left pending to the totals."""
         late = self.late
         assert late is not None
 
@@ -353,7 +353,7 @@ class _Executor:
         return jax.tree.map(lambda w: _take(w, place), self.layers)
 
     def _add_row(self, totals: Any, found: Any, place: Any) -> Any:
-        """Adds the gradients of one row; those that are None are not made yet."""
+        """Add the gradients of one row; those that are None are not computed yet."""
         found = self.functions.sum_layer(found)
         if self.unroll:
             changed = jax.tree.map(_combined, totals[place], found, self.maxima[0])

@@ -21,27 +21,27 @@ Layer = Callable[[Any, jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array | 
 
 @dataclasses.dataclass(frozen=True)
 class SplitLayer:
-    """What `split_layer` found out about a layer."""
+    """Forward and backward of a layer as separate functions, made by `split_layer`."""
 
     layer: Layer
     structure: Any
-    """Of the pullback, as a pytree."""
+    """Tree structure of the pullback of `jax.vjp`."""
     sources: tuple[int, ...]
-    """For each of its leaves the position among the known inputs, what `views` gives, what is saved, and what
-    `saved_views` gives."""
+    """Position of each of its leaves in the list: known inputs, results of `views`, saved values, results of
+    `saved_views`."""
     views: Callable[..., list[jax.Array]]
-    """Known inputs -> views of them that the pullback holds."""
+    """Function of the known inputs that returns the views of them that the pullback holds."""
     kept: tuple[int, ...]
-    """Which of the leaves are saved."""
+    """Positions of the pullback's leaves that are saved."""
     saved_views: Callable[..., list[jax.Array]]
-    """What is saved -> views of it that the pullback holds too."""
+    """Function of the saved values that returns the views of them that the pullback holds."""
     saved: tuple[jax.ShapeDtypeStruct, ...]
     in_host: tuple[bool, ...]
-    """For each of those saved, whether the rematerialisation policy keeps it in host memory."""
+    """True for each saved value that the rematerialisation policy offloads to host memory."""
     has_loss: bool
 
     def forward(self, weights: Any, x: jax.Array, shared: Any, index: jax.Array) -> tuple[jax.Array, Any, list[Any]]:
-        """(y, the layer's own loss or None, what to save)."""
+        """Return (y, the layer's own loss or None, the values to save)."""
         (y, loss), pullback = jax.vjp(self.layer, weights, x, shared, index)
         leaves = jax.tree.leaves(pullback)
         return y, loss, [leaves[i] for i in self.kept]
@@ -49,7 +49,7 @@ class SplitLayer:
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any]:
-        """(gradient of x, gradient of the weights) of the sum of the loss and the layer's own."""
+        """Return (gradient of x, gradient of the weights), of the sum of the loss and the layer's own loss."""
         known = jax.tree.leaves((weights, shared, index))
         values = [*known, *self.views(*known), *saved, *self.saved_views(*saved)]
         pullback = jax.tree.unflatten(self.structure, [values[source] for source in self.sources])
@@ -59,7 +59,7 @@ class SplitLayer:
 
 
 def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> SplitLayer:
-    """Traces the layer once, abstractly, for its residuals. Arguments are arrays or their shapes."""
+    """Trace a layer abstractly, and split it at its residuals. Arguments are arrays or their shapes."""
     pulled: dict[str, Any] = {}
 
     def residuals(weights: Any, x: Any, shared: Any, index: Any) -> list[Any]:
@@ -96,7 +96,7 @@ def split_layer(layer: Layer, weights: Any, x: Any, shared: Any, index: Any) -> 
 
 
 def _views(eqns: list[Any], values: list[Any], names: tuple[str, ...]) -> tuple[list[Any], set[Any]]:
-    """The operations of these names that need nothing but the values or each other's results, and these results."""
+    """Return the operations of these names that depend on the values alone, and their results."""
     found, made = [], set()
     for eqn in eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, core.Literal)]

@@ -1,4 +1,4 @@
-"""A traced function as a list of operations, to be run in parts."""
+"""A traced function as a list of operations that can be run in parts."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from jax.extend import core
 
 SAME_SIZE_VIEWS = ("reshape", "transpose")
 VIEWS = (*SAME_SIZE_VIEWS, "convert_element_type")
-"""What costs so little that it is done again wherever a value is read."""
+"""Operations that cost so little that they are repeated wherever a value is read."""
 
 
 def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
-    """Which operations the outputs depend on, not looking behind those called `stop`."""
+    """Return a flag for each operation: True if the outputs depend on it, not looking behind those named `stop`."""
     wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
     for eqn in reversed(eqns):
         flags.append(any(v in wanted for v in eqn.outvars))
@@ -21,7 +21,7 @@ def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list
 
 
 def function_of(eqns: list[Any], inputs: list[Any], outputs: list[Any], values: dict[Any, Any]) -> Any:
-    """The operations as a function of `inputs`, evaluated one by one."""
+    """Return a function of `inputs` that evaluates the operations one by one."""
 
     def run(*arguments: Any) -> list[Any]:
         known = {**values, **dict(zip(inputs, arguments, strict=True))}
@@ -46,9 +46,9 @@ _WRAPPERS = ("checkpoint", "remat", "remat2", "pjit", "jit", "closed_call", "cor
 
 
 def inlined(closed: Any) -> Any:
-    """The same operations without the calls that wrap several of them, so that each can go to its own half.
+    """Return the same operations with nested calls inlined, so that each can be assigned to a half of its own.
 
-    Equal views of one value become one.
+    Equal views of a value are merged.
     """
     views: dict[Any, Any] = {}
 

@@ -1,4 +1,4 @@
-"""How a step is cut for the pipeline: schedule, virtual stages, microbatches, and the checks that need no device."""
+"""The pipeline of a run: schedule, virtual stages and microbatches, with the checks that need no device."""
 
 import dataclasses
 
@@ -9,23 +9,29 @@ from jaxstack.parallel.pipeline.schedule import SCHEDULES, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """The pipeline of a run."""
+    """Schedule and sizes of a pipeline."""
 
     schedule: str
+    """A key of `SCHEDULES`."""
     stages: int
+    """Devices along the axis `pipeline`."""
     chunks: int
+    """Virtual stages on each device."""
     microbatches: int
+    """Microbatches that each replica's batch is split into."""
 
     def table(self) -> Schedule:
-        """The schedule's ticks."""
+        """Return the schedule as a table of ticks."""
         return SCHEDULES[self.schedule](self.stages, self.microbatches, self.chunks)
 
 
 def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -> PipelinePlan:
-    """The pipeline for a global batch of `batch` rows.
+    """Return the pipeline for a global batch of `batch` rows.
 
     Args:
-      accumulation: `train.gradient_accumulation`; with a pipeline it is another name for the microbatches.
+      parallel: degrees and choices of the pipeline.
+      batch: rows of a global batch.
+      accumulation: `train.gradient_accumulation`; in a pipeline another name for the number of microbatches.
 
     Raises:
       ConfigError: the microbatches do not fit batch or schedule; the message names the nearest numbers that do.

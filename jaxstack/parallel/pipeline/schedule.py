@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "W"]
-"""Forward; backward (with zero-bubble that of the activations alone); weight gradients, where they are split off."""
+"""F: forward. B: backward, with zero-bubble only of the activations. W: weight gradients, with zero-bubble."""
 
 
 class Task(NamedTuple):
-    """One piece of work of a stage."""
+    """A piece of work of a stage."""
 
     kind: Kind
     microbatch: int
@@ -25,12 +25,12 @@ class Task(NamedTuple):
 
 
 Slot = tuple[Task | None, ...]
-"""What each stage does at the same time."""
+"""The concurrent tasks, one or None for each stage."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who does what when: `ticks[t][slot][stage]`."""
+    """A table of tasks: `ticks[t][slot][stage]`."""
 
     name: str
     stages: int
@@ -40,11 +40,11 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are tasks of their own."""
+        """True if weight gradients are tasks of their own."""
         return any(task.kind == "W" for _, _, _, task in self.tasks())
 
     def tasks(self) -> Iterator[tuple[int, int, int, Task]]:
-        """(tick, slot, stage, task) of every task, in order of time."""
+        """Yield (tick, slot, stage, task) of every task, in order of time."""
         for tick, slots in enumerate(self.ticks):
             for slot, row in enumerate(slots):
                 for stage, task in enumerate(row):
@@ -123,7 +123,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "interleaved": interleaved,
     "zero_bubble": zero_bubble,
 }
-"""By the names of `parallel.pipeline_schedule`; each is called with (stages, microbatches, chunks)."""
+"""Name in `parallel.pipeline_schedule` -> function of (stages, microbatches, chunks)."""
 
 
 def _order(stages: int, microbatches: int, chunks: int, reverse: bool) -> list[tuple[int, int]]:
@@ -146,7 +146,7 @@ def _row(stages: int, table: dict[tuple[int, int], Task], tick: int) -> Slot:
 
 
 def _two_slots(name: str, stages: int, microbatches: int, chunks: int, start: int) -> Schedule:
-    """Forwards from tick 0 on, backwards from the tick `start` at the last stage on, each a tick a stage later."""
+    """Return a schedule of forwards from tick 0 on, and backwards from tick `start` of the last stage on."""
     forward = _forward_ticks(stages, microbatches, chunks)
     order = _order(stages, microbatches, chunks, reverse=True)
     backward = {

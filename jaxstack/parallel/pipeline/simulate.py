@@ -1,4 +1,4 @@
-"""What a schedule costs: time in lock-step, bubble, and the activations that each stage holds."""
+"""The cost of a schedule: time in lock-step, bubble, and the activations that each stage holds."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 from jaxstack.parallel.pipeline.schedule import Schedule
 
 Costs = Mapping[str, float]
-"""Time of a whole stage (all its chunks) a microbatch, by kind of task."""
+"""Kind of task -> its time for a whole stage (all chunks) and one microbatch."""
 
 COSTS: Costs = {"F": 1.0, "B": 2.0, "W": 0.0}
 SPLIT_COSTS: Costs = {"F": 1.0, "B": 1.0, "W": 1.0}
@@ -20,27 +20,27 @@ class Simulation:
 
     makespan: float
     ideal: float
-    """The work of one stage, without waiting."""
+    """Time of the work of one stage, without waiting."""
     spans: tuple[tuple[int, float, float, str, int, int], ...]
     """(stage, start, end, kind, microbatch, chunk) of every task."""
     in_flight: tuple[int, ...]
-    """By stage: most microbatches (of one chunk each) whose activations are kept for the backward pass."""
+    """Maximum number of microbatches (of one chunk each) with saved activations, for each stage."""
     waiting: tuple[int, ...]
-    """By stage: most microbatches whose weight gradients wait."""
+    """Maximum number of microbatches whose weight gradients are pending, for each stage."""
 
     @property
     def bubble(self) -> float:
-        """Time lost over the time of the work: (p - 1) / m for 1F1B."""
+        """Waiting time divided by working time: (p - 1) / m for 1F1B."""
         return self.makespan / self.ideal - 1.0
 
     @property
     def efficiency(self) -> float:
-        """Time of the work over all time."""
+        """Working time divided by total time."""
         return self.ideal / self.makespan
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Runs the table: a slot lasts as long as its longest task."""
+    """Return the cost of running a schedule; a slot lasts as long as its longest task."""
     costs = costs or (SPLIT_COSTS if schedule.splits_backward else COSTS)
     cost = {kind: value / schedule.chunks for kind, value in costs.items()}
     clock, spans = 0.0, []
@@ -63,7 +63,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def describe_schedule(schedule: Schedule) -> dict[str, Any]:
-    """The schedule as plain JSON, for a run's files; `spans` are what the report draws."""
+    """Return a schedule as plain JSON, for a run's files; the report draws `spans`."""
     found = simulate(schedule)
     return {
         "schedule": schedule.name,

@@ -1,4 +1,4 @@
-"""Zero-bubble's split of a layer's backward pass: what the activations' gradient needs now, the rest for later.
+"""Splits a layer's backward pass for the zero-bubble schedule: activation gradients first, weight gradients later.
 
 The backward of one layer is a list of operations; those that the gradient of its input depends on make one half, those
 left make the other, and the values that the second takes from the first are kept. No operation is done twice.
@@ -22,22 +22,22 @@ class SplitBackward:
     first: Callable[..., list[Any]]
     second: Callable[..., list[Any]]
     structure: Any
-    """Of the weights."""
+    """Tree structure of the weights."""
     early: tuple[int, ...]
-    """Positions of the gradients that the first half makes already: those of vectors, which cost nothing."""
+    """Positions of the weights whose gradients the first half computes: vectors, whose gradients cost nothing."""
     late: tuple[int, ...]
     kept: tuple[jax.ShapeDtypeStruct, ...]
 
     def backward(
         self, saved: list[jax.Array], gradient: jax.Array, weights: Any, shared: Any, index: jax.Array
     ) -> tuple[jax.Array, Any, list[jax.Array]]:
-        """(gradient of x, gradients of the weights that are done (None for the others), what `weights` needs)."""
+        """Return (gradient of x, weight gradients of the first half (None for others), values that `weights` needs)."""
         dx, *rest = self.first(*jax.tree.leaves((saved, gradient, weights, shared, index)))
         done = dict(zip(self.early, rest[: len(self.early)], strict=True))
         return dx, self._tree(done), rest[len(self.early) :]
 
     def weights(self, kept: list[jax.Array]) -> Any:
-        """The gradients of the weights that were left (None for the others)."""
+        """Return the weight gradients of the second half (None for the others)."""
         return self._tree(dict(zip(self.late, self.second(*kept), strict=True)))
 
     def _tree(self, found: dict[int, Any]) -> Any:
@@ -56,10 +56,10 @@ class _Holes:
 def split_backward(
     layer: SplitLayer, weights: Any, x: Any, shared: Any, index: Any, at_once: Any = None
 ) -> SplitBackward:
-    """Splits the backward pass of `layer`, whose arguments have these shapes.
+    """Split the backward pass of `layer`, whose arguments have these shapes.
 
     Args:
-      at_once: for each leaf of weights whether its gradient is made in the first half, as those of vectors are.
+      at_once: True for each leaf of weights whose gradient the first half computes, like those of vectors.
     """
     flat_weights, structure = jax.tree.flatten(weights)
     arguments = (list(layer.saved), x, weights, shared, index)
@@ -81,7 +81,7 @@ def split_backward(
 
 
 def _partition(closed: Any, now: list[Any], later: list[Any]) -> tuple[Any, Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Functions of the inputs -> (now, kept) and of kept -> later, and the shapes of kept."""
+    """Return functions (inputs -> now and kept) and (kept -> later), and the shapes of kept."""
     jaxpr = closed.jaxpr
     in_first = needed(jaxpr.eqns, now)
     rest = [eqn for eqn, wanted in zip(jaxpr.eqns, in_first, strict=True) if not wanted]

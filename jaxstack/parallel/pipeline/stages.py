@@ -1,4 +1,4 @@
-"""How the layers of a model are dealt to the stages, and the order in which the devices store them."""
+"""The assignment of a model's layers to the stages, and the order in which the devices store them."""
 
 import dataclasses
 
@@ -9,10 +9,10 @@ from jaxstack.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """`groups` equal pieces of a model (layers, or periods of alternating layers) over stages x chunks virtual stages.
+    """Assigns `groups` equal groups of layers (single layers, or periods of alternating ones) to virtual stages.
 
-    Stage s holds the virtual stages s, s + stages, ... Where the groups do not divide evenly, the first virtual stages
-    get one more: the last one has the head to compute.
+    There are stages x chunks virtual stages; stage s holds the virtual stages s, s + stages, ... If the groups do not
+    divide evenly, the first virtual stages get one more, because the last one also computes the head.
     """
 
     groups: int
@@ -29,7 +29,7 @@ class StageLayout:
 
     @property
     def rows(self) -> int:
-        """Groups that the fullest virtual stage has; every one has room for as many."""
+        """Maximum number of groups of a virtual stage; all of them have storage for this many."""
         return -(-self.groups // (self.stages * self.chunks))
 
     @property
@@ -41,7 +41,7 @@ class StageLayout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all virtual stages have equally many groups."""
+        """True if all virtual stages have equally many groups."""
         return self.groups % (self.stages * self.chunks) == 0
 
     @property
@@ -56,12 +56,12 @@ class StageLayout:
 
     @property
     def is_canonical(self) -> bool:
-        """Whether the stored order is that of the model, without gaps."""
+        """True if the stored order is that of the model, without empty rows."""
         return bool(np.array_equal(self.order.reshape(-1), np.arange(self.groups)))
 
     @property
     def places(self) -> np.ndarray:
-        """[groups] int32: the row of the whole storage in which each group lies."""
+        """[groups] int32: the row of the storage of all stages that holds each group."""
         flat = self.order.reshape(-1)
         rows = np.flatnonzero(flat >= 0)
         found = np.empty(self.groups, np.int32)
