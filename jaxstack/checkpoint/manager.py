@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.damage import DamageFinder
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
@@ -65,8 +66,7 @@ class CheckpointManager:
     Args:
       directory: the directory of checkpoints, made when it is needed.
       config: intervals and limits.
-      report: called with one-line warnings (damage, foreign entries of the directory, failed saves). Default: the
-        logger `jaxstack.checkpoint`.
+      report: called with one-line warnings (damage, foreign entries, failed saves); default: a logger's `warning`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class CheckpointManager:
         self.last_save: SaveRecord | None = None
         self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
         self._reported: set[str] = set()
-        self._intact: dict[int, Any] = {}
+        self._damage_finder = DamageFinder()
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
         self._lock: FileLock | None = None
@@ -183,7 +183,7 @@ class CheckpointManager:
     def latest_step(self) -> int | None:
         """Return the newest step whose files are all unchanged; None if there is no checkpoint.
 
-        Damaged checkpoints are reported with the file's name and skipped. Foreign entries are reported.
+        Damaged checkpoints are reported with the file's name and skipped.
 
         Raises:
           JaxstackError: there are checkpoints, and all of them are damaged.
@@ -191,7 +191,7 @@ class CheckpointManager:
         self._join()
         newest_damage = None
         for step in self._agreed_steps():
-            damage = self._find_damage(step)
+            damage = self._damage_finder.find(self._path(step), step)
             if damage is None:
                 return step
             newest_damage = newest_damage or f"{self._path(step)}/{damage}"
@@ -232,8 +232,7 @@ class CheckpointManager:
           (tree in the structure of `abstract_tree`, extra).
 
         Raises:
-          JaxstackError: the trees differ (the message lists the leaves), or the checkpoint is damaged (it names the
-            file).
+          JaxstackError: the trees differ, or the checkpoint is damaged; the message names the leaves or the file.
         """
         self._join()
         index = self._checked_index(step)
@@ -391,39 +390,11 @@ class CheckpointManager:
         final = self.directory / str(step)
         return final if final.exists() else final.with_name(f".replaced-{step}")
 
-    def _find_damage(self, step: int) -> str | None:
-        """Return the damage of a checkpoint, beginning with the file's name; None if it has none.
-
-        A checkpoint is read once, and again only after somebody has written to it.
-        """
-        path = self._path(step)
-        damage = None
-        seen = manifest.signature(path)
-        if processes.all_true(seen is not None and self._intact.get(step) == seen):
-            return None
-        try:
-            manifest.check(path, step, processes.position())
-        except manifest.Damaged as error:
-            damage = str(error)
-        if not processes.all_true(damage is None):
-            return damage or self._name_damage(path, step)
-        self._intact[step] = seen
-        return None
-
-    def _name_damage(self, path: Path, step: int) -> str:
-        """Return the damage that another process found in its share; only the first process names the file."""
-        try:
-            if processes.is_first():
-                manifest.check(path, step)
-        except manifest.Damaged as error:
-            return str(error)
-        return "another process found a damaged file"
-
     def _checked_index(self, step: int) -> dict[str, Any]:
         if not processes.first_says(step in self.all_steps()):
             known = ", ".join(map(str, self.all_steps())) or "none"
             raise JaxstackError(f"no checkpoint of step {step} in {self.directory}: there are {known}")
-        damage = self._find_damage(step)
+        damage = self._damage_finder.find(self._path(step), step)
         if damage is not None:
             raise JaxstackError(f"the checkpoint {self._path(step)} is damaged: {damage}")
         return manifest.read_index(self._path(step))
