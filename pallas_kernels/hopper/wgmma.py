@@ -110,9 +110,7 @@ class _InterpretedAccumulator:
         return self._sum
 
 
-def accumulate(
-    body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False
-) -> Result:
+def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
     """Run `body` with one accumulator for each of `starts`, and return its result.
 
     Args:
