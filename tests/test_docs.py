@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
@@ -110,7 +110,7 @@ def python_units() -> Iterator[Any]:
             name = f"{path.name}: {titles[-1]}" if titles and path.name in STANDALONE else path.name
             sections.setdefault(name, []).append((line, text))
         for name, code in sections.items():
-            yield pytest.param(path, code, id=name, marks=[pytest.mark.slow] if name == "library.md" else [])
+            yield pytest.param(path, code, id=name, marks=[pytest.mark.exhaustive] if name == "library.md" else [])
 
 
 @pytest.mark.parametrize(("path", "code"), python_units())

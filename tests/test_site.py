@@ -159,7 +159,7 @@ def test_tables_of_the_configuration_are_what_their_script_makes():
     assert "| `steps` | `1000` | Optimizer steps of the whole run. |" in script.make_page(text.replace("1000", "7"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_notebook_of_the_first_hour_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

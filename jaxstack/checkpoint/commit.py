@@ -1,5 +1,6 @@
 """The end of a save, in the background thread: hash the written files, write the manifest, rename the folder."""
 
+import dataclasses
 import datetime
 import json
 import os
@@ -9,11 +10,24 @@ from typing import Any
 
 from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.leaves import LeafSpec
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import JaxstackError
 from jaxstack.files import write_file
 
 _PART = ".hashes-"
+
+
+@dataclasses.dataclass
+class SaveJob:
+    """A save in progress."""
+
+    step: int
+    staging: Path
+    index: dict[str, Any]
+    started: float
+    announced: bool
+    num_bytes: int = 0
+    blocking_seconds: float = 0.0
 
 
 def commit(
@@ -37,7 +51,7 @@ def commit(
     Raises:
       Exception: `failure`, or the OSError that prevented the commit.
     """
-    position, count = processes.position()
+    position, count = coordination.process_position()
     moved = None
     try:
         if failure is not None:
@@ -47,8 +61,8 @@ def commit(
             write_file(staging / f"{_PART}{position}", json.dumps(digests).encode())
     except Exception as error:
         failure, digests = error, {}
-    processes.meet(f"{staging.name}-hashed", timeout_seconds)
-    if processes.is_first() and failure is None:
+    coordination.barrier(f"{staging.name}-hashed", timeout_seconds)
+    if coordination.is_first() and failure is None:
         try:
             if count > 1:
                 digests = _merge_parts(staging, count)
@@ -56,7 +70,7 @@ def commit(
             moved = directory.put_in_place(staging, final)
         except Exception as error:
             failure = error
-    processes.meet(f"{staging.name}-committed", timeout_seconds)
+    coordination.barrier(f"{staging.name}-committed", timeout_seconds)
     if failure is not None:
         raise failure
     return moved

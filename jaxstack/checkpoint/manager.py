@@ -13,13 +13,13 @@ from typing import Any
 from jaxtyping import PyTree
 
 from jaxstack.checkpoint import arrays, directory, manifest
-from jaxstack.checkpoint.commit import commit, explain, make_index
+from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.damage import DamageFinder
+from jaxstack.checkpoint.damage import DamageFinder, KeepCheck, has_right_sizes
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import FileLock
 
@@ -36,17 +36,6 @@ class SaveRecord:
     num_bytes: int
     blocking_seconds: float
     total_seconds: float
-
-
-@dataclasses.dataclass
-class _Job:
-    step: int
-    staging: Path
-    index: dict[str, Any]
-    started: float
-    announced: bool
-    num_bytes: int = 0
-    blocking_seconds: float = 0.0
 
 
 @atexit.register
@@ -82,6 +71,7 @@ class CheckpointManager:
         self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
         self._reported: set[str] = set()
         self._damage_finder = DamageFinder()
+        self._keep_check = KeepCheck(self._report)
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
         self._lock: FileLock | None = None
@@ -107,15 +97,15 @@ class CheckpointManager:
           JaxstackError: another run saves here, or the directory cannot be written.
         """
         failure: JaxstackError | None = None
-        if processes.is_first():
+        if coordination.is_first():
             try:
                 self._take_lock()
             except OSError as error:
                 failure = cannot_write(error.filename or self.directory, error)
             except JaxstackError as error:
                 failure = error
-        if not processes.all_true(failure is None):
-            wrong = not processes.all_true(not isinstance(failure, ConfigError))
+        if not coordination.all_true(failure is None):
+            wrong = not coordination.all_true(not isinstance(failure, ConfigError))
             kind = ConfigError if wrong else JaxstackError
             raise failure or kind(f"the first process cannot save in {self.directory}; it says why")
 
@@ -149,7 +139,7 @@ class CheckpointManager:
         wait = wait or not self.config.asynchronous
         self._attempts += 1
         staging = self.directory / f".saving-{step}-{self._attempts}"
-        job = _Job(step, staging, index, started, announced=not wait)
+        job = SaveJob(step, staging, index, started, announced=not wait)
         if self._prepare(job):
             kept = {name: spec for name, spec in specs.items() if spec.has_array}
             stored = {name: to_stored(leaves[name], spec) for name, spec in kept.items()}
@@ -258,7 +248,7 @@ class CheckpointManager:
     def discard_newer(self, step: int) -> None:
         """Delete the checkpoints after `step`, for the run that saves here and goes back to it."""
         self._join()
-        if not processes.is_first():
+        if not coordination.is_first():
             return
         self._take_lock()
         for later in self.all_steps():
@@ -278,24 +268,24 @@ class CheckpointManager:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = directory.lock_directory(self.directory)
 
-    def _prepare(self, job: _Job) -> bool:
+    def _prepare(self, job: SaveJob) -> bool:
         """Create the folder of a save, on the first process. Returns False, with the error noted, if that fails."""
         failure: Exception | None = None
-        if processes.is_first():
+        if coordination.is_first():
             try:
                 self._take_lock()
                 directory.clear_unfinished(self.directory)
                 job.staging.mkdir()
             except (OSError, JaxstackError) as error:
                 failure = error
-        if processes.all_true(failure is None):
+        if coordination.all_true(failure is None):
             return True
         if isinstance(failure, JaxstackError):
             raise failure
         self._fail(job, failure or OSError("the first process could not make its folder"))
         return False
 
-    def _start(self, job: _Job, stored: dict[str, Any]) -> None:
+    def _start(self, job: SaveJob, stored: dict[str, Any]) -> None:
         try:
             finish_write = arrays.start_write(job.staging / _ARRAYS, stored, self._timeout_seconds)
         except OSError as error:
@@ -308,7 +298,7 @@ class CheckpointManager:
         self._thread = threading.Thread(target=self._finish, args=(job, finish_write), daemon=True)
         self._thread.start()
 
-    def _finish(self, job: _Job, finish_write: Callable[[], None]) -> None:
+    def _finish(self, job: SaveJob, finish_write: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
             finish_write()
@@ -317,7 +307,7 @@ class CheckpointManager:
         final = self.directory / str(job.step)
         try:
             moved = commit(job.staging, final, job.index, self._timeout_seconds, failure)
-            if processes.is_first():
+            if coordination.is_first():
                 manifest.check(final, job.step, hashes=False)
         except Exception as error:
             self._fail(job, error)
@@ -327,26 +317,26 @@ class CheckpointManager:
         self._error = None
         total_seconds = time.monotonic() - job.started
         self.last_save = SaveRecord(job.step, job.num_bytes, job.blocking_seconds, total_seconds)
-        if processes.is_first():
+        if coordination.is_first():
             self._delete_old(job.step)
 
     def _delete_old(self, committed: int) -> None:
         try:
-            good = [step for step in self.all_steps() if self._has_right_sizes(step)]
-            for step in steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+            good = [step for step in self.all_steps() if has_right_sizes(self._path(step), step)]
+            doomed: tuple[int, ...] = ()
+            verified = lambda step: self._keep_check.passes(self._path(step), step, trusted=step == committed)  # noqa: E731
+            while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+                damaged = [step for step in good if step not in doomed and not verified(step)]
+                if not damaged:
+                    break
+                good = [step for step in good if step not in damaged]
+            for step in doomed:
                 directory.delete(self._path(step))
         except OSError as error:
             self._report(f"an old checkpoint in {self.directory} could not be deleted: {error}")
 
-    def _has_right_sizes(self, step: int) -> bool:
-        try:
-            manifest.check(self._path(step), step, hashes=False)
-        except manifest.Damaged:
-            return False
-        return True
-
-    def _fail(self, job: _Job, error: Exception) -> None:
-        if processes.is_first():
+    def _fail(self, job: SaveJob, error: Exception) -> None:
+        if coordination.is_first():
             directory.remove_tree(job.staging)
         self._error = JaxstackError(
             f"the checkpoint of step {job.step} was not saved: {explain(error, str(self.directory))}; "
@@ -365,33 +355,40 @@ class CheckpointManager:
     def _join(self) -> None:
         if not self._finish_thread():
             return
-        if not processes.all_true(self._error is None) and self._error is None:
+        if not coordination.all_true(self._error is None) and self._error is None:
             self._error = JaxstackError("the last checkpoint was not saved: another process failed at it")
 
     def _report(self, line: str) -> None:
-        if processes.is_first() and line not in self._reported:
+        if coordination.is_first() and line not in self._reported:
             self._reported.add(line)
             self._write_line(line.encode("utf-8", "backslashreplace").decode())  # file names may be any bytes
 
     def _agreed_steps(self) -> Iterator[int]:
         """Yield the committed steps, newest first, as the first process sees them."""
         steps = []
-        if processes.is_first():
+        if coordination.is_first():
             for entry in directory.scan(self.directory):
                 if entry.kind == "committed":
                     steps.append(entry.step)
                 elif entry.kind == "foreign":
                     self._report(f"{entry.path} is not a checkpoint and is ignored: {entry.reason}")
                 elif entry.kind == "half-written":
-                    self._report(f"{entry.path} is a save that was cut off; the next save removes it")
-        yield from processes.first_says(steps)
+                    self._report_unfinished(entry.path)
+        yield from coordination.broadcast_from_first(steps)
+
+    def _report_unfinished(self, path: Path) -> None:
+        ours = any(m._lock is not None and m.directory == self.directory for m in _open_managers)
+        if not ours and (holder := directory.saving_process(self.directory)) is not None:
+            self._report(f"{path} is being written by {holder}; the newest finished checkpoint is taken")
+        elif not ours:
+            self._report(f"{path} is a save that was cut off; the next save removes it")
 
     def _path(self, step: int) -> Path:
         final = self.directory / str(step)
         return final if final.exists() else final.with_name(f".replaced-{step}")
 
     def _checked_index(self, step: int) -> dict[str, Any]:
-        if not processes.first_says(step in self.all_steps()):
+        if not coordination.broadcast_from_first(step in self.all_steps()):
             known = ", ".join(map(str, self.all_steps())) or "none"
             raise JaxstackError(f"no checkpoint of step {step} in {self.directory}: there are {known}")
         damage = self._damage_finder.find(self._path(step), step)

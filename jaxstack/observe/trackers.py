@@ -1,5 +1,6 @@
 """Trackers, the destinations of metrics: one small protocol and a table of implementations."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -302,3 +303,17 @@ def open_trackers(
         Trackers(opened).close()
         raise
     return Trackers(opened, say)
+
+
+def last_logged(run_dir: Path | None) -> dict[str, Any]:
+    """Return the values of the last training line in a run's metrics.jsonl; empty if there is none."""
+    try:
+        lines = (Path(run_dir or "") / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):  # a line that a kill cut off, or of another program
+            values = json.loads(line)
+            if isinstance(values, dict) and "loss" in values:
+                return values
+    return {}

@@ -156,7 +156,7 @@ def test_tasks_get_the_scores_that_they_must_get(source, tasks, tmp_path, capsys
     assert json.loads((tmp_path / "out.json").read_text())["results"]["go_on"]["exact_match,none"] == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_task_that_there_is_not_gets_the_nearest_names(source, capsys):
     assert evaluate.main(["--run", str(source), "--tasks", "hellaswagg"]) == 2
     assert "did you mean 'hellaswag'" in capsys.readouterr().err

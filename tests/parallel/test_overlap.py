@@ -33,10 +33,14 @@ def overlapped(choices):
     ("overrides", "shape", "islands"),
     [
         (layout(2, 1, 2, True), BIASED, ISLANDS),
-        pytest.param(layout(1, 1, 4, True), (), ISLANDS, marks=pytest.mark.slow),
-        pytest.param(layout(2, 1, 3, True), THREE, ISLANDS, marks=pytest.mark.slow),
-        pytest.param((*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.slow),
-        pytest.param(layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.slow),
+        pytest.param(layout(1, 1, 4, True), (), ISLANDS, marks=pytest.mark.exhaustive),
+        pytest.param(layout(2, 1, 3, True), THREE, ISLANDS, marks=pytest.mark.exhaustive),
+        pytest.param(
+            (*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda value: " ".join(sorted(value)),
 )
@@ -126,7 +130,7 @@ SHAPE = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 @pytest.mark.parametrize("degrees", [("parallel.tensor=4",), ("parallel.fsdp=2", "parallel.tensor=2")], ids=str)
 def test_compiled_for_h200s_only_our_kernels_move_a_layers_activations(degrees):

@@ -69,9 +69,9 @@ LAYOUTS = [
     ("parallel.fsdp=4",),
     ("parallel.data=4", "parallel.zero=2"),
     ("parallel.context=4",),
-    pytest.param(("parallel.fsdp=2", "parallel.context=2", "parallel.tensor=2"), marks=pytest.mark.slow),
-    pytest.param(("parallel.data=2", "parallel.zero=1", "parallel.fsdp=2"), marks=pytest.mark.slow),
-    pytest.param(("parallel.fsdp=2", "parallel.data=2", "train.gradient_accumulation=2"), marks=pytest.mark.slow),
+    pytest.param(("parallel.fsdp=2", "parallel.context=2", "parallel.tensor=2"), marks=pytest.mark.exhaustive),
+    pytest.param(("parallel.data=2", "parallel.zero=1", "parallel.fsdp=2"), marks=pytest.mark.exhaustive),
+    pytest.param(("parallel.fsdp=2", "parallel.data=2", "train.gradient_accumulation=2"), marks=pytest.mark.exhaustive),
 ]
 
 
@@ -80,13 +80,13 @@ def test_a_layout_by_copies_trains_as_one_device(overrides):
     assert_trains_as_one_device(*overrides, "parallel.copy_engines=always")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_unrolled_layers_by_copies_train_as_one_device():
     shape = ("model.scan_layers=false", "model.remat=full")
     assert_trains_as_one_device("parallel.fsdp=2", "parallel.copy_engines=always", shape=shape)
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=pytest.mark.exhaustive)])
 def test_weights_in_fp8_travel_by_copies(recipe):
     shape = ("parallel.fsdp=2", f"precision.fp8={recipe}", "precision.fp8_rules=[{path: _proj, fp8: true}]")
     found, wanted = (

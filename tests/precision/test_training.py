@@ -169,7 +169,7 @@ QUICK = {("current", LAYOUTS[1]), ("delayed", LAYOUTS[0])}
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        pytest.param(recipe, layout, marks=[] if (recipe, layout) in QUICK else pytest.mark.slow)
+        pytest.param(recipe, layout, marks=[] if (recipe, layout) in QUICK else pytest.mark.exhaustive)
         for recipe in ("current", "delayed", "blockwise")
         for layout in LAYOUTS
     ],
@@ -192,7 +192,9 @@ PIPELINES = (
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        pytest.param(recipe, layout, marks=[] if (recipe, layout) == ("delayed", PIPELINES[0]) else pytest.mark.slow)
+        pytest.param(
+            recipe, layout, marks=[] if (recipe, layout) == ("delayed", PIPELINES[0]) else pytest.mark.exhaustive
+        )
         for recipe in ("current", "delayed", "blockwise")
         for layout in PIPELINES
     ],
@@ -210,7 +212,7 @@ def test_a_pipeline_runs_in_fp8_what_one_device_does(recipe, layout):
     assert len(jax.tree.leaves(wanted)) > 0 or recipe != "delayed"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["current", "blockwise"])
 def test_gathered_bytes_give_the_same_loss(recipe):
     """Widths at which also blocks' shards are whole blocks, so that FP8 is what is gathered."""

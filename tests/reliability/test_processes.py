@@ -8,7 +8,7 @@ import pytest
 
 from tests.reliability.runs import Runs, alive, finish, ranks, read_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_two_then_one_then_four_processes(runs: Runs, unbroken, mixture, record,
 def test_sigterm_saves_one_agreed_step(runs: Runs, processes, record, full):
     """Row 11. The launcher forwards it; each rank may hear of it in another step."""
     if processes == 1 and not full:
-        pytest.skip("one process is tested in test_runs_of_the_command.py; --full runs it")
+        pytest.skip("one process is tested in tests/run/test_train.py; --full runs it")
     name = f"stopped-{processes}"
     overrides = ["train.steps=100000", "checkpoint.every_steps=100000", "parallel.simulate_devices=3"]
     overrides += ["train.global_batch_size=6", "train.eval_every_steps=50"]

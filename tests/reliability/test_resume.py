@@ -19,7 +19,7 @@ from tests.checkpoint.states import raw
 from tests.reliability.runs import Runs, finish, waiting
 from tests.reliability.states import read_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 MESHES = {
     "fsdp 4": ("parallel.data=1", "parallel.fsdp=4"),
     "data 2 x tensor 2": ("parallel.data=2", "parallel.tensor=2"),

@@ -12,7 +12,7 @@ import pytest
 from jaxstack.launch.shared_memory import list_files
 from tests.reliability.runs import FAULTY, TRAIN, Runs, alive, finish, ranks, read_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 LIMIT = 20
 QUICK = ("checkpoint.every_steps=4", "train.eval_every_steps=null")
 

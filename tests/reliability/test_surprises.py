@@ -9,7 +9,7 @@ import pytest
 from jaxstack.resilience.exit_on_signal import signal_name
 from tests.reliability.runs import Runs, finish, waiting
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 STEPS = ("train.steps=6", "train.eval_every_steps=null")
 
 

@@ -1,5 +1,6 @@
 """Flipped bits in one copy of a state on simulated devices, and parameters that are not finite."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,11 @@ from jaxstack.resilience.replicas import ReplicaCheck
 from jaxstack.resilience.state_check import SilentCorruption, StateCheck
 from tests.resilience.bits import flip_copy
 
-MESH = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
+
+@functools.cache
+def mesh():
+    """The mesh of all tests here; not made at import, as a machine with GPUs may have fewer than eight devices."""
+    return make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))
 
 
 def state():
@@ -21,7 +26,7 @@ def state():
     key = jax.random.key(1)
 
     def put(x, *spec):
-        return jax.device_put(x, jax.NamedSharding(MESH, jax.P(*spec)))
+        return jax.device_put(x, jax.NamedSharding(mesh(), jax.P(*spec)))
 
     return {
         "split": put(jax.random.normal(key, (8, 6)), "fsdp"),
@@ -69,7 +74,7 @@ class State(NamedTuple):
 
 
 def test_the_guard_looks_when_it_is_time():
-    guard, good = StateCheck(10), {"w": jax.device_put(jnp.ones(4), jax.NamedSharding(MESH, jax.P()))}
+    guard, good = StateCheck(10), {"w": jax.device_put(jnp.ones(4), jax.NamedSharding(mesh(), jax.P()))}
     bad = {"w": flip_copy(good["w"], 6, 40)}
 
     guard.check(10, State(good), before_save=True)

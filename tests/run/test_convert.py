@@ -142,7 +142,7 @@ def test_starting_points_that_do_not_fit_are_named(source, converted, tmp_path, 
     assert f"run.init_from={converted}" in exits_with_2(train.main, same, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_of_a_pipeline_start_from_the_same_parameters(source, tmp_path):
     path = config(tmp_path, name="whole", init_from=str(source))
     train(load_config(path))

@@ -95,7 +95,7 @@ def test_the_export_is_a_plain_checkpoint_that_computes_the_same(folder, tuned):
     assert json.loads((folder / "exported" / "config.json").read_text())["eos_token_id"] == ids["<|im_end|>"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_transformers_loads_the_export(folder, tuned):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     output = folder / "for-transformers"

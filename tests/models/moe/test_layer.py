@@ -54,7 +54,7 @@ QUICK = ("softmax", "sigmoid_bias_scaled", "capacity", "shared")
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in (*KINDS, "plain") if n not in QUICK)]
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (*KINDS, "plain") if n not in QUICK)]
 )
 def test_output_and_gradients_are_those_of_the_loop_over_experts(name):
     values = {"mlp": "plain", "hidden_act": "gelu"} if name == "plain" else {}
@@ -161,7 +161,7 @@ def test_the_loss_of_the_routers_counts_in_training_only():
 
 
 @pytest.mark.parametrize(
-    "policy", ["full", *(pytest.param(p, marks=pytest.mark.slow) for p in ("save_dots", "save_attention"))]
+    "policy", ["full", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in ("save_dots", "save_attention"))]
 )
 def test_every_remat_policy_has_the_same_gradients(policy):
     batch = {name: jnp.asarray(x) for name, x in batch_at(0, 2).items()}
