@@ -1,5 +1,6 @@
 """The end of a save, in the background thread: hash the written files, write the manifest, rename the folder."""
 
+import dataclasses
 import datetime
 import json
 import os
@@ -14,6 +15,19 @@ from jaxstack.errors import JaxstackError
 from jaxstack.files import write_file
 
 _PART = ".hashes-"
+
+
+@dataclasses.dataclass
+class SaveJob:
+    """A save in progress."""
+
+    step: int
+    staging: Path
+    index: dict[str, Any]
+    started: float
+    announced: bool
+    num_bytes: int = 0
+    blocking_seconds: float = 0.0
 
 
 def commit(

@@ -13,8 +13,9 @@ from typing import Any
 from jaxtyping import PyTree
 
 from jaxstack.checkpoint import arrays, directory, manifest
-from jaxstack.checkpoint.commit import commit, explain, make_index
+from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.checkpoint.damage import DamageFinder, KeepCheck, has_right_sizes
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
@@ -37,17 +38,6 @@ class SaveRecord:
     total_seconds: float
 
 
-@dataclasses.dataclass
-class _Job:
-    step: int
-    staging: Path
-    index: dict[str, Any]
-    started: float
-    announced: bool
-    num_bytes: int = 0
-    blocking_seconds: float = 0.0
-
-
 @atexit.register
 def _warn_of_lost_saves() -> None:
     # An interpreter that shuts down starts no threads, which Orbax needs: the save cannot be finished here.
@@ -65,8 +55,7 @@ class CheckpointManager:
     Args:
       directory: the directory of checkpoints, made when it is needed.
       config: intervals and limits.
-      report: called with one-line warnings (damage, foreign entries of the directory, failed saves). Default: the
-        logger `jaxstack.checkpoint`.
+      report: called with one-line warnings (damage, foreign entries, failed saves); default: a logger's `warning`.
     """
 
     def __init__(
@@ -81,8 +70,8 @@ class CheckpointManager:
         self.last_save: SaveRecord | None = None
         self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
         self._reported: set[str] = set()
-        self._intact: dict[int, Any] = {}
-        self._verified: dict[int, Any] = {}
+        self._damage_finder = DamageFinder()
+        self._keep_check = KeepCheck(self._report)
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
         self._lock: FileLock | None = None
@@ -150,7 +139,7 @@ class CheckpointManager:
         wait = wait or not self.config.asynchronous
         self._attempts += 1
         staging = self.directory / f".saving-{step}-{self._attempts}"
-        job = _Job(step, staging, index, started, announced=not wait)
+        job = SaveJob(step, staging, index, started, announced=not wait)
         if self._prepare(job):
             kept = {name: spec for name, spec in specs.items() if spec.has_array}
             stored = {name: to_stored(leaves[name], spec) for name, spec in kept.items()}
@@ -184,7 +173,7 @@ class CheckpointManager:
     def latest_step(self) -> int | None:
         """Return the newest step whose files are all unchanged; None if there is no checkpoint.
 
-        Damaged checkpoints are reported with the file's name and skipped. Foreign entries are reported.
+        Damaged checkpoints are reported with the file's name and skipped.
 
         Raises:
           JaxstackError: there are checkpoints, and all of them are damaged.
@@ -192,7 +181,7 @@ class CheckpointManager:
         self._join()
         newest_damage = None
         for step in self._agreed_steps():
-            damage = self._find_damage(step)
+            damage = self._damage_finder.find(self._path(step), step)
             if damage is None:
                 return step
             newest_damage = newest_damage or f"{self._path(step)}/{damage}"
@@ -233,8 +222,7 @@ class CheckpointManager:
           (tree in the structure of `abstract_tree`, extra).
 
         Raises:
-          JaxstackError: the trees differ (the message lists the leaves), or the checkpoint is damaged (it names the
-            file).
+          JaxstackError: the trees differ, or the checkpoint is damaged; the message names the leaves or the file.
         """
         self._join()
         index = self._checked_index(step)
@@ -280,7 +268,7 @@ class CheckpointManager:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = directory.lock_directory(self.directory)
 
-    def _prepare(self, job: _Job) -> bool:
+    def _prepare(self, job: SaveJob) -> bool:
         """Create the folder of a save, on the first process. Returns False, with the error noted, if that fails."""
         failure: Exception | None = None
         if coordination.is_first():
@@ -297,7 +285,7 @@ class CheckpointManager:
         self._fail(job, failure or OSError("the first process could not make its folder"))
         return False
 
-    def _start(self, job: _Job, stored: dict[str, Any]) -> None:
+    def _start(self, job: SaveJob, stored: dict[str, Any]) -> None:
         try:
             finish_write = arrays.start_write(job.staging / _ARRAYS, stored, self._timeout_seconds)
         except OSError as error:
@@ -310,7 +298,7 @@ class CheckpointManager:
         self._thread = threading.Thread(target=self._finish, args=(job, finish_write), daemon=True)
         self._thread.start()
 
-    def _finish(self, job: _Job, finish_write: Callable[[], None]) -> None:
+    def _finish(self, job: SaveJob, finish_write: Callable[[], None]) -> None:
         failure: Exception | None = None
         try:
             finish_write()
@@ -334,10 +322,11 @@ class CheckpointManager:
 
     def _delete_old(self, committed: int) -> None:
         try:
-            good = [step for step in self.all_steps() if self._has_right_sizes(step)]
+            good = [step for step in self.all_steps() if has_right_sizes(self._path(step), step)]
             doomed: tuple[int, ...] = ()
+            verified = lambda step: self._keep_check.passes(self._path(step), step, trusted=step == committed)  # noqa: E731
             while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
-                damaged = [step for step in good if step not in doomed and not self._is_verified(step, committed)]
+                damaged = [step for step in good if step not in doomed and not verified(step)]
                 if not damaged:
                     break
                 good = [step for step in good if step not in damaged]
@@ -346,30 +335,7 @@ class CheckpointManager:
         except OSError as error:
             self._report(f"an old checkpoint in {self.directory} could not be deleted: {error}")
 
-    def _is_verified(self, step: int, committed: int) -> bool:
-        """Return True if a checkpoint's files have their hashes, so that an older one may be deleted for it.
-
-        Each checkpoint of an earlier start is read once; what this process has just written is trusted.
-        """
-        path = self._path(step)
-        seen = manifest.signature(path)
-        if step != committed and (seen is None or self._verified.get(step) != seen):
-            try:
-                manifest.check(path, step)
-            except manifest.Damaged as damage:
-                self._report(f"checkpoint {path} is damaged and does not count towards checkpoint.keep: {damage}")
-                return False
-        self._verified[step] = seen
-        return True
-
-    def _has_right_sizes(self, step: int) -> bool:
-        try:
-            manifest.check(self._path(step), step, hashes=False)
-        except manifest.Damaged:
-            return False
-        return True
-
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: SaveJob, error: Exception) -> None:
         if coordination.is_first():
             directory.remove_tree(job.staging)
         self._error = JaxstackError(
@@ -421,39 +387,11 @@ class CheckpointManager:
         final = self.directory / str(step)
         return final if final.exists() else final.with_name(f".replaced-{step}")
 
-    def _find_damage(self, step: int) -> str | None:
-        """Return the damage of a checkpoint, beginning with the file's name; None if it has none.
-
-        A checkpoint is read once, and again only after somebody has written to it.
-        """
-        path = self._path(step)
-        damage = None
-        seen = manifest.signature(path)
-        if coordination.all_true(seen is not None and self._intact.get(step) == seen):
-            return None
-        try:
-            manifest.check(path, step, coordination.process_position())
-        except manifest.Damaged as error:
-            damage = str(error)
-        if not coordination.all_true(damage is None):
-            return damage or self._name_damage(path, step)
-        self._intact[step] = seen
-        return None
-
-    def _name_damage(self, path: Path, step: int) -> str:
-        """Return the damage that another process found in its share; only the first process names the file."""
-        try:
-            if coordination.is_first():
-                manifest.check(path, step)
-        except manifest.Damaged as error:
-            return str(error)
-        return "another process found a damaged file"
-
     def _checked_index(self, step: int) -> dict[str, Any]:
         if not coordination.broadcast_from_first(step in self.all_steps()):
             known = ", ".join(map(str, self.all_steps())) or "none"
             raise JaxstackError(f"no checkpoint of step {step} in {self.directory}: there are {known}")
-        damage = self._find_damage(step)
+        damage = self._damage_finder.find(self._path(step), step)
         if damage is not None:
             raise JaxstackError(f"the checkpoint {self._path(step)} is damaged: {damage}")
         return manifest.read_index(self._path(step))

@@ -1,1 +1,1 @@
-"""From text to token batches: sources, tokenizers, verified shards, packing, and an order that the seed decides."""
+"""Turns text into token batches: sources, tokenizers, verified shards, packing, and an order that the seed decides."""

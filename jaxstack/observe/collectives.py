@@ -37,10 +37,10 @@ KINDS = (*_RING_PASSES, "collective-permute", "send")
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a compiled module."""
+    """A collective instruction of a compiled module."""
 
     kind: str
-    """One of `KINDS`."""
+    """An element of `KINDS`."""
     dtype: str
     """XLA's name of the element type; several joined by `+` if one instruction combines them."""
     payload_bytes: int

@@ -16,7 +16,7 @@ _LONGEST = 20_000
 
 
 class ArrayType(NamedTuple):
-    """One array of an XLA type."""
+    """An array of an XLA type."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -36,7 +36,7 @@ def _bits(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, a line of a computation."""
+    """An instruction, a line of a computation."""
 
     name: str
     type: str

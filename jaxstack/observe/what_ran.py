@@ -1,4 +1,4 @@
-"""What actually ran: the kernels chosen, the collectives, the matmuls and the memory of a compiled step."""
+"""Describes what actually ran: kernels, collectives, matmuls and memory of a compiled step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

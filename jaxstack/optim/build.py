@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import chex
 import jax
 import optax
 from jaxtyping import PyTree
@@ -37,6 +38,8 @@ def build_optimizer(
     """
     rules = [(group.path, group) for group in optimizer.groups]
     known = params if known is None else known
+    stacked = jax.tree.map(lambda _: False, params) if stacked is None else stacked
+    chex.assert_trees_all_equal_structs(params, stacked)
     optimizer.check(known)
     rules.append((".*", GroupRule(path=".*")))
     is_frozen = frozen_rule(optimizer, known)
@@ -53,7 +56,7 @@ def build_optimizer(
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
         clip,
-        _finished_core(optimizer, jax.tree.map(lambda _: False, params) if stacked is None else stacked),
+        _finished_core(optimizer, stacked),
         _per_parameter(lambda update, param, amount: update + amount * param if amount else update, decays),
         optax.scale_by_learning_rate(learning_rate),
         _per_parameter(lambda update, param, scale: update * scale if scale != 1 else update, scales),

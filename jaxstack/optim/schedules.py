@@ -95,7 +95,7 @@ class WarmupStableDecay(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle (Smith & Topin 2018): a cosine rise over rise_fraction of the run, then a cosine decay to nearly 0."""
+    """The one-cycle schedule (Smith & Topin 2018): a cosine rise over rise_fraction of the run, then a cosine decay."""
 
     name: Literal["one_cycle"] = "one_cycle"
     rise_fraction: float = Field(default=0.3, gt=0, lt=1)

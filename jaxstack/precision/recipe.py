@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -99,4 +100,5 @@ def use_fp8(
 
 def update_scaling(state: PyTree, maxima: PyTree) -> PyTree:
     """Return the next scaling states from trees of this step's states and of the maxima, their cotangents."""
+    chex.assert_trees_all_equal_shapes(state, maxima)
     return jax.tree.map(updated_fp8_state, state, maxima)

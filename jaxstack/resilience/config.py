@@ -13,7 +13,7 @@ class ResilienceConfig(Component):
     """Largest number of steps skipped in a row, as their loss or gradients are not finite or spike. After these the run
     goes back to the checkpoint before them and stops with an error."""
     max_skipped_share: float = Field(default=0.05, gt=0, le=1)
-    """As max_skipped_steps, if more than this share of the last 1,000 steps was skipped, in a row or not."""
+    """Largest share of skipped steps among the last 1,000; with more the run stops as after max_skipped_steps."""
     spike_threshold: float | None = Field(default=None, gt=0)
     """Skip a step if its loss or gradient norm is more than this many standard deviations (from the median absolute
     deviation, and at least 1 %) above the median of the last 128 steps, e.g. 10. null: spikes are not skipped."""
@@ -22,7 +22,7 @@ class ResilienceConfig(Component):
     accept_data_change: bool = False
     """Resume with other data, another tokenizer, seed or batch size than the checkpoint's."""
     heartbeat_seconds: int = Field(default=10, ge=2, le=86_400)
-    """With several processes: one that is silent for this long counts as dead, and the others exit."""
+    """Time after which a silent process counts as dead, and the other processes exit."""
     connect_seconds: int = Field(default=300, ge=1, le=86_400)
     """Limit on the time that the processes of a run wait for one another at its start."""
     device_hours_between_failures: float = Field(default=LLAMA3_HOURS, gt=0)

@@ -33,7 +33,7 @@ def signal_name(signum: int) -> str:
 
 
 class ExitOnSignal:
-    """In this context, except in a `StopRequest`, a stop signal ends the process with one line and code 128 + number.
+    """Context in which, except in a `StopRequest`, a stop signal ends the process with one line and code 128 + number.
 
     Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
     several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -28,6 +29,7 @@ class StepHistory(NamedTuple):
 
     def plus(self, loss: jax.Array, norm: jax.Array) -> "StepHistory":
         """Return the history with one more step."""
+        chex.assert_shape([loss, norm], ())
         new = jnp.stack([loss, norm]).astype(jnp.float32)[:, None]
         values = jax.lax.dynamic_update_slice(self.values, new, (0, self.count % WINDOW))
         return StepHistory(values, self.count + 1)

@@ -1,5 +1,6 @@
 """A small state with every usual kind of leaf, and its comparison bit by bit."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ def raw(leaf) -> bytes:
 
 def assert_same(found, expected) -> None:
     """The same structure, types, dtypes, shapes and bits."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal_structs(found, expected)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert getattr(one, "dtype", type(one)) == getattr(other, "dtype", type(other))
         assert np.shape(one) == np.shape(other)

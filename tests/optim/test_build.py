@@ -1,5 +1,6 @@
 """Optimizers built from configuration: their updates, groups by path, and the layout of their state."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +35,7 @@ def train(transformation, steps: int = 5):
 
 
 def close(a, b) -> None:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
+    chex.assert_trees_all_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def rate(step):

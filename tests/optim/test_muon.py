@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,12 +99,12 @@ def test_embeddings_head_and_vectors_are_moved_by_adamw_and_what_rules_say():
 
     adamw, found = step(AdamW(**settings)), step(Muon(matrices=rules, **settings))
     for name in ("embedding", "head", "bias"):
-        jax.tree.map(np.testing.assert_array_equal, found[name], adamw[name])
+        chex.assert_trees_all_equal(found[name], adamw[name])
     assert float(jnp.abs(found["kernel"] - adamw["kernel"]).max()) > 0.1
     flat = update_of("kernel", params["filter"].reshape(24, 5)).reshape(2, 3, 4, 5)
     np.testing.assert_allclose(found["filter"], flat, rtol=1e-4, atol=1e-5)
     everything = step(Muon(matrices=(MatrixRule(path=".*", adamw=True),), **settings))
-    jax.tree.map(np.testing.assert_array_equal, everything, adamw)
+    chex.assert_trees_all_equal(everything, adamw)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every optimizer takes the same step on state in parts over all devices as on one device."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,4 +45,4 @@ def test_a_step_on_parts_is_the_step_on_the_whole(kind):
         whole = whole._replace(params=params, optimizer=state)
         params, state = step(parts.params, parts.optimizer, jax.device_put(gradients, shardings.params))
         parts = parts._replace(params=params, optimizer=state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), whole.params, parts.params)
+    chex.assert_trees_all_close(whole.params, parts.params, rtol=1e-4, atol=1e-5)

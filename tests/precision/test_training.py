@@ -1,5 +1,6 @@
 """FP8 in the model: which layers, training in each recipe and layout, the scaling state through step and checkpoint."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,7 +208,7 @@ def test_a_pipeline_runs_in_fp8_what_one_device_does(recipe, layout):
     exact = 1e-3 if recipe == "blockwise" else 1e-5
     assert run_steps(trainer, 3) == pytest.approx(run_steps(alone, 3), rel=exact)
     found, wanted = (t.stored_state.non_params for t in (trainer, alone))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2), found, wanted)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-2, atol=0)
     assert len(jax.tree.leaves(wanted)) > 0 or recipe != "delayed"
 
 
@@ -250,7 +251,7 @@ def test_a_skipped_step_keeps_the_histories():
     run_steps(trainer, 1)
     after = jax.device_get(trainer.module.split_scaling(trainer.state.non_params)[0])
     assert int(trainer.state.skipped) == 1
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    chex.assert_trees_all_equal(after, before)
 
 
 def test_scaling_states_are_no_parameters():
@@ -277,4 +278,4 @@ def test_a_delayed_run_resumes_bit_for_bit(tmp_path):
     state_after(tmp_path / "cut", 2)
     saved, wanted = (read_checkpoint(tmp_path / name, 2) for name in ("cut", "whole"))
     assert [name for name in wanted if saved[name] != wanted[name]] == [], "before anything is resumed"
-    jax.tree.map(np.testing.assert_array_equal, state_after(tmp_path / "cut", 4), whole)
+    chex.assert_trees_all_equal(state_after(tmp_path / "cut", 4), whole)

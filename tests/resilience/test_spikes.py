@@ -1,5 +1,6 @@
 """What counts as a spike, and what a run does with one."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +77,7 @@ def test_a_spike_leaves_no_trace(tmp_path, capfd):
     wanted = jax.device_get(calm.state)
     assert (found.step, found.skipped) == (25, 1)
     for name in ("params", "non_params", "optimizer", "history"):
-        jax.tree.map(np.testing.assert_array_equal, getattr(found, name), getattr(wanted, name))
+        chex.assert_trees_all_equal(getattr(found, name), getattr(wanted, name))
     (line,) = [line for line in capfd.readouterr().out.splitlines() if "was skipped" in line]
     assert line.startswith("step 25 was skipped: loss ") and "resilience.spike_threshold); 1 in a row" in line
 

@@ -10,7 +10,7 @@ from jaxstack.observe.units import short_number
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis from `low` to `high`, linear or logarithmic."""
+    """An axis from `low` to `high`, linear or logarithmic."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""One chart as HTML: an SVG that stretches with the page, with labels of constant size around it."""
+"""Renders a chart as HTML: an SVG that stretches with the page, with labels of constant size around it."""
 
 import html
 import json

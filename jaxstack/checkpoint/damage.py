@@ -1,0 +1,88 @@
+"""Finds damaged checkpoints. The processes of a run divide the reading and agree on the result."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxstack.checkpoint import manifest
+from jaxstack.distributed import coordination
+
+
+class DamageFinder:
+    """Compares checkpoints with their manifests. Remembers which are intact, until somebody writes to them."""
+
+    def __init__(self) -> None:
+        self._intact: dict[int, Any] = {}
+
+    def find(self, path: Path, step: int) -> str | None:
+        """Return the damage of a checkpoint, beginning with the file's name; None if it has none.
+
+        Every process must call it.
+
+        Args:
+          path: the checkpoint.
+          step: its step.
+        """
+        damage = None
+        seen = manifest.signature(path)
+        if coordination.all_true(seen is not None and self._intact.get(step) == seen):
+            return None
+        try:
+            manifest.check(path, step, coordination.process_position())
+        except manifest.Damaged as error:
+            damage = str(error)
+        if not coordination.all_true(damage is None):
+            return damage or _name_damage(path, step)
+        self._intact[step] = seen
+        return None
+
+
+def _name_damage(path: Path, step: int) -> str:
+    """Return the damage that another process found in its share; only the first process names the file."""
+    try:
+        if coordination.is_first():
+            manifest.check(path, step)
+    except manifest.Damaged as error:
+        return str(error)
+    return "another process found a damaged file"
+
+
+class KeepCheck:
+    """Verifies the checkpoints for which older ones may be deleted. Only the first process uses it.
+
+    Args:
+      report: called with a line about each damaged checkpoint.
+    """
+
+    def __init__(self, report: Callable[[str], None]):
+        self._report = report
+        self._verified: dict[int, Any] = {}
+
+    def passes(self, path: Path, step: int, trusted: bool) -> bool:
+        """Return True if a checkpoint's files have their hashes, so that an older one may be deleted for it.
+
+        Each checkpoint of an earlier start is read once.
+
+        Args:
+          path: the checkpoint.
+          step: its step.
+          trusted: this process has just written it, so that it need not be read.
+        """
+        seen = manifest.signature(path)
+        if not trusted and (seen is None or self._verified.get(step) != seen):
+            try:
+                manifest.check(path, step)
+            except manifest.Damaged as damage:
+                self._report(f"checkpoint {path} is damaged and does not count towards checkpoint.keep: {damage}")
+                return False
+        self._verified[step] = seen
+        return True
+
+
+def has_right_sizes(path: Path, step: int) -> bool:
+    """Return True if all files of a checkpoint have the sizes of its manifest; contents are not read."""
+    try:
+        manifest.check(path, step, hashes=False)
+    except manifest.Damaged:
+        return False
+    return True
