@@ -20,7 +20,7 @@ from jaxstack.gradients.microbatches import Batch, LossFunction, Sums, takes_key
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import LossSum
 from jaxstack.models import Transformer
-from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
+from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition_of, shared_inputs
 from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline.execute import StageFunctions, execute
 from jaxstack.parallel.pipeline.plan import PipelinePlan
@@ -200,7 +200,7 @@ class _Functions:
         arrays = iter(shared)
         inputs = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
         with logical_axis_rules(self._layer_rules):
-            x, own = repetition(self._merge(None))(weights, x, inputs, index)
+            x, own = repetition_of(self._merge(None))(weights, x, inputs, index)
         return x, own if self._key is not None else None  # routers' losses are for training alone
 
     def _merge(self, ends: Any) -> Transformer:

@@ -11,7 +11,7 @@ def weight_paths(model: Any, path: Sequence[Any]) -> list[str]:
     """The path of a dense layer's weight in each layer of the model that this layer of the module stands for."""
     if tuple(path[:2]) != ("decoder", "layers"):
         return ["/".join(map(str, (*path, "kernel")))]
-    numbers = model.decoder.numbers(int(path[2]))
+    numbers = model.decoder.layer_numbers(int(path[2]))
     return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]
 
 

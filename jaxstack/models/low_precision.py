@@ -47,7 +47,7 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
         return ""
     if precision.fp8_rules:
         layers = "the layers that precision.fp8_rules name"
-    elif config.num_layers > 2 and (config.ends or not (config.scan_layers or staged)):
+    elif config.num_layers > 2 and (config.end_layers or not (config.scan_layers or staged)):
         layers = "all layers but the first and the last"
     elif config.num_layers > 2 and staged:
         layers = "all layers (model.unscanned_end_layers=1 leaves out the first and the last, as without a pipeline)"
@@ -69,7 +69,7 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
 
 def _ends(stack: Stack) -> list[int]:
     """The first and the last of at least three layers, where they are layers of the module of their own."""
-    numbers = [stack.numbers(index) for index in range(len(stack.layers))]
+    numbers = [stack.layer_numbers(index) for index in range(len(stack.layers))]
     alone = {found[0] for found in numbers if len(found) == 1}
     count = sum(map(len, numbers))
     return sorted(alone & {0, count - 1}) if count > 2 else []

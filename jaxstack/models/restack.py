@@ -33,7 +33,7 @@ def same_stacking(source: ModelConfig, target: ModelConfig) -> bool:
 def _parts(config: ModelConfig) -> list[tuple[list[int], bool]]:
     """Of each entry of `Stack.layers`, which layers of the model it holds, and whether they are stacked."""
     decoder = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder
-    return [(list(decoder.numbers(index)), index in decoder.scanned) for index in range(len(decoder.layers))]
+    return [(list(decoder.layer_numbers(index)), index in decoder.scanned) for index in range(len(decoder.layers))]
 
 
 def _restack(

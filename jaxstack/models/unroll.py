@@ -19,6 +19,6 @@ def unroll_layers(config: ModelConfig, params: Any) -> Any:
     layers = {}
     for index in range(len(stack.layers)):
         tree = params["decoder"]["layers"][str(index)]
-        for row, number in enumerate(stack.numbers(index)):
+        for row, number in enumerate(stack.layer_numbers(index)):
             layers[str(number)] = jax.tree.map(lambda x, row=row: x[row], tree) if index in stack.scanned else tree
     return {**params, "decoder": {**params["decoder"], "layers": layers}}

@@ -85,14 +85,14 @@ def save_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy for `jax.checkpoint`: the backward pass gathers weights again, and multiplies nothing again.
 
     Otherwise a forward pass without rematerialisation would leave the whole weights of all layers behind. What a matmul
-    or a kernel gives is kept, and sums, and what passes `keep`. Operations of elements are done again, as part of what
+    or a kernel gives is kept, and sums, and what passes `save_for_backward`. Operations of elements are done again, as part of what
     uses them: kept, each would be an array of its own, mostly in float32.
     """
     return primitive.name not in _COMPUTED_AGAIN
 
 
-def keep(x: jax.Array) -> jax.Array:
-    """x, the result of operations of elements which `save_all_but_gathered` keeps all the same."""
+def save_for_backward(x: jax.Array) -> jax.Array:
+    """Mark x, the result of elementwise operations, as one that `save_all_but_gathered` saves all the same."""
     return checkpoint_name(x, "kept")
 
 

@@ -63,7 +63,7 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
         if known not in table:
             raise ConfigError(f"this family has no place for the parameter {'/'.join(path)}.")
         at, row = table[known]
-        numbers = list(model.decoder.numbers(int(path[2]))) if inner else [0]
+        numbers = list(model.decoder.layer_numbers(int(path[2]))) if inner else [0]
         stacked = "layers" in axes
         lead = int(stacked) + row.leading
         experts = range(variable.shape[int(stacked)]) if row.leading else range(1)
