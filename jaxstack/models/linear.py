@@ -6,7 +6,7 @@ Dims: B batch, T sequence, D model, F feed-forward.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ Kernel: TypeAlias = jax.Array | QuantizedWeight
 
 DotGeneral = Callable[..., jax.Array]
 """A function like `jax.lax.dot_general`."""
-
-AdapterCall = Callable[[jax.Array, jax.Array, Kernel], jax.Array]
-"""(x, y = x times the kernel, kernel) -> the product of the adapted layer, see `jaxstack.models.adapters`."""
 
 
 class Linear(nnx.Module):
@@ -60,8 +57,8 @@ class Linear(nnx.Module):
         self.dot_general = dot_general
         self.scaling: nnx.Variable | None = nnx.data(None)
         """FP8 scaling state, for recipes that have one."""
-        self.adapter: AdapterCall | None = nnx.data(None)
-        """Changes the product before the bias is added: see `jaxstack.models.adapters`."""
+        self.adapter: Any = nnx.data(None)
+        """`jaxstack.models.adapters.Adapter`, which changes the product before the bias is added; None: no adapter."""
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return apply_together(x, self)[0]
@@ -97,7 +94,7 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
     if len(layers) > 1 and not is_sharded() and current_target().platform == "cpu":
         results = _multiply_wide(dot_general, x, kernels, contracted)
     else:
-        inputs = fan_out(x, len(layers))
+        inputs = cast(tuple[jax.Array, ...], fan_out(x, len(layers)))
         results = [multiply(dot_general, x, k, contracted) for x, k in zip(inputs, kernels, strict=True)]
     return [layer.finish(x, y) for layer, y in zip(layers, results, strict=True)]
 
@@ -217,9 +214,10 @@ def _no_overlap_reason(layers: tuple[Linear, ...]) -> str | None:
     return f"the matmuls are those of a precision recipe ({layers[0].dot_general})"
 
 
-def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[Kernel]:
+def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
+    """Return the kernels in the dtype of x; quantized ones unchanged, for a recipe's layers are never overlapped."""
     values = _stored_kernels(layers)
-    return [value if isinstance(value, QuantizedWeight) else value.astype(x.dtype) for value in values]
+    return [cast(jax.Array, v) if isinstance(v, QuantizedWeight) else v.astype(x.dtype) for v in values]
 
 
 def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:

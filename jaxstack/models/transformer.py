@@ -165,7 +165,7 @@ class Transformer(nnx.Module):
         return self.logits(x), Cache(layers or [], slots.seen_after)
 
     def make_cache(self, batch: int, length: int) -> Cache:
-        """Return an empty cache for `length` tokens in each of `batch` rows; layers with a window have room for less."""
+        """Return an empty cache for `length` tokens in each of `batch` rows, or fewer in layers with a window."""
         stack = self.decoder
 
         def empty(index: int) -> LayerCache:
