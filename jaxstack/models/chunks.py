@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxstack.parallel.rules import axes_of, current_rules, logical_axis_rules
 from jaxstack.precision.recipe import ScalingState
@@ -33,7 +33,7 @@ Function = Callable[[Arrays, Arrays, jax.Array], jax.Array]
 """(parameters, other states, x) -> result."""
 
 
-def count_chunks(modules: Modules, x: Float[Array, "B T D"], width: int, max_bytes: int | None = None) -> int:
+def count_chunks(modules: PyTree, x: Float[Array, "B T D"], width: int, max_bytes: int | None = None) -> int:
     """Return the number of chunks in which the modules should process x.
 
     It is 1 for modules with states other than parameters and FP8 scaling, such as random states, which chunks would

@@ -1,8 +1,8 @@
 """A scan over layers that gathers weights one layer ahead and scatters gradients one layer behind (ZeRO-3).
 
 A plain scan gathers a layer's weights in the iteration that uses them, so its first matmul has to wait. Here an
-iteration computes with weights that were gathered before, and gathers those of the next layer meanwhile; in the backward
-pass it also reduce-scatters the gradients of the previous layer (prefetching as in PyTorch's FSDP, Zhao et al. 2023,
+iteration computes with weights that were gathered before, and gathers those of the next layer meanwhile; in the
+backward pass it also reduce-scatters the gradients of the previous layer (as in PyTorch's FSDP, Zhao et al. 2023,
 arXiv:2304.11277). The whole weights of two layers exist at a time, and the whole gradients of two. One iteration of the
 compiled loop is two layers, so that the pair of buffers swaps roles without a copy.
 """
@@ -54,10 +54,10 @@ class _Loop:
     """Forward and backward pass of the layers 0 to `last`."""
 
     def __init__(self, make_layer: Callable[[Arrays], Layer], gather: Callable[[Arrays], Arrays], last: int):
-        self._make_layer, self._gather, self.last, self._rules = layer, gather, last, current_rules()
+        self._make_layer, self._gather, self.last, self._rules = make_layer, gather, last, current_rules()
         self._pull_type: Any = None
         self._places: list[int | None] = []
-        """For each leaf of the layer's `jax.vjp`, the number of the argument that it equals; None: it is a saved activation.
+        """Number of the argument that each leaf of the layer's `jax.vjp` equals; None: the leaf is a saved activation.
         Set when the forward pass is traced."""
 
     def forward(self, x: jax.Array, stacks: Arrays, shared: Arrays, *, save: bool) -> tuple[Any, Any]:
@@ -111,7 +111,7 @@ class _Loop:
             d_x, d_weights = layer_gradients(last_rows, weights, last, d_x)
             carry = d_x, following, d_weights, d_stacks
             carry = _in_pairs(step, carry, range(self.last - 1, 0, -1))
-            # The index 0 is hidden from XLA, which would otherwise transpose a whole stack of saved values to use one row.
+            # The index 0 is hidden from XLA, which would otherwise transpose a whole stack of saved values for one row.
             *carry, first = jax.lax.optimization_barrier((*carry, jnp.int32(0)))
             d_x, weights, d_weights, d_stacks = carry
             d_stacks = scatter(d_stacks, d_weights, first + 1)
@@ -135,7 +135,7 @@ class _Loop:
         return self._make_layer(shared)(x, _join(floats, fixed), index)
 
     def _apply(self, x: jax.Array, floats: Arrays, *others: Arrays) -> tuple[Any, list[jax.Array]]:
-        """Return the layer's results, and the leaves of its `jax.vjp` that are not equal to an argument other than x."""
+        """Return the layer's results, and the leaves of its `jax.vjp` that equal no argument other than x."""
         results, pull = jax.vjp(lambda x, floats: self._run(x, floats, *others), x, floats)
         leaves, self._pull_type = jax.tree.flatten(pull)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((floats, *others)))}

@@ -23,7 +23,8 @@ def is_run(directory: str | Path) -> bool:
     if (Path(directory) / _HUGGING_FACE_CONFIG).is_file():
         return False
     raise ConfigError(
-        f"{directory} is neither a run directory (with {_RUN_CONFIG}) nor a Hugging Face checkpoint (with {_HUGGING_FACE_CONFIG})."
+        f"{directory} is neither a run directory (with {_RUN_CONFIG}) nor a Hugging Face checkpoint "
+        f"(with {_HUGGING_FACE_CONFIG})."
     )
 
 

@@ -144,10 +144,10 @@ def _chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[
     """The part in chunks along its first dim, where that is one of tensors, else in one."""
     shape = [cut.stop - cut.start for cut in index]
     row = 4 * math.prod(shape[1:])
-    step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.lead else shape[0]
+    step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.leading_dims else shape[0]
     for start in range(index[0].start, index[0].stop, step):
         first = slice(start, min(start + step, index[0].stop))
         chunk = np.empty((first.stop - first.start, *shape[1:]), np.float32)
         for at, name in leaf.pieces((first, *index[1:])):
-            chunk[at] = leaf.row.read(files.slices(name), leaf.piece, index[leaf.lead :])
+            chunk[at] = leaf.row.read(files.slices(name), leaf.piece, index[leaf.leading_dims :])
         yield chunk
