@@ -156,7 +156,7 @@ def claim_directory(directory: Path) -> None:
 
 
 def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int) -> None:
-    """Write tensors one after the other, in files of at most `max_shard_bytes` (or one tensor), with an index for several.
+    """Write tensors one by one, in files of at most `max_shard_bytes` (or one tensor), with an index for several files.
 
     Raises:
       JaxstackError: the disk is full or fails; the files are then removed.
