@@ -1,10 +1,10 @@
-"""An ordered table of backends for one operation: the first that accepts is called, and what refused is kept.
+"""Choice of a backend: an ordered table per operation, of which the first row that supports a call is used.
 
-A row of the table is a `Backend`. `unsupported_reason` tells why it cannot compute a call; `lower_priority_reason`
-tells why another row computes the call faster. Only the automatic choice asks for the latter: an `implementation` that
-the caller named is called or raises `NotSupported`, and never falls back.
+A row is a `Backend`. `unsupported_reason` returns why it cannot compute a call, `lower_priority_reason` why another
+row computes the call faster. Only the automatic choice asks for the latter. An `implementation` that the caller named
+is called or raises `NotSupported`; it never falls back.
 
-`record_choices` shows what was chosen, per call site:
+`record_choices` reports what was chosen at each call site:
 
     with record_choices() as choices:
         lowered = jax.jit(step).lower(state, batch)
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -30,50 +30,60 @@ _JAX_DIRECTORY = str(Path(str(jax.__file__)).parent)
 _recorders: contextvars.ContextVar[tuple[list["Choice"], ...]] = contextvars.ContextVar("recorders", default=())
 
 
+RequestT = TypeVar("RequestT")
+
+
 class NotSupported(ValueError):
-    """The backend that was asked for by name cannot compute this call, or no backend can."""
+    """Raised if the backend named by the caller, or every backend of the operation, cannot compute the call."""
 
 
 @dataclass(frozen=True)
-class Backend:
-    """One row of an operation's table. All callables take the operation's request object.
+class Backend(Generic[RequestT]):
+    """A way of computing an operation: a row of the operation's table.
+
+    Every callable takes the operation's request, the object that holds the checked arguments of one call.
 
     Attributes:
-        name: what `implementation=` calls it.
-        why: why the row stands at its place.
-        refuses: the rule that the request breaks, with the values and the way out; None where it is
-            supported.
+        name: the value of `implementation` that selects this backend.
+        why: why the row stands at its place in the table.
+        unsupported_reason: returns the rule that the request breaks, with the values and the way out, or None if the
+            backend can compute the request.
         call: computes the request.
-        yields: why another row is the better choice; None where this one is.
-        opaque: whether it is a custom call that XLA cannot partition: it is refused where XLA would have to.
-        gradients: of attention, where these keys may be a part of those that the softmax is over: dQ, dK and dV from
-            the request, d_out [B, T, N, H], and of all keys the log-sum-exp and `scores.row_delta`, [B, N, T] float32.
+        lower_priority_reason: returns why the automatic choice should prefer a later row, or None.
+        opaque: True if the backend is a custom call, which XLA cannot partition. It is unavailable under a mesh with
+            axes that XLA partitions over.
+        gradients: attention only: the gradients dQ, dK and dV if the request's keys are one of several parts that share
+            a softmax. Takes the request, d_out [B, T, N, H], and two float32 arrays [B, N, T] over all parts: the
+            log-sum-exp and `scores.row_delta`. None if the backend cannot compute them.
     """
 
     name: str
     why: str
-    unsupported_reason: Callable[[Any], str | None]
-    call: Callable[..., Any]
-    lower_priority_reason: Callable[[Any], str | None] = lambda request: None
+    unsupported_reason: Callable[[RequestT], str | None]
+    call: Callable[[RequestT], Any]
+    lower_priority_reason: Callable[[RequestT], str | None] = lambda request: None
     opaque: bool = False
     gradients: Callable[..., Any] | None = None
 
-    def reason_against(self, request: Any) -> str | None:
-        """Why this row cannot compute the request here: its own rules, or the partitioning around the call."""
-        return self.unsupported_reason(request) or (_partitioned() if self.opaque else None)
+    def unavailable_reason(self, request: RequestT) -> str | None:
+        """Return why this backend cannot compute the request here, or None.
+
+        The backend's own rules are asked first, then whether XLA would have to partition the call.
+        """
+        return self.unsupported_reason(request) or (_unsupported_partitioning() if self.opaque else None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend a call site got, and why the rows before it were passed over.
+    """The backend chosen at a call site, and why the rows before it were passed over.
 
     Attributes:
-        operation: e.g. "flash_attention".
-        site: file:line of the caller, the nearest frame outside of this package and of jax.
+        operation: name of the operation, e.g. "flash_attention".
+        site: file:line of the caller, the nearest frame outside this package and jax.
         call: the call's shapes and options in words.
-        backend: the name of the backend that was called.
+        backend: name of the chosen backend.
         refused: (name, reason) of each backend passed over, in the order of the table.
-        explicit: whether the caller named the backend.
+        explicit: True if the caller named the backend.
     """
 
     operation: str
@@ -92,10 +102,10 @@ class Choice:
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[Choice]]:
-    """Yields a list that receives a `Choice` for every distinct choice made while tracing in the context.
+    """Yield a list that receives a `Choice` for every distinct choice made while tracing inside the context.
 
-    A call of an already traced `jax.jit` function is not traced again and adds nothing: record around the
-    first call or around `.lower(...)`. Contexts nest; each list receives every choice.
+    A `jax.jit` function that is already traced is not traced again and adds nothing: record around the first call or
+    around `.lower(...)`. Contexts nest; each list receives every choice.
     """
     choices: list[Choice] = []
     token = _recorders.set((*_recorders.get(), choices))
@@ -106,19 +116,29 @@ def record_choices() -> Iterator[list[Choice]]:
 
 
 def select(
-    operation: str, backends: Sequence[Backend], implementation: str | None, request: Any, *, record: bool = True
-) -> Backend:
-    """The backend for `request`: the one named by `implementation`, or the first of the table that accepts.
+    operation: str,
+    backends: Sequence[Backend[RequestT]],
+    implementation: str | None,
+    request: RequestT,
+    *,
+    record: bool = True,
+) -> Backend[RequestT]:
+    """Return the backend for `request`: the one named by `implementation`, or the first of the table that supports it.
 
-    Without `record` the choice is not noted for `record_choices`: it is one that was made before.
+    Args:
+        operation: name of the operation, for messages and records.
+        backends: the operation's table, in order of preference.
+        implementation: name of a backend, or None for the automatic choice.
+        request: the checked arguments of the call.
+        record: False if the choice repeats an earlier one and `record_choices` should not report it again.
 
     Raises:
-        NotSupported: the named backend is unknown or refuses, or every backend refuses.
+        NotSupported: the named backend is unknown or does not support the request, or no backend does.
     """
     if implementation is not None:
-        chosen, refused = _named(operation, backends, implementation, request), ()
+        chosen, refused = _find_named(operation, backends, implementation, request), ()
     else:
-        chosen, refused = _first_that_accepts(operation, backends, request)
+        chosen, refused = _find_first_supporting(operation, backends, request)
     recorders = _recorders.get()
     if recorders and record:
         choice = Choice(operation, _call_site(), str(request), chosen.name, refused, implementation is not None)
@@ -128,16 +148,18 @@ def select(
     return chosen
 
 
-def _named(operation: str, backends: Sequence[Backend], name: str, request: Any) -> Backend:
+def _find_named(
+    operation: str, backends: Sequence[Backend[RequestT]], name: str, request: RequestT
+) -> Backend[RequestT]:
     by_name = {backend.name: backend for backend in backends}
     if name not in by_name:
         alike = difflib.get_close_matches(str(name), by_name, n=3, cutoff=0.5)
         known = ", ".join(repr(known) for known in by_name)
         hint = f"did you mean {' or '.join(map(repr, alike))}? " if alike else ""
         raise NotSupported(
-            f"{operation} has no implementation {name!r}; {hint}known: {known}, or None to choose by itself"
+            f"{operation} has no implementation {name!r}; {hint}known: {known}, or None for the automatic choice"
         )
-    reason = by_name[name].reason_against(request)
+    reason = by_name[name].unavailable_reason(request)
     if reason is not None:
         raise NotSupported(
             f"{operation}(implementation={name!r}) cannot compute {request}: {reason}; "
@@ -146,12 +168,12 @@ def _named(operation: str, backends: Sequence[Backend], name: str, request: Any)
     return by_name[name]
 
 
-def _first_that_accepts(
-    operation: str, backends: Sequence[Backend], request: Any
-) -> tuple[Backend, tuple[tuple[str, str], ...]]:
+def _find_first_supporting(
+    operation: str, backends: Sequence[Backend[RequestT]], request: RequestT
+) -> tuple[Backend[RequestT], tuple[tuple[str, str], ...]]:
     refused: list[tuple[str, str]] = []
     for backend in backends:
-        reason = backend.reason_against(request) or backend.lower_priority_reason(request)
+        reason = backend.unavailable_reason(request) or backend.lower_priority_reason(request)
         if reason is None:
             return backend, tuple(refused)
         refused.append((backend.name, reason))
@@ -159,14 +181,14 @@ def _first_that_accepts(
     raise NotSupported(f"no implementation of {operation} computes {request}: {reasons}")
 
 
-def _partitioned() -> str | None:
+def _unsupported_partitioning() -> str | None:
     axes = automatic_axes()
     if not axes:
         return None
     shown = ", ".join(f"{name}={size}" for name, size in axes.items())
     return (
         f"is one custom call, which XLA cannot partition over the mesh in context ({shown}): call it inside "
-        f"jax.shard_map over these axes, so that it gets each device's own part"
+        f"jax.shard_map over these axes, so that it gets each device's own shard"
     )
 
 
@@ -175,13 +197,13 @@ def _call_site() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_PACKAGE_DIRECTORY, _JAX_DIRECTORY)) and "contextlib" not in file:
-            return f"{_short(file)}:{frame.f_lineno}"
+            return f"{_relative_to_package(file)}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown"
 
 
-def _short(file: str) -> str:
-    """The path from the outermost package folder on, which is what a reader knows the file by."""
+def _relative_to_package(file: str) -> str:
+    """Return the path from the outermost package directory on, by which a reader knows the file."""
     path = Path(file)
     top = path.parent
     while (top / "__init__.py").exists():

@@ -1,7 +1,6 @@
-"""Which device a function is being lowered for, as far as the choice of a backend needs to know.
+"""The device that a function is lowered for, as far as the choice of a backend depends on it.
 
-By default that is jax's default backend. A function that is compiled ahead of time for another device says
-so:
+The default is jax's default backend. Code that compiles ahead of time for another device declares it:
 
     with lowering_platform("cuda", compute_capability=(9, 0)):
         compiled = jax.jit(step).lower(state, batch).compile()
@@ -9,8 +8,8 @@ so:
 The context is part of jax's tracing cache key, so one jitted function can be traced for several targets.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -25,8 +24,8 @@ class Target:
 
     Attributes:
         platform: "cpu", "cuda", "rocm" or "tpu".
-        compute_capability: of a CUDA device, e.g. (9, 0) for Hopper; None elsewhere.
-        declared: whether `lowering_platform` named it, so that it need not be a device of this machine.
+        compute_capability: compute capability of a CUDA device, e.g. (9, 0) for Hopper; None on other platforms.
+        declared: True if `lowering_platform` named the target, which this machine then need not have.
     """
 
     platform: str
@@ -39,12 +38,12 @@ class Target:
         return f"{self.platform} {self.compute_capability[0]}.{self.compute_capability[1]}"
 
 
-def lowering_platform(platform: str, compute_capability: tuple[int, int] | None = None) -> Any:
-    """A context in which backends are chosen for `platform`, whatever devices this machine has.
+def lowering_platform(platform: str, compute_capability: tuple[int, int] | None = None) -> AbstractContextManager[None]:
+    """Return a context in which backends are chosen for `platform`, whatever devices this machine has.
 
     Args:
         platform: "cpu", "cuda" (or "gpu"), "rocm" or "tpu".
-        compute_capability: of the CUDA device, (9, 0) (Hopper) where not given.
+        compute_capability: compute capability of the CUDA device; default (9, 0), Hopper.
 
     Raises:
         ValueError: the platform is unknown.
@@ -58,7 +57,7 @@ def lowering_platform(platform: str, compute_capability: tuple[int, int] | None 
 
 
 def current_target() -> Target:
-    """The target declared by `lowering_platform`, else the first device of jax's default backend."""
+    """Return the target declared by `lowering_platform`, or the first device of jax's default backend."""
     declared = _declared_target.value
     if declared is not None:
         return declared
@@ -74,22 +73,22 @@ def current_target() -> Target:
 
 
 def device_kind() -> str:
-    """The name that jax gives the device that is lowered for, e.g. "NVIDIA H200"; "" where it is only declared."""
+    """Return jax's name of the target device, e.g. "NVIDIA H200", or "" if the target is only declared."""
     return "" if _declared_target.value is not None else str(jax.local_devices()[0].device_kind)
 
 
 def automatic_axes() -> dict[str, int]:
-    """Axes, name -> size, over which what is being traced is partitioned by XLA and not by `shard_map`, where known.
+    """Return the mesh axes, as name -> size, over which XLA (not `shard_map`) partitions the code being traced.
 
-    A function under `jax.jit` whose arguments alone are sharded does not know: only a mesh in context tells
-    (`jax.set_mesh`, or a `shard_map` around that takes some of the axes).
+    Only a mesh in context is visible: `jax.set_mesh`, or a surrounding `shard_map` that takes some of the axes. Under
+    `jax.jit` with sharded arguments and no mesh in context the result is empty.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return {name: size for name, size in mesh.shape.items() if size > 1 and name not in mesh.manual_axes}
 
 
 def multiprocessors() -> int:
-    """How many the target has, as far as this machine knows: those of its first GPU, else of an H100 or H200."""
+    """Return the number of multiprocessors of this machine's first GPU, or that of an H100 or H200 if it has none."""
     declared = _declared_target.value
     if declared is None and jax.default_backend() == "gpu":
         return int(getattr(jax.local_devices()[0], "core_count", _HOPPER_MULTIPROCESSORS))

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
-from jaxstack.parallel.rules import axes_of, current_rules, logical_axis_rules
+from jaxstack.parallel.context import current_context, current_rules
+from jaxstack.parallel.rules import axes_of
 from jaxstack.precision.recipe import ScalingState
 
 CHUNK_BYTES = 2**30
@@ -64,13 +65,13 @@ def apply_in_chunks(
       modules: see `count_chunks`.
     """
     graphdef, params, states = nnx.split(modules, nnx.Param, ...)
-    rules, parts = current_rules(), _degrees(x.shape)[1]
+    context, parts = current_context(), _degrees(x.shape)[1]
     length = x.shape[1] // parts
     size = -(-length // count)
 
     def function(params: Arrays, states: Arrays, x: jax.Array) -> jax.Array:
-        # The backward pass may be traced outside of the context of the axis rules.
-        with logical_axis_rules(rules) if rules is not None else contextlib.nullcontext():
+        # The backward pass may be traced outside of the sharding context.
+        with context.entered() if context is not None else contextlib.nullcontext():
             whole = x.reshape(x.shape[0], -1, x.shape[3])
             return apply(nnx.merge(graphdef, params, states), whole).reshape(x.shape)
 

@@ -43,7 +43,7 @@ class RMSNorm(nnx.Module):
         """Return (norm(x), x); the gradient of the second result is added within the norm's backward kernel."""
         return cast(
             tuple[jax.Array, jax.Array],
-            rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, beside=True),
+            rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, return_input=True),
         )
 
     def as_layer_input(self, normalized: Float[Array, "... D"], x: Float[Array, "... D"]) -> NormalisedInput:
@@ -76,7 +76,7 @@ class LayerNorm(nnx.Module):
         """Return (norm(x), x); the gradient of the second result is added within the norm's backward kernel."""
         return cast(
             tuple[jax.Array, jax.Array],
-            layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, beside=True),
+            layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, return_input=True),
         )
 
 

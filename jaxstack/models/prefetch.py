@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from jaxstack.parallel.rules import current_rules, is_sharded, logical_axis_rules
+from jaxstack.parallel.context import current_context, is_sharded
 
 Arrays: TypeAlias = Any
 """A tree of arrays."""
@@ -54,7 +54,7 @@ class _Loop:
     """Forward and backward pass of the layers 0 to `last`."""
 
     def __init__(self, make_layer: Callable[[Arrays], Layer], gather: Callable[[Arrays], Arrays], last: int):
-        self._make_layer, self._gather, self.last, self._rules = make_layer, gather, last, current_rules()
+        self._make_layer, self._gather, self.last, self._context = make_layer, gather, last, current_context()
         self._pull_type: Any = None
         self._places: list[int | None] = []
         """Number of the argument that each leaf of the layer's `jax.vjp` equals; None: the leaf is a saved activation.
@@ -62,7 +62,7 @@ class _Loop:
 
     def forward(self, x: jax.Array, stacks: Arrays, shared: Arrays, *, save: bool) -> tuple[Any, Any]:
         """Return (x, losses), and what the backward pass needs if `save`."""
-        with self._in_rules():
+        with self._in_context():
             apply = self._apply if save else lambda *arguments: (self._run(*arguments), [])
             weights = self._weights(stacks, 0)
             (_, losses), rows = jax.eval_shape(apply, x, *weights, shared, jnp.int32(0))
@@ -102,7 +102,7 @@ class _Loop:
             d_x, d_weights = layer_gradients([_at(part, index) for part in saved_rows], weights, index, d_x)
             return d_x, following, d_weights, d_stacks
 
-        with self._in_rules():
+        with self._in_context():
             last, floats = jnp.int32(self.last), _partition(stacks, _is_differentiable)[0]
             d_stacks = jax.tree.map(lambda stack: _empty(stack.shape, stack.dtype), floats)
             carry = d_x, self._weights(stacks, self.last), last - 1
@@ -118,9 +118,9 @@ class _Loop:
             d_x, d_weights = layer_gradients([_at(part, first) for part in saved_rows], weights, first, d_x)
             return d_x, scatter(d_stacks, d_weights, first), None
 
-    def _in_rules(self) -> contextlib.AbstractContextManager[object]:
-        # The backward pass may be traced outside of the context of the axis rules.
-        return contextlib.nullcontext() if self._rules is None else logical_axis_rules(self._rules)
+    def _in_context(self) -> contextlib.AbstractContextManager[object]:
+        # The backward pass may be traced outside of the sharding context.
+        return contextlib.nullcontext() if self._context is None else self._context.entered()
 
     def _weights(self, stacks: Arrays, index: int | jax.Array) -> tuple[Any, Any]:
         return self._gathered(jax.tree.map(lambda stack: _at(stack, index), stacks))

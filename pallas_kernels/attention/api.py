@@ -1,24 +1,26 @@
-"""`flash_attention`: exact attention by the first backend of the table that can."""
+"""`flash_attention`: exact softmax attention, computed by the first backend of a table that supports the call."""
 
 from collections.abc import Callable
 
-import jax
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention import cudnn, mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.attention.masks import Mask, unsupported_unless_band
-from pallas_kernels.attention.request import Request, check_window, make_request
+from pallas_kernels.attention.request import AttentionRequest, SegmentIds, check_window, make_request
 from pallas_kernels.dispatch import Backend, select
 
 
-def _for_bands(unsupported_reason: Callable[[Request], str | None]) -> Callable[[Request], str | None]:
-    """The refusals of a backend that knows of no global tokens and no layout."""
+def _only_bands(
+    unsupported_reason: Callable[[AttentionRequest], str | None],
+) -> Callable[[AttentionRequest], str | None]:
+    """Return the rule of a backend that supports neither global tokens nor block layouts."""
     return lambda request: unsupported_unless_band(request.options.mask) or unsupported_reason(request)
 
 
 BACKENDS = (
     Backend(
         "mosaic",
-        "our Hopper kernels: every mask skips tiles, in the backward too",
+        "our Hopper kernels: hidden tiles are skipped under every mask, forward and backward",
         mosaic.unsupported_reason,
         mosaic.attend,
         mosaic.lower_priority_reason,
@@ -27,14 +29,14 @@ BACKENDS = (
     ),
     Backend(
         "cudnn",
-        "the fastest before Hopper, and where ours yields, as far as its interface goes",
+        "the fastest before Hopper and for wide heads, within the limits of its interface",
         cudnn.unsupported_reason,
         cudnn.attend,
     ),
     Backend(
         "triton",
-        "one kernel that skips what any mask hides; short sequences too, as it launches less than `xla_dense`",
-        _for_bands(triton.unsupported_reason),
+        "skips hidden tiles; preferred for short sequences too, with fewer launches than `xla_dense`",
+        _only_bands(triton.unsupported_reason),
         triton.attend,
         triton.lower_priority_reason,
         opaque=True,
@@ -50,14 +52,14 @@ BACKENDS = (
     ),
     Backend(
         "xla",
-        "everything on every device, memory linear in the length",
+        "every call on every device, memory linear in the length",
         xla.unsupported_reason,
         xla.attend,
         gradients=xla.gradients,
     ),
     Backend(
         "mosaic_deterministic",
-        "as mosaic, with gradients that are bit-equal in every run, which costs time: only when asked for by name",
+        "like mosaic, with slower gradients that are bit-equal in every run: only if asked for by name",
         mosaic.unsupported_reason,
         mosaic.attend_deterministic,
         lambda request: "runs only when asked for by name",
@@ -66,7 +68,7 @@ BACKENDS = (
     ),
     Backend(
         "reference",
-        "the contract, quadratic memory: only when asked for by name",
+        "the definition that backends are tested against, quadratic memory: only if asked for by name",
         lambda request: None,
         reference.attend,
         lambda request: "runs only when asked for by name",
@@ -75,47 +77,49 @@ BACKENDS = (
 
 
 def flash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
     *,
     causal: bool = True,
     window: int | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: SegmentIds | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """softmax(scale * q k^T, over the visible keys) v, exactly, with its gradient.
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Compute softmax(scale * q k^T) v over the visible keys, exactly and differentiably.
 
-    Query t stands at position t + S - T among the keys 0..S-1: the last query is aligned with the last key,
-    as in FlashAttention-2 and as a decoder with a cache needs it. Where T = S this is the usual alignment.
+    Query t has position t + S - T among the keys 0..S-1: the last query is aligned with the last key, as in
+    FlashAttention-2 and as a decoder with a cache needs it. With T = S this is the usual alignment.
 
-    Key s is visible to a query at position p where all of these hold:
+    Key s is visible to a query at position p if all of these hold:
         not causal, or s <= p;
         window is None, or s > p - window (a window limits the left side only, with or without `causal`);
         segment_ids is None, or the segment of the query equals that of the key.
     A query without a visible key has the output 0, the log-sum-exp -inf and no gradient.
 
     Args:
-        q: [B, T, N, H] in bfloat16, float16, float32 or float64.
-        k, v: [B, S, K, H] of the same dtype, N a multiple of K: query head n reads key head n // (N // K).
-        causal: whether keys after the query are hidden.
-        window: how many keys up to its own position a query sees, itself included.
-        segment_ids: integers, (query [B, T], key [B, S]), or one array for both where T = S.
-        scale: a number, 1 / sqrt(H) by default.
+        q: queries [B, T, N, H] in bfloat16, float16, float32 or float64.
+        k, v: keys and values [B, S, K, H] of the same dtype. N is a multiple of K: query head n reads key head
+            n // (N // K).
+        causal: True to hide keys after the query.
+        window: number of keys up to its own position that a query sees, itself included; None for no limit.
+        segment_ids: integers, (query [B, T], key [B, S]), or one array for both if T = S.
+        scale: factor of the scores; default 1 / sqrt(H).
         soft_cap: scores become soft_cap * tanh(score / soft_cap) before the mask, as in Gemma 2.
-        return_lse: also return the log-sum-exp of the scores; its cotangent is honoured.
-        implementation: a name of `BACKENDS`; None takes the first that supports the call. A named one never
-            falls back.
+        return_lse: True to return the log-sum-exp of the scores too; its cotangent is honoured.
+        implementation: name of a backend in `BACKENDS`; None takes the first that supports the call. A named backend
+            never falls back.
 
     Returns:
-        out [B, T, N, H] in the dtype of q; with `return_lse` also lse [B, N, T] in float32 (natural
-        logarithm; float64 for float64 inputs).
+        out [B, T, N, H] in the dtype of q; with `return_lse` also lse [B, N, T] in float32 (natural logarithm; float64
+        for float64 inputs).
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) where the named backend cannot.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     request = make_request(
         q,

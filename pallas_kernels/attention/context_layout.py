@@ -1,8 +1,9 @@
-"""How a sequence lies on the devices of a mesh axis, and how chunks of it move between them.
+"""Layouts of a sequence over the devices of a mesh axis, and transfers of chunks between the devices.
 
-Of n devices, in the layout "contiguous" device i holds the i-th of n chunks. In "zigzag" it holds, one after the other,
-chunks i and 2n-1-i of 2n: under a causal mask all devices then have the same work (Brandon et al., Striped Attention,
-arXiv:2311.09431, balance it by interleaving; two chunks keep tiles whole, as in Llama 3, arXiv:2407.21783).
+With n devices and the layout "contiguous", device i holds the i-th of n chunks. With "zigzag" it holds chunks i and
+2n-1-i of 2n, in this order: all devices then have the same work under a causal mask. (Striped Attention, Brandon et
+al., arXiv:2311.09431, balances it by interleaving tokens; two chunks keep tiles whole, as in Llama 3,
+arXiv:2407.21783.)
 """
 
 from collections.abc import Sequence
@@ -11,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Int
 
 from pallas_kernels.target import current_target
 
 LAYOUTS = ("zigzag", "contiguous")
 
 
-def chunks_a_device(layout: str) -> int:
-    """How many chunks of the sequence a device holds.
+def chunks_per_device(layout: str) -> int:
+    """Return the number of chunks of the sequence that a device holds.
 
     Raises:
-        ValueError: there is no such layout.
+        ValueError: the layout is unknown.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}")
@@ -29,20 +31,26 @@ def chunks_a_device(layout: str) -> int:
 
 
 def chunk_order(devices: int, layout: str = "zigzag") -> list[int]:
-    """The chunks' numbers as they lie in memory, device after device."""
-    if chunks_a_device(layout) == 1:
+    """Return the chunk numbers in the order in which the devices hold them."""
+    if chunks_per_device(layout) == 1:
         return list(range(devices))
     return [chunk for device in range(devices) for chunk in (device, 2 * devices - 1 - device)]
 
 
-def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndarray:
-    """Positions [T] in the order in which the devices hold them: `x[:, sequence_order(T, n)]`, split evenly, is the
-    layout of a sequence x [B, T, ...].
+def sequence_order(length: int, devices: int, layout: str = "zigzag") -> Int[np.ndarray, " T"]:
+    """Return the positions [T] of a sequence in the order in which the devices hold them.
+
+    `x[:, sequence_order(T, n)]`, sharded evenly over n devices, is a sequence x [B, T, ...] in this layout.
+
+    Args:
+        length: T, the length of the whole sequence.
+        devices: size of the mesh axis that the sequence is sharded over.
+        layout: "zigzag" or "contiguous".
 
     Raises:
-        ValueError: the chunks do not divide the length.
+        ValueError: the layout is unknown, or the length is not divisible by the number of chunks.
     """
-    chunks = devices * chunks_a_device(layout)
+    chunks = devices * chunks_per_device(layout)
     if length % chunks:
         below = length // chunks * chunks
         raise ValueError(
@@ -53,21 +61,21 @@ def sequence_order(length: int, devices: int, layout: str = "zigzag") -> np.ndar
 
 
 def own_chunks(axis_name: str, layout: str) -> list[jax.Array]:
-    """The numbers [] of this device's chunks, in their order."""
+    """Return the numbers [] of this device's chunks, in the order in which it holds them."""
     index, devices = lax.axis_index(axis_name), lax.axis_size(axis_name)
-    return [index, 2 * devices - 1 - index][: chunks_a_device(layout)]
+    return [index, 2 * devices - 1 - index][: chunks_per_device(layout)]
 
 
 def split(x: jax.Array, layout: str, dim: int = 1) -> list[jax.Array]:
-    """This device's chunks, cut out of its part of an array."""
-    return jnp.split(x, chunks_a_device(layout), axis=dim)
+    """Split this device's shard of an array into its chunks."""
+    return jnp.split(x, chunks_per_device(layout), axis=dim)
 
 
-def move(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Sends x from device to device, by (from, to); who gets nothing has zeros. Linear, so differentiable.
+def permute(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Send x from device to device along (source, destination) pairs; a device without a source gets zeros. Linear.
 
-    XLA's CPU backend lets a permute wait for devices that took another branch of a conditional, as the stages of a
-    pipeline do: it hangs, or mixes up messages. There everything is gathered, and each device takes its part.
+    On XLA's CPU backend a collective permute waits for devices that took another branch of a conditional, as pipeline
+    stages do, and hangs or mixes up messages. There an all-gather replaces it, and each device selects its part.
     """
     if current_target().platform != "cpu":
         return lax.ppermute(x, axis_name, list(pairs))
@@ -79,7 +87,7 @@ def move(x: jax.Array, axis_name: str, pairs: Sequence[tuple[int, int]]) -> jax.
     return jnp.where(sender >= 0, found, jnp.zeros_like(found))
 
 
-def shift(x: jax.Array, axis_name: str) -> jax.Array:
-    """x of the device before this one, around the ring."""
+def receive_from_previous(x: jax.Array, axis_name: str) -> jax.Array:
+    """Return x of the previous device on the ring."""
     devices = lax.axis_size(axis_name)
-    return move(x, axis_name, [(i, (i + 1) % devices) for i in range(devices)])
+    return permute(x, axis_name, [(i, (i + 1) % devices) for i in range(devices)])

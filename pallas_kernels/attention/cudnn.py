@@ -1,4 +1,4 @@
-"""cuDNN's attention through jax's public API, where that API computes exactly what is asked."""
+"""cuDNN's attention through jax's public API, if that API computes exactly the requested call."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.remat import OUT_NAME
-from pallas_kernels.attention.request import Request
+from pallas_kernels.attention.request import AttentionRequest
+from pallas_kernels.mosaic_api import assume_cudnn, cudnn_problem
 
-_ASSUMED_VERSION = 91900
 
-
-def unsupported_reason(request: Request) -> str | None:
-    """The first rule of jax's cuDNN attention that the request breaks."""
+def unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return the first rule of jax's cuDNN attention that the request breaks, or None."""
     if request.target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {request.target}"
     if request.q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -28,7 +28,7 @@ def unsupported_reason(request: Request) -> str | None:
     return _unsupported_options(request) or _unsupported_installation(request)
 
 
-def _unsupported_options(request: Request) -> str | None:
+def _unsupported_options(request: AttentionRequest) -> str | None:
     mask = request.options.mask
     if request.segments is not None:
         return "jax's public API passes no segment ids to cuDNN"
@@ -42,24 +42,23 @@ def _unsupported_options(request: Request) -> str | None:
         return "has a window only together with causal=True"
     if mask.causal and request.query_length != request.key_length:
         return (
-            "aligns the first query with the first key, this call the last with the last: "
+            "aligns the first query with the first key, but this call aligns the last with the last: "
             f"T {request.query_length} must equal S {request.key_length}"
         )
     return None
 
 
-def _unsupported_installation(request: Request) -> str | None:
+def _unsupported_installation(request: AttentionRequest) -> str | None:
     if request.target.declared:
         return None
-    try:
-        _fused_attention().check_cudnn_version()
-    except RuntimeError as error:
-        return f"cuDNN is not installed where jax looks for it ({error}): pip install 'jax[cuda13]'"
+    problem = cudnn_problem()
+    if problem is not None:
+        return f"cuDNN is not installed where jax looks for it ({problem}): pip install 'jax[cuda13]'"
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, None]:
-    """out [B, T, N, H]; no log-sum-exp."""
+def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], None]:
+    """Return out [B, T, N, H], and None in place of the log-sum-exp."""
     mask = request.options.mask
     with _assume_target(request):
         out = jax.nn.dot_product_attention(
@@ -74,29 +73,15 @@ def attend(request: Request) -> tuple[jax.Array, None]:
     return checkpoint_name(out, OUT_NAME), None
 
 
-def _fused_attention():
-    """jax's module of cuDNN attention: not public, needed to ask for the version without raising later."""
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo
-
-
 @contextlib.contextmanager
-def _assume_target(request: Request) -> Iterator[None]:
-    """Lets a machine without the GPU trace cuDNN attention for the declared target.
+def _assume_target(request: AttentionRequest) -> Iterator[None]:
+    """Let a machine without the GPU trace cuDNN attention for the declared target.
 
-    jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, also when it
-    only compiles for another one.
+    jax asks the machine that it runs on for cuDNN's version and the GPU's compute capability, even if it only compiles
+    for another machine.
     """
     if not request.target.declared:
         yield
         return
-    module = _fused_attention()
-    before = module.check_cudnn_version, module.check_compute_capability
-    capability = request.target.compute_capability or (0, 0)
-    module.check_cudnn_version = lambda: _ASSUMED_VERSION
-    module.check_compute_capability = lambda least: capability >= tuple(map(int, least.split(".")))
-    try:
+    with assume_cudnn(request.target.compute_capability or (0, 0)):
         yield
-    finally:
-        module.check_cudnn_version, module.check_compute_capability = before

@@ -1,13 +1,14 @@
-"""Attention to keys that are collected first: all of them (all-gather), or, from neighbours, what a window reaches.
+"""Attention to keys that are gathered first: all of them (all-gather), or those that a window reaches.
 
-Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is the plain causal one.
-Where the sequence has fewer chunks before it, the rest carries a segment id of its own, and its tiles are skipped.
+Each of this device's chunks of queries gets keys that end with its own chunk, so that its mask is a plain causal one.
+If the sequence has fewer chunks before it, the missing keys carry a segment id of their own, and their tiles are
+skipped.
 
-What is collected is not kept for the backward pass, but collected again. Gradients go home in float32.
+Gathered keys are not saved for the backward, but gathered again. Gradients return to their owners in float32.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,23 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.attention.context_layout import chunk_order, chunks_a_device, move, own_chunks, split
+from pallas_kernels.attention.context_layout import chunk_order, chunks_per_device, own_chunks, permute, split
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.part import PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.scores import accumulator_dtype, row_delta
 
-_NOBODY = np.iinfo(np.int32).min
-"""Segment id of keys that are not there."""
+_NO_SEGMENT = np.iinfo(np.int32).min
+"""Segment id of missing keys."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Collection:
+class KeyGather:
     """The static part of a call.
 
     Attributes:
-        reach: how many chunks before its own a chunk of queries sees at most.
-        gathered: whether keys come by an all-gather, or chunk by chunk from their holders.
+        axis_name: mesh axis that the sequence is sharded over.
+        devices: size of that axis.
+        causal, window: the mask.
+        layout: "zigzag" or "contiguous".
+        reach: largest number of chunks before its own that a chunk of queries sees.
+        use_all_gather: True to fetch keys by an all-gather, False to fetch them chunk by chunk from their owners.
+        options: scale, soft cap and implementation.
     """
 
     axis_name: str
@@ -40,7 +46,7 @@ class Collection:
     window: int | None
     layout: str
     reach: int
-    gathered: bool
+    use_all_gather: bool
     options: PartOptions
 
     @property
@@ -48,113 +54,126 @@ class Collection:
         return Mask(self.causal, self.window)
 
 
-def reach_of(window: int | None, chunk: int, chunks: int) -> int:
-    """How many chunks before its own the first query of a chunk sees."""
+def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
+    """Return how many chunks before its own the first query of a chunk sees."""
     return chunks - 1 if window is None else min(chunks - 1, -(-(window - 1) // chunk))
 
 
-def _collect(plan: Collection, x: jax.Array) -> list[jax.Array]:
-    """For each own chunk, x [B, T, ...] of the `reach` chunks before it and its own. Linear."""
-    if not plan.causal:
-        return [lax.all_gather(x, plan.axis_name, axis=1, tiled=True)]
-    if plan.gathered:
-        return _from_all(plan, x)
-    parts = split(x, plan.layout)
-    before = [_from_holders(plan, parts, distance) for distance in range(plan.reach, 0, -1)]
+def _gather(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
+    """Return, for each own chunk, x [B, T, ...] of the `reach` chunks before it and of itself. Linear in x."""
+    if not gather.causal:
+        return [lax.all_gather(x, gather.axis_name, axis=1, tiled=True)]
+    if gather.use_all_gather:
+        return _gather_from_all(gather, x)
+    parts = split(x, gather.layout)
+    before = [_fetch_from_holders(gather, parts, distance) for distance in range(gather.reach, 0, -1)]
     return [jnp.concatenate([*(found[p] for found in before), own], axis=1) for p, own in enumerate(parts)]
 
 
-def _from_all(plan: Collection, x: jax.Array) -> list[jax.Array]:
-    everything = lax.all_gather(x, plan.axis_name)
-    chunks = plan.devices * chunks_a_device(plan.layout)
-    chunk = x.shape[1] * plan.devices // chunks
+def _gather_from_all(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
+    everything = lax.all_gather(x, gather.axis_name)
+    chunks = gather.devices * chunks_per_device(gather.layout)
+    chunk = x.shape[1] * gather.devices // chunks
     everything = jnp.moveaxis(everything, 0, 1).reshape(x.shape[0], chunks, chunk, *x.shape[2:])
-    order = np.argsort(chunk_order(plan.devices, plan.layout))
+    order = np.argsort(chunk_order(gather.devices, gather.layout))
     in_order = everything[:, np.concatenate([order, order])]
     found = []
-    for number in own_chunks(plan.axis_name, plan.layout):
-        # Behind the sequence it stands once more, so that any run of chunks, also around its end, is one slice.
-        start = (number - plan.reach) % chunks
-        run = lax.dynamic_slice_in_dim(in_order, start, plan.reach + 1, axis=1)
+    for number in own_chunks(gather.axis_name, gather.layout):
+        # The sequence is repeated once, so that any run of chunks, also around its end, is one slice.
+        start = (number - gather.reach) % chunks
+        run = lax.dynamic_slice_in_dim(in_order, start, gather.reach + 1, axis=1)
         found.append(run.reshape(x.shape[0], -1, *x.shape[2:]))
     return found
 
 
-def _from_holders(plan: Collection, parts: list[jax.Array], distance: int) -> list[jax.Array]:
-    """For each own chunk the one `distance` before it; zeros where there is none."""
-    n = plan.devices
-    first = move(parts[0], plan.axis_name, [(i - distance, i) for i in range(distance, n)])
+def _fetch_from_holders(gather: KeyGather, parts: list[jax.Array], distance: int) -> list[jax.Array]:
+    """Return, for each own chunk, the chunk `distance` places before it, or zeros if there is none."""
+    n = gather.devices
+    first = permute(parts[0], gather.axis_name, [(i - distance, i) for i in range(distance, n)])
     if len(parts) == 1:
         return [first]
-    # The one before chunk 2n-1-i is the later chunk of a device behind, or, past the middle, an earlier chunk.
+    # The chunk before chunk 2n-1-i is the later chunk of a following device, or, past the middle, an earlier chunk.
     later = [(i + distance, i) for i in range(n - distance)]
     earlier = [(2 * n - 1 - i - distance, i) for i in range(max(0, n - distance), n) if 2 * n - 1 - i >= distance]
-    second = [move(part, plan.axis_name, pairs) for part, pairs in ((parts[1], later), (parts[0], earlier)) if pairs]
+    second = [
+        permute(part, gather.axis_name, pairs) for part, pairs in ((parts[1], later), (parts[0], earlier)) if pairs
+    ]
     return [first, sum(second[1:], second[0])]
 
 
-def _collect_ids(plan: Collection, ids: jax.Array | None, like: jax.Array) -> list[tuple | None]:
-    """(query ids, key ids) for each own chunk, those of missing keys `_NOBODY`; None where none are needed."""
-    if not plan.causal:
-        return [None if ids is None else (ids, _collect(plan, ids)[0])]
+def _gather_ids(gather: KeyGather, ids: jax.Array | None, like: jax.Array) -> list[tuple | None]:
+    """Return (query ids, key ids) for each own chunk, or None for chunks that need none.
+
+    Missing keys have the id `_NO_SEGMENT`.
+    """
+    if not gather.causal:
+        return [None if ids is None else (ids, _gather(gather, ids)[0])]
     own = jnp.zeros(like.shape[:2], jnp.int32) if ids is None else ids
-    query_ids = split(own, plan.layout)
+    query_ids = split(own, gather.layout)
     size = query_ids[0].shape[1]
-    places = jnp.arange((plan.reach + 1) * size) // size - plan.reach
-    key_ids = [None] * len(query_ids) if ids is None else _collect(plan, ids)
+    places = jnp.arange((gather.reach + 1) * size) // size - gather.reach
+    key_ids = [None] * len(query_ids) if ids is None else _gather(gather, ids)
     found = []
-    for number, queries, keys in zip(own_chunks(plan.axis_name, plan.layout), query_ids, key_ids, strict=True):
+    for number, queries, keys in zip(own_chunks(gather.axis_name, gather.layout), query_ids, key_ids, strict=True):
         keys = jnp.zeros((1, places.size), jnp.int32) if keys is None else keys
-        keys = jnp.where((number + places >= 0)[None], keys, _NOBODY)
+        keys = jnp.where((number + places >= 0)[None], keys, _NO_SEGMENT)
         found.append((queries, jnp.broadcast_to(keys, (queries.shape[0], places.size))))
     return found
 
 
-def _cut(plan: Collection, x: jax.Array, dim: int = 1) -> list[jax.Array]:
-    return split(x, plan.layout, dim) if plan.causal else [x]
+def _chunks(gather: KeyGather, x: jax.Array, dim: int = 1) -> list[jax.Array]:
+    return split(x, gather.layout, dim) if gather.causal else [x]
 
 
 def _forward(
-    plan: Collection, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    gather: KeyGather, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    arrays = zip(_cut(plan, q), _collect(plan, k), _collect(plan, v), strict=True)
+    arrays = zip(_chunks(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
     found = [
-        attend_part(plan.options, plan.mask, part, ids_here)
-        for part, ids_here in zip(arrays, _collect_ids(plan, ids, q), strict=True)
+        attend_part(gather.options, gather.mask, part, ids_here)
+        for part, ids_here in zip(arrays, _gather_ids(gather, ids, q), strict=True)
     ]
     outs, lses = zip(*found, strict=True)
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
 
 
-def _backward(plan: Collection, saved: tuple, cotangents: tuple) -> tuple:
+def _backward(gather: KeyGather, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, ids, out, lse = saved
-    # Else XLA collects in the forward already, or finds that it did, and keeps all that until the backward.
+    # Without the barrier XLA would reuse the keys gathered in the forward, and hold them until the backward.
     k, v, (d_out, d_lse) = lax.optimization_barrier((k, v, cotangents))
-    arrays = zip(_cut(plan, q), _collect(plan, k), _collect(plan, v), strict=True)
+    arrays = zip(_chunks(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
     delta = row_delta(out, d_out, d_lse)
-    rows = zip(_cut(plan, d_out.astype(q.dtype)), _cut(plan, lse, 2), _cut(plan, delta, 2), strict=True)
+    rows = zip(
+        _chunks(gather, d_out.astype(q.dtype)),
+        _chunks(gather, lse, 2),
+        _chunks(gather, delta, 2),
+        strict=True,
+    )
     found = [
-        part_gradients(plan.options, plan.mask, part, ids_here, rows_here)
-        for part, ids_here, rows_here in zip(arrays, _collect_ids(plan, ids, q), rows, strict=True)
+        part_gradients(gather.options, gather.mask, part, ids_here, rows_here)
+        for part, ids_here, rows_here in zip(arrays, _gather_ids(gather, ids, q), rows, strict=True)
     ]
     d_q, d_k, d_v = zip(*found, strict=True)
-    return jnp.concatenate(d_q, axis=1), _send_home(plan, d_k, k), _send_home(plan, d_v, v), None
+    return jnp.concatenate(d_q, axis=1), _return_gradients(gather, d_k, k), _return_gradients(gather, d_v, v), None
 
 
-def _send_home(plan: Collection, gradients: Any, like: jax.Array) -> jax.Array:
-    """The transpose of `_collect`, in float32."""
+def _return_gradients(gather: KeyGather, gradients: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+    """Apply the transpose of `_gather`, in float32."""
     wide = accumulator_dtype(like.dtype)
-    collect: Callable[..., Any] = lambda x: _collect(plan, x)  # noqa: E731
-    transpose = jax.linear_transpose(collect, jax.ShapeDtypeStruct(like.shape, wide))
+    gather_keys: Callable[..., Any] = lambda x: _gather(gather, x)  # noqa: E731
+    transpose = jax.linear_transpose(gather_keys, jax.ShapeDtypeStruct(like.shape, wide))
     (total,) = transpose([x.astype(wide) for x in gradients])
     return total.astype(like.dtype)
 
 
-def _forward_rule(plan: Collection, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
-    out, lse = name_outputs(*_forward(plan, q, k, v, ids))
+def _forward_rule(gather: KeyGather, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
+    out, lse = name_outputs(*_forward(gather, q, k, v, ids))
     return (out, lse), (q, k, v, ids, out, lse)
 
 
-attend_collected = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-"""out [B, T, N, H] and lse [B, N, T] of this device's queries; see `Collection` for the first argument."""
-attend_collected.defvjp(_forward_rule, _backward)
+attend_gathered = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+"""Return out [B, T, N, H] and lse [B, N, T] of this device's queries.
+
+The arguments are the static `KeyGather`, then q, k, v and segment ids (or None).
+"""
+attend_gathered.defvjp(_forward_rule, _backward)

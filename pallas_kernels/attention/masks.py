@@ -1,6 +1,6 @@
-"""Masks as data: which keys a query sees, as far as it is known before running.
+"""Masks as data: which keys a query sees, as far as it is known while tracing.
 
-Query t stands at position t + S - T, the keys at 0..S-1: the last query is aligned with the last key.
+Query t has position t + S - T, the keys have 0..S-1: the last query is aligned with the last key.
 """
 
 import functools
@@ -17,9 +17,9 @@ class Layout:
     """A block-sparse pattern over positions, the same for all heads.
 
     Attributes:
-        block_size: positions of a block.
-        blocks: rows and columns of the pattern.
-        bits: the pattern, row after row, eight entries a byte, so that a layout is hashable.
+        block_size: number of positions per block.
+        blocks: number of rows and of columns of the pattern.
+        bits: the pattern row by row, eight entries per byte, so that a layout is hashable.
     """
 
     block_size: int
@@ -28,12 +28,15 @@ class Layout:
 
     @classmethod
     def from_pattern(cls, pattern: np.ndarray, block_size: int) -> "Layout":
-        """Of a boolean [blocks, blocks] array: whether queries of block i see keys of block j."""
+        """Create a layout from a boolean [blocks, blocks] array.
+
+        Entry (i, j) is True if queries of block i see keys of block j.
+        """
         return cls(block_size, len(pattern), np.packbits(pattern).tobytes())
 
     @functools.cached_property
     def pattern(self) -> np.ndarray:
-        """Boolean [blocks, blocks]."""
+        """The pattern as a boolean [blocks, blocks] array."""
         flat = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.blocks**2)
         return flat.reshape(self.blocks, self.blocks).astype(bool)
 
@@ -46,12 +49,12 @@ class Mask:
     """Which keys a query sees: those that every given rule leaves.
 
     Attributes:
-        causal: a query sees no key after its position.
+        causal: True if a query sees no key after its position.
         window: a query sees no key `window` or more positions before its own; None for no limit.
         window_after: a query sees no key `window_after` or more positions after its own; None for no limit.
-        global_tokens: the first so many positions see, and are seen from, beyond the windows. With segments they are
-            the first of each document.
-        layout: a query sees only keys of the blocks that the pattern gives its own block.
+        global_tokens: number of positions at the start that see, and are seen, beyond the windows. With segments these
+            are the first of each document.
+        layout: a query sees only keys of the blocks that the pattern allows for its own block.
     """
 
     causal: bool = True
@@ -62,7 +65,7 @@ class Mask:
 
     @property
     def is_band(self) -> bool:
-        """Whether a query sees one run of keys, limited by `causal` and `window` alone."""
+        """True if each query sees one contiguous range of keys, limited by `causal` and `window` alone."""
         return self.window_after is None and not self.global_tokens and self.layout is None
 
     def visible(
@@ -71,10 +74,12 @@ class Mask:
         key_positions: jax.Array,
         is_global: tuple[jax.Array, jax.Array] | None = None,
     ) -> jax.Array | None:
-        """Boolean [..., T, S] for int32 positions [..., T] and [..., S]; None where every key is visible.
+        """Return which keys are visible, boolean [..., T, S], or None if every key is.
 
         Args:
-            is_global: of the queries [..., T] and of the keys [..., S]; without it those are that stand at the first
+            query_positions: int32 [..., T].
+            key_positions: int32 [..., S].
+            is_global: which queries [..., T] and keys [..., S] are global tokens; default: those at the first
                 `global_tokens` positions.
         """
         distance = query_positions[..., :, None] - key_positions[..., None, :]
@@ -103,7 +108,7 @@ class Mask:
 
 
 def unsupported_unless_band(mask: Mask) -> str | None:
-    """The reason of a backend that visits one run of keys a query."""
+    """Return why a backend that visits one range of keys per query cannot compute the mask, or None."""
     if mask.is_band:
         return None
-    return f"visits one run of keys a query (causal, left window), got: {mask}"
+    return f"visits one range of keys per query (causal, left window), got: {mask}"

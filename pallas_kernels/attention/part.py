@@ -1,7 +1,8 @@
-"""Attention to a part of the keys, by the backends of `flash_attention`: parts can be merged and differentiated.
+"""Attention to a part of the keys, by the backends of `flash_attention`: results can be merged and differentiated.
 
-Forward each part gives its output and log-sum-exp. Backward it takes the log-sum-exp of all keys, and `delta` of all
-keys' output: then its gradients are those of the whole softmax, and only have to be added up.
+In the forward each part gives its output and log-sum-exp (`scores.merge` combines two). In the backward it takes the
+log-sum-exp over all keys, and `delta` of the output over all keys: its gradients are then those of the whole softmax,
+and only have to be summed.
 """
 
 import dataclasses
@@ -10,50 +11,53 @@ import jax
 
 from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.request import Request, make_request
+from pallas_kernels.attention.request import AttentionRequest, make_request
 from pallas_kernels.dispatch import Backend, select
 
 
 @dataclasses.dataclass(frozen=True)
 class PartOptions:
-    """What all parts of one call have in common."""
+    """Options that all parts of one call share."""
 
     scale: float | None = None
     soft_cap: float | None = None
     implementation: str | None = None
 
 
-def _parts_only(backend: Backend) -> Backend:
+def _require_gradients(backend: Backend) -> Backend:
     if backend.gradients is not None:
         return backend
-    reason = "its gradients cannot be taken of a part of the keys, with the log-sum-exp of all"
+    reason = "it cannot compute the gradients for a part of the keys from the log-sum-exp of all keys"
     return dataclasses.replace(backend, unsupported_reason=lambda request: reason)
 
 
-_BACKENDS = tuple(_parts_only(backend) for backend in BACKENDS)
+_PART_BACKENDS = tuple(_require_gradients(backend) for backend in BACKENDS)
 
 
-Arrays = tuple[jax.Array, jax.Array, jax.Array]
-"""q [B, T, N, H]; k and v [B, S, K, H]."""
-Ids = tuple[jax.Array, jax.Array] | None
-"""Segment ids of queries [B, T] and keys [B, S]."""
+QKV = tuple[jax.Array, jax.Array, jax.Array]
+"""Arrays q [B, T, N, H], k and v [B, S, K, H]."""
+SegmentPair = tuple[jax.Array, jax.Array] | None
+"""Segment ids of queries [B, T] and keys [B, S], or None."""
 
 
-def _request(options: PartOptions, mask: Mask, arrays: Arrays, ids: Ids) -> Request:
+def _request(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair) -> AttentionRequest:
     return make_request(
         *arrays, mask=mask, segment_ids=ids, scale=options.scale, soft_cap=options.soft_cap, return_lse=True
     )
 
 
-def attend_part(options: PartOptions, mask: Mask, arrays: Arrays, ids: Ids) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] in the dtype of q and lse [B, N, T] float32, of these keys alone."""
+def attend_part(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair) -> tuple[jax.Array, jax.Array]:
+    """Return out [B, T, N, H] in the dtype of q and lse [B, N, T] in float32, over these keys alone."""
     request = _request(options, mask, arrays, ids)
-    return select("flash_attention", _BACKENDS, options.implementation, request).call(request)
+    return select("flash_attention", _PART_BACKENDS, options.implementation, request).call(request)
 
 
-def part_gradients(options: PartOptions, mask: Mask, arrays: Arrays, ids: Ids, rows: Arrays) -> Arrays:
-    """dQ, dK and dV of these keys from `rows`: d_out [B, T, N, H], and lse and delta [B, N, T] of all keys."""
+def part_gradients(options: PartOptions, mask: Mask, arrays: QKV, ids: SegmentPair, rows: QKV) -> QKV:
+    """Return dQ, dK and dV of these keys.
+
+    `rows` are d_out [B, T, N, H], and lse and delta [B, N, T] over all keys.
+    """
     request = _request(options, mask, arrays, ids)
-    backend = select("flash_attention", _BACKENDS, options.implementation, request, record=False)
+    backend = select("flash_attention", _PART_BACKENDS, options.implementation, request, record=False)
     assert backend.gradients is not None
     return backend.gradients(request, *rows)

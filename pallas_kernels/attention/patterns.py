@@ -1,23 +1,29 @@
-"""Ready layouts for `block_sparse_attention`: boolean numpy arrays [blocks, blocks], queries by keys.
+"""Patterns for `block_sparse_attention`: boolean numpy arrays [blocks, blocks], queries by keys.
 
-With `causal` the blocks after the diagonal are left out, and the pattern of fewer blocks is the upper left corner of
-that of more: a model sees the same however long its input is.
+With `causal` the blocks after the diagonal are left out, and the pattern for fewer blocks is the upper left corner of
+that for more: a model sees the same whatever the length of its input.
 """
 
 import numpy as np
+from jaxtyping import Bool
+
+BlockPattern = Bool[np.ndarray, "blocks blocks"]
 
 
-def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> np.ndarray:
-    """The `local` nearest blocks, itself included, and every `stride`-th (Child et al., arXiv:1904.10509).
+def strided(blocks: int, *, local: int, stride: int, causal: bool = True) -> BlockPattern:
+    """Return the `local` nearest blocks, itself included, and every `stride`-th (Child et al., arXiv:1904.10509).
 
-    Without `causal` to both sides.
+    Without `causal` the pattern extends to both sides.
     """
     distance = _distance(blocks, local=local, stride=stride)
     return _limit((np.abs(distance) < local) | (distance % stride == 0), causal)
 
 
-def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> np.ndarray:
-    """All blocks of its own stripe of `stride` blocks, and the last `summary` of every stripe (Child et al. 2019)."""
+def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> BlockPattern:
+    """Return all blocks of the own stripe of `stride` blocks, and the last `summary` of every stripe.
+
+    (Child et al., arXiv:1904.10509.)
+    """
     _distance(blocks, stride=stride, summary=summary)
     if summary > stride:
         raise ValueError(f"summary ({summary}) counts blocks of a stripe and must not exceed stride ({stride})")
@@ -28,14 +34,17 @@ def fixed(blocks: int, *, stride: int, summary: int, causal: bool = True) -> np.
 
 def bigbird(
     blocks: int, *, window: int, global_blocks: int, random_blocks: int, seed: int = 0, causal: bool = True
-) -> np.ndarray:
-    """Neighbours, global blocks and random blocks (BigBird, Zaheer et al., arXiv:2007.14062).
+) -> BlockPattern:
+    """Return neighbours, global blocks and random blocks (BigBird, Zaheer et al., arXiv:2007.14062).
 
     Args:
-        window: the nearest blocks, itself included; without `causal` to both sides.
-        global_blocks: so many first blocks are seen by all, and see all that `causal` leaves.
-        random_blocks: drawn for each row from the blocks that it does not see anyway, all of them where fewer are left.
-        seed: of the draw, which is made for each row by itself.
+        blocks: number of rows and columns of the pattern.
+        window: number of nearest blocks seen, itself included; without `causal` on both sides.
+        global_blocks: number of first blocks that every block sees, and that see all blocks that `causal` allows.
+        random_blocks: number of further blocks drawn for each row from those that it does not see, or all of them if
+            fewer are left.
+        seed: seed of the draws; each row has a draw of its own.
+        causal: True to leave out the blocks after the diagonal.
     """
     distance = _distance(blocks, window=window)
     for name, count in (("global_blocks", global_blocks), ("random_blocks", random_blocks)):

@@ -1,17 +1,18 @@
-"""Softmax attention written out: the contract that every backend is tested against.
+"""Softmax attention written out: the definition that every backend is tested against.
 
-It holds the whole [B, N, T, S] score matrix in float32 (float64 for float64 inputs) and is differentiated by
+It materialises the whole [B, N, T, S] score matrix in float32 (float64 for float64 inputs) and is differentiated by
 jax.
 """
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.attention.request import Request
+from pallas_kernels.attention.request import AttentionRequest
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] in the dtype of q, lse [B, N, T] in float32 (natural logarithm).
+def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Return out [B, T, N, H] in the dtype of q and lse [B, N, T] in float32 (natural logarithm).
 
     A query that sees no key gets the output 0 and the log-sum-exp -inf.
     """
@@ -23,17 +24,17 @@ def attend(request: Request) -> tuple[jax.Array, jax.Array]:
     if request.options.soft_cap is not None:
         scores = request.options.soft_cap * jnp.tanh(scores / request.options.soft_cap)
     visible = _visible(request)
-    # A row without a visible key would be exp(-inf - -inf): its softmax is taken of zeros, then dropped.
-    some = visible.any(axis=-1, keepdims=True)
-    scores = jnp.where(visible, scores, jnp.where(some, -jnp.inf, 0.0))
-    weights = jnp.where(some, jax.nn.softmax(scores, axis=-1), 0.0)
-    lse = jnp.where(some[..., 0], jax.nn.logsumexp(scores, axis=-1), -jnp.inf)
+    # A row without a visible key would compute exp(-inf - -inf): its softmax is that of zeros, and then dropped.
+    any_visible = visible.any(axis=-1, keepdims=True)
+    scores = jnp.where(visible, scores, jnp.where(any_visible, -jnp.inf, 0.0))
+    weights = jnp.where(any_visible, jax.nn.softmax(scores, axis=-1), 0.0)
+    lse = jnp.where(any_visible[..., 0], jax.nn.logsumexp(scores, axis=-1), -jnp.inf)
     out = jnp.einsum("bnts,bsnh->btnh", weights, v, precision="highest")
     return out.astype(request.q.dtype), lse
 
 
-def _visible(request: Request) -> jax.Array:
-    """Boolean [B or 1, 1, T, S]."""
+def _visible(request: AttentionRequest) -> Bool[Array, "_ 1 T S"]:
+    """Return which keys are visible, boolean [B or 1, 1, T, S]."""
     length, key_length, mask, segments = (
         request.query_length,
         request.key_length,

@@ -1,9 +1,10 @@
-"""The names by which `jax.checkpoint` can keep attention's outputs, and the policy that keeps them."""
+"""Names by which `jax.checkpoint` can save the outputs of attention, and the policy that saves them."""
 
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 
 OUT_NAME = "flash_attention_out"
 LSE_NAME = "flash_attention_lse"
@@ -11,15 +12,15 @@ _CUDNN_FORWARD = "dot_product_attention_fwd"
 
 
 def name_outputs(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same arrays, named for the policies of `jax.checkpoint`."""
+    """Return the same arrays, named for the policies of `jax.checkpoint`."""
     return checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
 
 
-def save_attention(primitive: Any, *args: Any, **parameters: Any) -> bool:
-    """A policy for `jax.checkpoint` that keeps what attention's backward needs, whichever backend runs.
+def save_attention(primitive: Primitive, *args: Any, **parameters: Any) -> bool:
+    """Policy for `jax.checkpoint` that saves what the backward of attention needs, whichever backend runs.
 
-    Our own backends name their output and log-sum-exp. cuDNN's log-sum-exp has no name: it is the second
-    output of jax's primitive, which is recognised by the primitive's name.
+    Our own backends name their output and log-sum-exp. cuDNN's log-sum-exp has no name: it is the second output of
+    jax's primitive, which is recognised by the primitive's name.
     """
     if getattr(primitive, "name", "").startswith(_CUDNN_FORWARD):
         return True

@@ -1,6 +1,6 @@
-"""What one call of attention asks for, checked: the object that every backend is asked about.
+"""A call of attention with its arguments checked: the request that every backend is asked about.
 
-Dimensions: B batch, T query length, S key length, N query heads, K key and value heads, H head dim.
+Dims: B batch, T query length, S key length, N query heads, K key and value heads, H head dim.
 """
 
 import math
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.target import Target, current_target
@@ -16,22 +17,33 @@ from pallas_kernels.target import Target, current_target
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
+SegmentIds = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+"""Segment ids as callers give them: (query, key), or one array for both."""
+
+
+Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]
+"""dQ, dK and dV."""
+
+
 class Segments(NamedTuple):
-    """Document numbers, int32: a query sees only the keys of its own number."""
+    """Segment ids, int32. A query sees only keys with its own id."""
 
     query: jax.Array  # [B, T]
     key: jax.Array  # [B, S]
 
-    def global_tokens(self, mask: Mask) -> tuple[jax.Array, jax.Array] | None:
-        """Boolean [B, T] and [B, S]: the first `mask.global_tokens` of each document; None where there are none."""
+    def global_tokens(self, mask: Mask) -> tuple[Bool[Array, "B T"], Bool[Array, "B S"]] | None:
+        """Return which tokens are global, as boolean [B, T] for queries and [B, S] for keys.
+
+        These are the first `mask.global_tokens` tokens of each document. None if the mask has no global tokens.
+        """
         if not mask.global_tokens:
             return None
-        query, key = (_place_in_document(ids) < mask.global_tokens for ids in self)
+        query, key = (_position_in_document(ids) < mask.global_tokens for ids in self)
         return query, key
 
 
-def _place_in_document(ids: jax.Array) -> jax.Array:
-    """How many neighbours of the same number stand before each of [B, T]."""
+def _position_in_document(ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Return for each token the number of tokens directly before it with the same id."""
     places = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return places - jax.lax.cummax(jnp.where(starts, places, 0), axis=1)
@@ -47,14 +59,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call of attention, its rules already checked.
+class AttentionRequest:
+    """A call of attention with its arguments checked.
 
     Attributes:
         q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.
-        segments: None where no documents are packed.
+        segments: segment ids; None without packed documents.
         options: mask, scale and soft cap.
-        return_lse: whether the log-sum-exp is an output.
+        return_lse: True if the log-sum-exp is an output.
         target: the device that the call is lowered for.
     """
 
@@ -95,15 +107,15 @@ def make_request(
     v: jax.Array,
     *,
     mask: Mask,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None,
+    segment_ids: SegmentIds | None,
     scale: float | None,
     soft_cap: float | None,
     return_lse: bool,
-) -> Request:
-    """Checks the arguments of a call and fills in the default scale.
+) -> AttentionRequest:
+    """Check the arguments of a call and fill in the default scale.
 
     Raises:
-        ValueError: a rule is broken; the message names it, the values and the way out.
+        ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     check_arrays(q, k, v)
@@ -118,11 +130,15 @@ def make_request(
             f"with segment_ids the global tokens are the first of each document, which needs T = S; "
             f"got T {q.shape[1]}, S {k.shape[1]}; give all queries, or no segment_ids"
         )
-    return Request(q, k, v, segments, options, bool(return_lse), current_target())
+    return AttentionRequest(q, k, v, segments, options, bool(return_lse), current_target())
 
 
 def check_window(window: int) -> int:
-    """`window` as a Python integer; raises ValueError where it is none or below 1."""
+    """Return `window` as a Python integer.
+
+    Raises:
+        ValueError: it is not an integer known while tracing, or is below 1.
+    """
     if not is_static_integer(window):
         raise ValueError(f"window must be a Python integer, known while tracing; got {window!r}")
     if window < 1:
@@ -134,7 +150,7 @@ def check_window(window: int) -> int:
 
 
 def is_static_integer(value: object) -> bool:
-    """Whether a value is an integer that is known while tracing (numpy's count, booleans do not)."""
+    """Return True if the value is an integer known while tracing; numpy integers count, booleans do not."""
     return hasattr(value, "__index__") and not isinstance(value, bool | jax.Array)
 
 
@@ -145,7 +161,11 @@ def _static_number(name: str, value: float) -> float:
 
 
 def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """Raises ValueError where shapes or dtypes of q [B, T, N, H] and k, v [B, S, K, H] do not fit together."""
+    """Check that q [B, T, N, H] and k, v [B, S, K, H] fit together.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
     shapes = f"got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q must be [B, T, N, H] and k, v [B, S, K, H]; {shapes}; add the missing dims of size 1")
@@ -154,7 +174,7 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must have the same batch size and head dim; {shapes}")
     if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"no dimension may be 0; {shapes}")
+        raise ValueError(f"no dim may be 0; {shapes}")
     if q.shape[2] % k.shape[2] != 0:
         raise ValueError(
             f"the number of query heads ({q.shape[2]}) must be a multiple of the number of key heads "
@@ -166,9 +186,7 @@ def check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         raise ValueError(f"q, k and v must be one of {', '.join(FLOAT_DTYPES)}; got {q.dtype}; cast them first")
 
 
-def _check_segments(
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None, q: jax.Array, k: jax.Array
-) -> Segments | None:
+def _check_segments(segment_ids: SegmentIds | None, q: jax.Array, k: jax.Array) -> Segments | None:
     if segment_ids is None:
         return None
     pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)

@@ -1,29 +1,31 @@
-"""Ring attention (Liu et al., arXiv:2310.01889): keys and values go around, each device attends to part after part.
+"""Ring attention (Liu et al., arXiv:2310.01889): keys and values circulate, each device attends to one shard per step.
 
-Step r attends to the keys that the device r places before holds. Under a causal mask with the layout "zigzag" such a
-step is, on every device, two of the four pairs of chunks, each of them whole: the later queries see the earlier keys,
-and besides either the earlier queries see the earlier keys (from a device before) or the later ones the later keys.
-Which of the two is a selection of operands, not a branch, so that no device waits and no host is asked.
+In step r a device attends to the keys of the device r places before it. Under a causal mask with the layout "zigzag"
+such a step has two unmasked pairs of chunks on every device: the later queries with the earlier keys, and either the
+earlier queries with the earlier keys (if these keys come from a device before) or the later queries with the later
+keys. Operands are selected, not branches, so every device has the same work and nothing waits for the host.
 
-Backward dK and dV of a part travel along with it, in float32, and its last hop home runs beside the own keys.
+In the backward, dK and dV of a shard travel with it in float32, and their last transfer, back to their owner, overlaps
+with the computation for the device's own keys.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.context_layout import shift, split
+from pallas_kernels.attention.context_layout import receive_from_previous, split
 from pallas_kernels.attention.masks import Mask
-from pallas_kernels.attention.part import PartOptions, attend_part, part_gradients
+from pallas_kernels.attention.part import QKV, PartOptions, attend_part, part_gradients
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.scores import accumulator_dtype, merge, row_delta
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class RingOptions:
     """The static part of a call."""
 
     axis_name: str
@@ -33,16 +35,25 @@ class Ring:
     options: PartOptions
 
 
+Tree = TypeVar("Tree")
+Sums = TypeVar("Sums")
+Index = int | jax.Array
+"""Number of a chunk, known while tracing or traced."""
+
+
 class _Tile(NamedTuple):
-    """Queries of one chunk that see all keys of one chunk. A traced index selects, a traced `living` skips."""
+    """Queries of one chunk that see all keys of one chunk.
 
-    query: Any
-    key: Any
-    living: jax.Array | None = None
+    A traced index selects a chunk; a traced `active` that is False skips the tile.
+    """
+
+    query: Index
+    key: Index
+    active: jax.Array | None = None
 
 
-def _tiles(ring: Ring, step: int) -> list[_Tile]:
-    """What this device computes in a step after the first."""
+def _tiles_of_step(ring: RingOptions, step: int) -> list[_Tile]:
+    """Return the tiles that this device computes in a step after the first."""
     if not ring.causal:
         return [_Tile(0, 0)]
     before = lax.axis_index(ring.axis_name) >= step
@@ -52,33 +63,33 @@ def _tiles(ring: Ring, step: int) -> list[_Tile]:
     return [_Tile(1, 0), _Tile(later, later)]
 
 
-def _cut(ring: Ring, x: jax.Array, dim: int = 1) -> list[jax.Array]:
+def _chunks(ring: RingOptions, x: jax.Array, dim: int = 1) -> list[jax.Array]:
     return split(x, ring.layout, dim) if ring.causal else [x]
 
 
-def _take(parts: list[jax.Array], index: Any) -> jax.Array:
+def _take(parts: list[jax.Array], index: Index) -> jax.Array:
     return parts[index] if isinstance(index, int) else jnp.where(index == 0, parts[0], parts[1])
 
 
-def _hits(index: Any, count: int) -> list[Any]:
-    """For each part whether the index means it: True, False, or traced."""
+def _selections(index: Index, count: int) -> list[bool | jax.Array]:
+    """Return for each of `count` chunks if the index selects it: True, False, or a traced boolean."""
     return [index == part for part in range(count)]
 
 
-def _if_living(living: jax.Array | None, function: Any) -> Any:
-    """function() where the tile lives, zeros elsewhere."""
-    if living is None:
+def _if_active(active: jax.Array | None, function: Callable[[], Any]) -> Any:
+    """Return function() if the tile is active, else zeros of the same shapes."""
+    if active is None:
         return function()
     zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(function)]
-    return lax.cond(living, lambda: list(function()), lambda: zeros)
+    return lax.cond(active, lambda: list(function()), lambda: zeros)
 
 
-def _ids_of(ids: jax.Array | None, ring: Ring, step: int) -> list[jax.Array] | None:
-    """Segment ids of the keys of a step, from those of all devices [n, B, T]."""
+def _ids_of(ids: jax.Array | None, ring: RingOptions, step: int) -> list[jax.Array] | None:
+    """Return the segment ids of the keys of a step, from those of all devices [n, B, T]."""
     if ids is None:
         return None
     source = (lax.axis_index(ring.axis_name) - step) % ring.devices
-    return _cut(ring, lax.dynamic_index_in_dim(ids, source, keepdims=False))
+    return _chunks(ring, lax.dynamic_index_in_dim(ids, source, keepdims=False))
 
 
 def _pair(query_ids: list | None, key_ids: list | None, tile: _Tile) -> tuple | None:
@@ -87,134 +98,151 @@ def _pair(query_ids: list | None, key_ids: list | None, tile: _Tile) -> tuple | 
     return _take(query_ids, tile.query), _take(key_ids, tile.key)
 
 
-def _send(kv: jax.Array, after: Any, axis_name: str) -> tuple[jax.Array, Any]:
-    """(kv of the device before, `after`): it is sent only once `after` is there, lest XLA does all sends at once."""
+def _send_after(kv: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, Tree]:
+    """Return (kv of the previous device, `after`), sending only once `after` is computed.
+
+    Otherwise XLA would issue all transfers at once.
+    """
     kv, after = lax.optimization_barrier((kv, after))
-    return shift(kv, axis_name), after
+    return receive_from_previous(kv, axis_name), after
 
 
-def _one_by_one(rows: Any, sums: Any) -> tuple[Any, Any]:
-    """Both, the rows only once the sums are there: XLA would cut the operands of all steps out of them at once."""
+def _order_after(rows: Tree, sums: Sums) -> tuple[Tree, Sums]:
+    """Return both, with the rows available only once the sums are computed.
+
+    Otherwise XLA would slice the operands of all steps at once, and store them.
+    """
     return lax.optimization_barrier((rows, sums))
 
 
 def _forward(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    ring: RingOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    everyone = None if ids is None else lax.all_gather(ids, ring.axis_name)
-    query_ids = None if ids is None else _cut(ring, ids)
-    queries = _cut(ring, q)
-    received: Any = shift(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
+    all_ids = None if ids is None else lax.all_gather(ids, ring.axis_name)
+    query_ids = None if ids is None else _chunks(ring, ids)
+    queries = _chunks(ring, q)
+    received: Any = receive_from_previous(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
     out, lse = attend_part(ring.options, Mask(ring.causal), (q, k, v), None if ids is None else (ids, ids))
-    state = list(zip(_cut(ring, out.astype(accumulator_dtype(q.dtype))), _cut(ring, lse, 2), strict=True))
+    state = list(zip(_chunks(ring, out.astype(accumulator_dtype(q.dtype))), _chunks(ring, lse, 2), strict=True))
     for step in range(1, ring.devices):
         kv = received
         if step + 1 < ring.devices:
-            received, state = _send(kv, state, ring.axis_name)
-        keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
-        queries, state = _one_by_one(queries, state)
-        for tile in _tiles(ring, step):
+            received, state = _send_after(kv, state, ring.axis_name)
+        keys, key_ids = _chunks(ring, kv), _ids_of(all_ids, ring, step)
+        queries, state = _order_after(queries, state)
+        for tile in _tiles_of_step(ring, step):
             arrays = _operands([queries], keys, tile)
             ids_here = _pair(query_ids, key_ids, tile)
 
-            def attend(arrays: Any = arrays, ids_here: tuple | None = ids_here) -> tuple:
+            def attend(arrays: QKV = arrays, ids_here: tuple | None = ids_here) -> tuple:
                 return attend_part(ring.options, Mask(causal=False), arrays, ids_here)
 
-            found = _if_living(tile.living, attend)
+            found = _if_active(tile.active, attend)
             state = [
-                _merge(old, found, hit, tile.living)
-                for old, hit in zip(state, _hits(tile.query, len(state)), strict=True)
+                _merge(old, found, selected, tile.active)
+                for old, selected in zip(state, _selections(tile.query, len(state)), strict=True)
             ]
     outs, lses = zip(*state, strict=True)
     return jnp.concatenate(outs, axis=1).astype(q.dtype), jnp.concatenate(lses, axis=2)
 
 
 def _operands(rows: list[list[jax.Array]], keys: list[jax.Array], tile: _Tile) -> Any:
-    """The tile's part of every array of `rows`, the first of which are the queries, with keys and values behind these.
+    """Return the tile's part of every array in `rows`, with keys and values inserted after the first (the queries).
 
-    They are kept from XLA, which would draw slices and kernel into one fusion, beside which nothing is sent.
+    The barrier prevents XLA from fusing the slices with the kernel, as no transfer would overlap with that fusion.
     """
     query, *others = (_take(parts, tile.query) for parts in rows)
     k, v = jnp.split(_take(keys, tile.key), 2)
     return lax.optimization_barrier((query, k, v, *others))
 
 
-def _merge(old: tuple, found: Any, hit: Any, living: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    if hit is False:
+def _merge(
+    old: tuple, found: tuple, selected: bool | jax.Array, active: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    if selected is False:
         return old
     out, lse = found
-    for condition in (hit, living):
+    for condition in (selected, active):
         if isinstance(condition, jax.Array):
             lse = jnp.where(condition, lse, -jnp.inf)
     return merge(old, (out, lse))
 
 
-def _backward(ring: Ring, saved: tuple, cotangents: tuple) -> tuple:
-    # Else XLA sends in the forward already, or finds that it did, and keeps what arrived until the backward.
+def _backward(ring: RingOptions, saved: tuple, cotangents: tuple) -> tuple:
+    # Without the barrier XLA would reuse the keys received in the forward, and hold them until the backward.
     (q, k, v, ids, out, lse), (d_out, d_lse) = lax.optimization_barrier((saved, cotangents))
-    everyone = None if ids is None else lax.all_gather(ids, ring.axis_name)
-    query_ids = None if ids is None else _cut(ring, ids)
+    all_ids = None if ids is None else lax.all_gather(ids, ring.axis_name)
+    query_ids = None if ids is None else _chunks(ring, ids)
     delta = row_delta(out, d_out, d_lse)
-    rows = [_cut(ring, q), _cut(ring, d_out.astype(q.dtype)), _cut(ring, lse, 2), _cut(ring, delta, 2)]
+    rows = [
+        _chunks(ring, q),
+        _chunks(ring, d_out.astype(q.dtype)),
+        _chunks(ring, lse, 2),
+        _chunks(ring, delta, 2),
+    ]
 
     def add(tile: _Tile, mask: Mask, keys: list, key_ids: list | None, d_q: list, d_keys: list) -> tuple[list, list]:
         operands, ids_here = _operands(rows, keys, tile), _pair(query_ids, key_ids, tile)
-        found = _if_living(
-            tile.living, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:])
+        found = _if_active(
+            tile.active, lambda: part_gradients(ring.options, mask, operands[:3], ids_here, operands[3:])
         )
         return _add(d_q, found[0], tile.query), _add(d_keys, jnp.concatenate(found[1:]), tile.key)
 
-    own = _cut(ring, jnp.concatenate([k, v]))
+    own = _chunks(ring, jnp.concatenate([k, v]))
     d_q, d_own, d_kv = [None] * len(own), [None] * len(own), None
-    received: Any = shift(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
-    # Of the own keys a whole pair of chunks is computed beside the first hop, the rest beside the last one, home.
+    received: Any = receive_from_previous(jnp.concatenate([k, v]), ring.axis_name) if ring.devices > 1 else None
+    # One whole pair of chunks of this device's own keys overlaps with the first transfer; the others with the last one,
+    # in which the gradients return to their owner.
     for tile in [_Tile(1, 0)] if len(own) == 2 else []:
         d_q, d_own = add(tile, Mask(causal=False), own, query_ids, d_q, d_own)
     for step in range(1, ring.devices):
         kv = received
         if step + 1 < ring.devices:
-            received, d_q = _send(kv, d_q, ring.axis_name)
-        keys, key_ids = _cut(ring, kv), _ids_of(everyone, ring, step)
-        rows, d_q = _one_by_one(rows, d_q)
-        d_keys, tiles = [None] * len(keys), _tiles(ring, step)
+            received, d_q = _send_after(kv, d_q, ring.axis_name)
+        keys, key_ids = _chunks(ring, kv), _ids_of(all_ids, ring, step)
+        rows, d_q = _order_after(rows, d_q)
+        d_keys, tiles = [None] * len(keys), _tiles_of_step(ring, step)
         for tile in tiles:
             if tile is tiles[-1] and d_kv is not None:
-                # Keys are sent beside the first tile, gradients beside the last: one transfer at a time.
-                d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
+                # Keys are sent during the first tile and gradients during the last: one transfer at a time.
+                d_kv, d_q = _send_after(d_kv, d_q, ring.axis_name)
             d_q, d_keys = add(tile, Mask(causal=False), keys, key_ids, d_q, d_keys)
-        here = _joined(d_keys)
-        d_kv = here if d_kv is None else d_kv + here
+        step_gradient = _join(d_keys)
+        d_kv = step_gradient if d_kv is None else d_kv + step_gradient
     if d_kv is not None:
-        d_kv, d_q = _send(d_kv, d_q, ring.axis_name)
-    rows, d_q = _one_by_one(rows, d_q)
+        d_kv, d_q = _send_after(d_kv, d_q, ring.axis_name)
+    rows, d_q = _order_after(rows, d_q)
     for chunk in range(len(own)):
         d_q, d_own = add(_Tile(chunk, chunk), Mask(ring.causal), own, query_ids, d_q, d_own)
-    # What is home is looked at only when all is computed.
+    # The received gradients are used only after all computation, so that the transfer overlaps with it.
     d_kv, d_q, d_own = lax.optimization_barrier((d_kv, d_q, d_own))
-    total = _joined(d_own) if d_kv is None else _joined(d_own) + d_kv
-    gradients = _joined(d_q), *jnp.split(total, 2)
+    total = _join(d_own) if d_kv is None else _join(d_own) + d_kv
+    gradients = _join(d_q), *jnp.split(total, 2)
     return *(x.astype(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True)), None
 
 
-def _joined(parts: list[Any]) -> jax.Array:
+def _join(parts: list[Any]) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
-def _add(parts: list[Any], found: jax.Array, index: Any) -> list[Any]:
-    """`parts` with `found`, in float32, added to the one that the index means; None stands for 0."""
+def _add(parts: list[Any], found: jax.Array, index: Index) -> list[Any]:
+    """Add `found`, in float32, to the element of `parts` that the index selects; None stands for 0."""
     wide = found.astype(accumulator_dtype(found.dtype))
     sums = []
-    for part, hit in zip(parts, _hits(index, len(parts)), strict=True):
-        term = None if hit is False else jnp.where(hit, wide, 0) if isinstance(hit, jax.Array) else wide
+    for part, selected in zip(parts, _selections(index, len(parts)), strict=True):
+        term = None if selected is False else jnp.where(selected, wide, 0) if isinstance(selected, jax.Array) else wide
         sums.append(term if part is None else part if term is None else part + term)
     return sums
 
 
-def _forward_rule(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
+def _forward_rule(ring: RingOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
     out, lse = name_outputs(*_forward(ring, q, k, v, ids))
     return (out, lse), (q, k, v, ids, out, lse)
 
 
-attend_around = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-"""out [B, T, N, H] and lse [B, N, T] of this device's queries and all keys; see `Ring` for the first argument."""
-attend_around.defvjp(_forward_rule, _backward)
+attend_ring = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+"""Return out [B, T, N, H] and lse [B, N, T] of this device's queries over all keys.
+
+The arguments are the static `RingOptions`, then q, k, v and segment ids (or None).
+"""
+attend_ring.defvjp(_forward_rule, _backward)

@@ -1,7 +1,7 @@
-"""Pieces that the XLA backends share: grouped heads, masked scores and their gradient, the online softmax.
+"""Building blocks that the XLA backends share: grouped heads, masked scores and their gradient, the online softmax.
 
-Heads are grouped: q [B, T, K, G, H] with G = N // K query heads on each key head, scores [B, K, G, T, S], so
-that keys and values are never repeated. Row statistics (maximum, sum, log-sum-exp) are [B, K, G, T].
+Heads are grouped: q [B, T, K, G, H] with G = N // K query heads per key head, scores [B, K, G, T, S], so that keys and
+values are never repeated. Row statistics (maximum, sum, log-sum-exp) are [B, K, G, T].
 """
 
 from typing import NamedTuple
@@ -13,17 +13,17 @@ from pallas_kernels.attention.request import Options
 
 
 def group_heads(x: jax.Array, num_kv_heads: int) -> jax.Array:
-    """[B, T, N, ...] -> [B, T, K, N // K, ...]."""
+    """Reshape [B, T, N, ...] to [B, T, K, N // K, ...]."""
     return x.reshape(*x.shape[:2], num_kv_heads, x.shape[2] // num_kv_heads, *x.shape[3:])
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """float32, or float64 for float64 inputs."""
+    """Return float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def raw_scores(q: jax.Array, k: jax.Array, options: Options) -> jax.Array:
-    """Scaled and soft-capped scores [B, K, G, T, S] in the accumulator dtype, not masked."""
+    """Return scaled and soft-capped scores [B, K, G, T, S] in the accumulator dtype, not masked."""
     dtype = accumulator_dtype(q.dtype)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=dtype) * options.scale
     if options.soft_cap is not None:
@@ -34,67 +34,76 @@ def raw_scores(q: jax.Array, k: jax.Array, options: Options) -> jax.Array:
 def score_gradient(
     weights: jax.Array, d_weights: jax.Array, delta: jax.Array, scores: jax.Array | None, options: Options
 ) -> jax.Array:
-    """The gradient of the products q.k, from the gradient of the softmax weights.
+    """Return the gradient of the products q.k, from the gradient of the softmax weights.
 
     Args:
-        weights, d_weights, scores: [B, K, G, T, S]; `scores` (masked) is only read where there is a soft cap.
-        delta: [B, K, G, T], the row sums of weights * d_weights less the gradient of the log-sum-exp.
+        weights, d_weights, scores: [B, K, G, T, S]; `scores` (masked) is only read with a soft cap.
+        delta: [B, K, G, T], the row sums of weights * d_weights minus the gradient of the log-sum-exp.
+        options: scale and soft cap.
     """
     gradient = weights * (d_weights - delta[..., None]) * options.scale
     if options.soft_cap is not None and scores is not None:
-        # Masked scores are -inf and their weight is 0: keep inf out of the product.
+        # Masked scores are -inf with weight 0; the replacement prevents 0 * inf = nan.
         capped = jnp.where(weights == 0.0, 0.0, scores / options.soft_cap)
         gradient = gradient * (1.0 - jnp.square(capped))
     return gradient
 
 
 def row_delta(out: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> jax.Array:
-    """[B, N, T]: the row sums of out * d_out [B, T, N, H] less the gradient of the log-sum-exp [B, N, T]."""
+    """Return delta [B, N, T]: the row sums of out * d_out minus the gradient of the log-sum-exp.
+
+    Args:
+        out, d_out: [B, T, N, H].
+        d_lse: [B, N, T].
+    """
     dtype = accumulator_dtype(out.dtype)
     return jnp.einsum("btnh,btnh->bnt", out.astype(dtype), d_out.astype(dtype), precision="highest") - d_lse
 
 
 def needs_correction(dtype: jnp.dtype) -> bool:
-    """Whether gradients need more than the log-sum-exp and `row_delta`: inputs are as precise as the accumulators.
+    """Return True if inputs are as precise as accumulators, and gradients need more than lse and `row_delta`.
 
-    Where a row sees hardly more than one key, its weights' gradients less their mean nearly cancel, and `row_delta`,
-    rounded in another order than they are, would be off by more than what is left. So what it leaves of the mean is
-    subtracted too, of weights whose sum is exactly 1. Inputs of half the precision round more than all of that.
+    If a row sees few more keys than one, its weights' gradients minus their mean nearly cancel, and `row_delta`,
+    rounded in another order, would be off by more than the difference. So the remaining mean is subtracted as well,
+    with weights that sum to exactly 1. With 16-bit inputs the rounding of the inputs outweighs all of that.
     """
     return dtype == accumulator_dtype(dtype)
 
 
-def weigh(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """Weights [B, K, G, T, S] times v [B, S, K, H] -> [B, T, K, G, H] in the accumulator dtype."""
+def weighted_sum_of_values(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Return weights [B, K, G, T, S] times v [B, S, K, H] as [B, T, K, G, H] in the accumulator dtype."""
     return jnp.einsum(
         "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=accumulator_dtype(v.dtype)
     )
 
 
-def gather_to_keys(gradient: jax.Array, x: jax.Array) -> jax.Array:
-    """[B, K, G, T, S] with x [B, T, K, G, H] -> [B, S, K, H] in the accumulator dtype: dK and dV."""
+def sum_over_queries(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """Return [B, K, G, T, S] times x [B, T, K, G, H] as [B, S, K, H] in the accumulator dtype: dK or dV."""
     return jnp.einsum(
         "bkgts,btkgh->bskh", gradient.astype(x.dtype), x, preferred_element_type=accumulator_dtype(x.dtype)
     )
 
 
-def rows_second(statistic: jax.Array) -> jax.Array:
-    """[B, K, G, T] -> [B, T, K, G, 1], to multiply with [B, T, K, G, H]."""
+def per_query(statistic: jax.Array) -> jax.Array:
+    """Reshape a row statistic [B, K, G, T] to [B, T, K, G, 1], to multiply with [B, T, K, G, H]."""
     return jnp.moveaxis(statistic, -1, 1)[..., None]
 
 
 def one_if_zero(total: jax.Array) -> jax.Array:
-    """A row without a visible key has the sum 0, by which 0 cannot be divided."""
+    """Replace 0 by 1: a row without a visible key has the sum 0, which must not divide."""
     return jnp.where(total == 0.0, 1.0, total)
 
 
 def finite_or_zero(row_maximum: jax.Array) -> jax.Array:
-    """The maximum of a row that has no visible key yet is -inf; 0 makes exp(-inf - 0) = 0 instead of nan."""
+    """Replace -inf by 0.
+
+    The maximum of a row without a visible key is -inf; with 0 in its place exp(-inf - 0) = 0 instead of nan.
+    """
     return jnp.where(row_maximum == -jnp.inf, 0.0, row_maximum)
 
 
 class SoftmaxState(NamedTuple):
-    """What the online softmax carries over the keys seen so far (Milakov, Gimelshein, arXiv:1805.02867)."""
+    """The carry of the online softmax over the keys seen so far (Milakov and Gimelshein, arXiv:1805.02867)."""
 
     out: jax.Array  # [B, T, K, G, H], weighted by exp(score - maximum), not normalised
     maximum: jax.Array  # [B, K, G, T]
@@ -102,25 +111,25 @@ class SoftmaxState(NamedTuple):
 
 
 def absorb(state: SoftmaxState, scores: jax.Array, v: jax.Array) -> SoftmaxState:
-    """The state after also seeing the keys of masked `scores` [B, K, G, T, S] with values [B, S, K, H]."""
+    """Return the state after the keys of masked `scores` [B, K, G, T, S] with values v [B, S, K, H]."""
     maximum = jnp.maximum(state.maximum, scores.max(axis=-1))
     shift = finite_or_zero(maximum)
     weights = jnp.exp(scores - shift[..., None])
     shrink = jnp.exp(state.maximum - shift)
-    out = state.out * rows_second(shrink) + weigh(weights, v)
+    out = state.out * per_query(shrink) + weighted_sum_of_values(weights, v)
     return SoftmaxState(out, maximum, state.total * shrink + weights.sum(axis=-1))
 
 
 def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array]:
-    """Normalised out [B, T, K, G, H] and log-sum-exp [B, K, G, T]; 0 and -inf for rows that saw no key."""
+    """Return the normalised out [B, T, K, G, H] and log-sum-exp [B, K, G, T]; 0 and -inf for rows that saw no key."""
     total = one_if_zero(state.total)
-    out = state.out / rows_second(total)
+    out = state.out / per_query(total)
     lse = jnp.where(state.total == 0.0, -jnp.inf, finite_or_zero(state.maximum) + jnp.log(total))
     return out, lse
 
 
 def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of two disjoint sets of keys, from (out [B, T, N, H], lse [B, N, T]) of each.
+    """Return attention over the union of two disjoint sets of keys, from (out [B, T, N, H], lse [B, N, T]) of each.
 
     Differentiable in all four arrays. Rows that saw no key in either set give 0 and -inf.
     """

@@ -1,59 +1,61 @@
-"""Attention over a part of the pairs of tokens: `longformer_attention` and `block_sparse_attention`.
+"""Sparse attention: `longformer_attention` and `block_sparse_attention`.
 
-Both go through the backends of `flash_attention`: the mask is data, and tiles that it hides are skipped.
+Both use the backends of `flash_attention`: the mask is data, and the tiles that it hides are skipped.
 """
 
-import jax
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.masks import Layout, Mask
-from pallas_kernels.attention.request import check_window, is_static_integer, make_request
+from pallas_kernels.attention.request import SegmentIds, check_window, is_static_integer, make_request
 from pallas_kernels.dispatch import select
 
 _BLOCK_MULTIPLE = 16
 
 
 def longformer_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
     *,
     window: int,
     global_tokens: int,
     causal: bool = True,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: SegmentIds | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention in a sliding window with global tokens (Longformer, Beltagy et al., arXiv:2004.05150).
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Compute attention in a sliding window with global tokens (Longformer, Beltagy et al., arXiv:2004.05150).
 
-    Key s is visible to a query at position p where one of these holds, and with `causal` also s <= p:
+    Key s is visible to a query at position p if one of these holds, and with `causal` also s <= p:
         they are near: p - window < s < p + window;
         one of them is a global token: s < global_tokens or p < global_tokens.
-    So the window reaches to both sides without `causal`, and to the left with it. Queries are aligned with keys as in
+    So the window extends to both sides without `causal`, and to the left with it. Queries are aligned with keys as in
     `flash_attention`. With `segment_ids` tokens of other documents are hidden as well, and the global tokens are the
-    first `global_tokens` of each document: a document is computed as if it were alone.
+    first `global_tokens` of each document: the result for a document does not depend on the others.
 
     Args:
-        q: [B, T, N, H] in bfloat16, float16, float32 or float64.
-        k, v: [B, S, K, H] of the same dtype, N a multiple of K: query head n reads key head n // (N // K).
-        window: how many keys to a side a query sees, itself included.
-        global_tokens: how many; 0 for none.
-        causal: whether keys after the query are hidden.
-        segment_ids: integers, (query [B, T], key [B, S]), or one array for both; needs T = S where there are global
-            tokens, and documents whose tokens are neighbours.
-        scale: a number, 1 / sqrt(H) by default.
-        return_lse: also return the log-sum-exp of the scores; its cotangent is honoured.
-        implementation: a name of `api.BACKENDS`; None takes the first that supports the call.
+        q: queries [B, T, N, H] in bfloat16, float16, float32 or float64.
+        k, v: keys and values [B, S, K, H] of the same dtype. N is a multiple of K: query head n reads key head
+            n // (N // K).
+        window: number of keys that a query sees on one side, itself included.
+        global_tokens: number of global tokens; 0 for none.
+        causal: True to hide keys after the query.
+        segment_ids: integers, (query [B, T], key [B, S]), or one array for both. With global tokens, T = S is required
+            and the tokens of a document must be contiguous.
+        scale: factor of the scores; default 1 / sqrt(H).
+        return_lse: True to return the log-sum-exp of the scores too; its cotangent is honoured.
+        implementation: name of a backend in `api.BACKENDS`; None takes the first that supports the call.
 
     Returns:
         out [B, T, N, H] in the dtype of q; with `return_lse` also lse [B, N, T] in float32 (natural logarithm).
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) where the named backend cannot.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     window = check_window(window)
     if not is_static_integer(global_tokens) or global_tokens < 0:
@@ -67,44 +69,45 @@ def longformer_attention(
 
 
 def block_sparse_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
     *,
-    layout: np.ndarray,
+    layout: Bool[np.ndarray, "blocks blocks"],
     block_size: int,
     causal: bool = True,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    segment_ids: SegmentIds | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of blocks of queries to chosen blocks of keys; the time follows the number of blocks chosen.
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Compute attention over the blocks of queries and keys that a layout allows.
 
-    A query at position p sees key s where `layout[p // block_size, s // block_size]`, and with `causal` also s <= p.
     Queries are aligned with keys as in `flash_attention`: with T < S the last rows of the layout are used. The layout
-    lies over the whole row; with `segment_ids` tokens of other documents are hidden as well. A query that sees no key,
-    as in an empty row of the layout, has the output 0, the log-sum-exp -inf and no gradient.
+    covers the whole row; with `segment_ids` tokens of other documents are hidden as well. A query that sees no key, as
+    in an empty row of the layout, has the output 0, the log-sum-exp -inf and no gradient.
 
     Args:
-        q: [B, T, N, H] in bfloat16, float16, float32 or float64, T <= S.
-        k, v: [B, S, K, H] of the same dtype, N a multiple of K: query head n reads key head n // (N // K).
-        layout: boolean numpy array [blocks, blocks], blocks = S / block_size rounded up, the same for all heads; see
+        q: queries [B, T, N, H] in bfloat16, float16, float32 or float64, T <= S.
+        k, v: keys and values [B, S, K, H] of the same dtype. N is a multiple of K: query head n reads key head
+            n // (N // K).
+        layout: boolean numpy array [blocks, blocks], blocks = S / block_size rounded up, the same for all heads. See
             `patterns` for ready ones.
-        block_size: tokens of a block, a multiple of 16. The faster kernels visit tiles of 128: a layout whose visible
-            blocks lie together in such tiles is the fastest.
+        block_size: number of tokens per block, a multiple of 16. The faster kernels visit tiles of 128 x 128: layouts
+            whose visible blocks fill such tiles are the fastest.
         causal, segment_ids, scale, return_lse: as in `flash_attention`.
-        implementation: a name of `api.BACKENDS`; None takes the first that supports the call.
+        implementation: name of a backend in `api.BACKENDS`; None takes the first that supports the call.
 
     Returns:
         out [B, T, N, H] in the dtype of q; with `return_lse` also lse [B, N, T] in float32 (natural logarithm).
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) where the named backend cannot.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     mask = Mask(bool(causal), layout=make_layout(layout, block_size, k.shape[1]))
     if q.shape[1] > k.shape[1]:
-        raise ValueError(f"a layout lies over the positions of the keys: T {q.shape[1]} must not exceed S {k.shape[1]}")
+        raise ValueError(f"a layout covers the positions of the keys: T {q.shape[1]} must not exceed S {k.shape[1]}")
     request = make_request(
         q, k, v, mask=mask, segment_ids=segment_ids, scale=scale, soft_cap=None, return_lse=return_lse
     )
@@ -113,7 +116,7 @@ def block_sparse_attention(
 
 
 def make_layout(pattern: np.ndarray, block_size: int, key_length: int) -> Layout:
-    """The checked layout of a boolean [blocks, blocks] array for `key_length` positions.
+    """Return the checked layout of a boolean [blocks, blocks] array for `key_length` positions.
 
     Raises:
         ValueError: the array or the block size breaks a rule.
@@ -133,5 +136,5 @@ def make_layout(pattern: np.ndarray, block_size: int, key_length: int) -> Layout
             f"got {list(array.shape)}"
         )
     if array.dtype != bool:
-        raise ValueError(f"layout must be boolean (whether a block of queries sees a block of keys); got {array.dtype}")
+        raise ValueError(f"layout must be boolean (True if a block of queries sees a block of keys); got {array.dtype}")
     return Layout.from_pattern(array, int(block_size))

@@ -1,7 +1,7 @@
-"""Attention by our own Triton kernels, for NVIDIA GPUs from Ampere on: every mask skips tiles forward and backward.
+"""Attention by our own Triton kernels, for NVIDIA GPUs from Ampere on: every mask skips tiles, forward and backward.
 
-The kernels are compiled by Python while lowering, through jax-triton, for the capability of the request's target: a
-machine without a GPU can compile them.
+The kernels are compiled by Python while lowering, through jax-triton, for the compute capability of the request's
+target: a machine without a GPU can compile them.
 """
 
 import dataclasses
@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
 
@@ -27,7 +28,14 @@ _SHORTEST = 16
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How one kernel is cut: block sizes, warps of a program, and how many tiles its loads run ahead."""
+    """Tile sizes and launch options of one kernel.
+
+    Attributes:
+        query_block: number of query rows of a tile.
+        key_block: number of key columns of a tile.
+        warps: number of warps per program.
+        stages: number of pipeline stages of the loads.
+    """
 
     query_block: int
     key_block: int
@@ -45,8 +53,8 @@ class Tiling:
 
 
 _NARROW = Tiling(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3))
-# By the shared memory that a program can have, KiB, and the head dim, padded to a power of two. Chosen by the
-# registers and spills of the compiled kernels, for all of causal, packed, windowed and capped.
+# Tilings by shared memory per program in KiB and by head dim, padded to a power of two. Chosen by the registers and
+# spills of the compiled kernels over causal, packed, windowed and capped calls.
 _TILINGS = {
     227: {
         16: _NARROW,
@@ -73,24 +81,27 @@ _TILINGS = {
 
 
 def shared_memory_kib(capability: tuple[int, int]) -> int:
-    """The shared memory that one program can have (CUDA C++ Programming Guide, "Technical Specifications")."""
+    """Return the shared memory available to one program, in KiB.
+
+    (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".)
+    """
     if capability in ((8, 6), (8, 9)) or capability >= (12, 0):
         return 99
     return 163 if capability < (9, 0) else 227
 
 
 def tiling_for(head_dim: int, capability: tuple[int, int]) -> Tiling:
-    """Block sizes for a head dim of at most 256 with which a program fits into the device's shared memory."""
+    """Return block sizes, for a head dim of at most 256, with which a program fits into shared memory."""
     return _TILINGS[shared_memory_kib(capability)][_width(head_dim)]
 
 
 def _width(head_dim: int) -> int:
-    """The power of two that tiles are as wide as: tensor cores take no less than 16."""
+    """Return the width of tiles: the power of two not below the head dim, at least 16 for the tensor cores."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """The first rule that the request breaks."""
+def unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return the first rule that the request breaks, or None."""
     target = request.target
     if target.platform != "cuda":
         return f"runs on NVIDIA GPUs, lowered for {target}"
@@ -106,31 +117,33 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def lower_priority_reason(request: Request) -> str | None:
-    """A few queries against many keys leave most of a block empty and most of the GPU idle."""
+def lower_priority_reason(request: AttentionRequest) -> str | None:
+    """Prefer another backend for few queries, which leave most of a block empty and most of the GPU idle."""
     if request.query_length < _SHORTEST:
-        return f"a block of queries would be mostly empty: from T {_SHORTEST} on, got T {request.query_length}"
+        return f"a block of queries would be mostly empty: for T from {_SHORTEST}, got T {request.query_length}"
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T]."""
+def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Return out [B, T, N, H] and lse [B, N, T]."""
     return _differentiable(_static(request), request.q, request.k, request.v, request.segments)
 
 
-def gradients(request: Request, *rows: jax.Array) -> tuple:
-    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
-    return _backward(_static(request), (request.q, request.k, request.v, *rows), request.segments)
+def gradients(
+    request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
+) -> Gradients:
+    """Return dQ, dK and dV from d_out, and lse and delta over all keys (see `dispatch.Backend.gradients`)."""
+    return _backward(_static(request), (request.q, request.k, request.v, d_out, lse, delta), request.segments)
 
 
-def _static(request: Request) -> "_Static":
+def _static(request: AttentionRequest) -> "_StaticArguments":
     capability = request.target.compute_capability or _LEAST_CAPABILITY
-    return _Static(request.options, tiling_for(request.head_dim, capability), capability)
+    return _StaticArguments(request.options, tiling_for(request.head_dim, capability), capability)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    """What is known of a call besides shapes."""
+class _StaticArguments:
+    """The static arguments of a call, except shapes."""
 
     options: Options
     tiling: Tiling
@@ -138,17 +151,17 @@ class _Static:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What one kernel is compiled for; the kernels read it as a constant.
+class AttentionKernelPlan:
+    """The constants that one kernel is compiled for.
 
     Attributes:
         batch, length, key_length, heads, kv_heads, head_dim: B, T, S, N, K and H.
         query_block, key_block: rows and columns of a tile.
-        causal, window, scale: of `Options`.
-        capped: whether scores are soft-capped.
-        before, after: a score, as a power of two, is `after` times its product with q times `before`; where
-            `capped`, `after` times the tanh for which exp2(before * product) is the exponential.
-        packed: whether there are segments.
+        causal, window, scale: as in `Options`.
+        capped: True if scores are soft-capped.
+        input_scale, output_scale: log2 of a softmax numerator is output_scale * f(input_scale * q.k), with f the
+            identity, or, if `capped`, the tanh computed from exp2(input_scale * q.k).
+        packed: True if there are segments.
     """
 
     batch: int
@@ -163,17 +176,19 @@ class Plan:
     window: int | None
     scale: float
     capped: bool
-    before: float
-    after: float
+    input_scale: float
+    output_scale: float
     packed: bool
     ln2: float = math.log(2.0)
 
     @property
     def width(self) -> int:
+        """Head dim padded to the width of a tile."""
         return _width(self.head_dim)
 
     @property
     def group(self) -> int:
+        """Number of query heads per key head."""
         return self.heads // self.kv_heads
 
     @property
@@ -186,11 +201,12 @@ class Plan:
 
     @property
     def query_limit(self) -> int | None:
-        """The length where the last block of queries reaches past it."""
+        """The query length if the last block of queries extends past it, else None."""
         return self.length if self.length % self.query_block else None
 
     @property
     def key_limit(self) -> int | None:
+        """The key length if the last block of keys extends past it, else None."""
         return self.key_length if self.key_length % self.key_block else None
 
     @property
@@ -198,16 +214,16 @@ class Plan:
         return Blocks(self.length, self.key_length, self.query_block, self.key_block)
 
 
-def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> Plan:
+def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool) -> AttentionKernelPlan:
     scale, soft_cap = options.scale, options.soft_cap
     if soft_cap is not None:
-        before, after = 2.0 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E
+        input_scale, output_scale = 2.0 * _LOG2E * scale / soft_cap, soft_cap * _LOG2E
     elif scale > 0.0:
-        before, after = 1.0, scale * _LOG2E
+        input_scale, output_scale = 1.0, scale * _LOG2E
     else:
-        # The largest product gives the largest score only where `after` is positive.
-        before, after = scale, _LOG2E
-    return Plan(
+        # The kernels take the maximum of products before `output_scale`, so it must be positive.
+        input_scale, output_scale = scale, _LOG2E
+    return AttentionKernelPlan(
         batch=q.shape[0],
         length=q.shape[1],
         key_length=k.shape[1],
@@ -220,16 +236,22 @@ def _plan(options: Options, tile: Tile, q: jax.Array, k: jax.Array, packed: bool
         window=options.mask.window,
         scale=scale,
         capped=soft_cap is not None,
-        before=before,
-        after=after,
+        input_scale=input_scale,
+        output_scale=output_scale,
         packed=packed,
     )
 
 
 def launch(
-    kernel: Any, plan: Plan, tile: Tile, capability: tuple[int, int], programs: int, arrays: tuple, outputs: tuple
+    kernel: Any,
+    plan: AttentionKernelPlan,
+    tile: Tile,
+    capability: tuple[int, int],
+    programs: int,
+    arrays: tuple,
+    outputs: tuple,
 ) -> tuple[jax.Array, ...]:
-    """Calls a Triton kernel on `arrays`; `outputs` are the shapes of its results."""
+    """Call a Triton kernel on `arrays`; `outputs` are the shapes of its results."""
     import jax_triton
 
     return jax_triton.triton_call(
@@ -245,8 +267,8 @@ def launch(
     )
 
 
-def _over_batches(function: Callable[..., tuple]) -> Any:
-    """`function` of trees of arrays [B, ...], to which `jax.vmap` gives one longer batch."""
+def _vmap_over_batch(function: Callable[..., tuple]) -> Any:
+    """Return `function` of trees of arrays [B, ...] with a `jax.vmap` rule that enlarges the batch."""
     call = jax.custom_batching.custom_vmap(function)
 
     @call.def_vmap
@@ -263,11 +285,14 @@ def _over_batches(function: Callable[..., tuple]) -> Any:
 
 
 def _ids(segments: Segments | None, ranges: jax.Array) -> jax.Array:
-    """What the kernels take as segment ids; without segments they read none and get another array in its place."""
+    """Return the segment ids for a kernel, [B, T + S].
+
+    Without segments the kernels read no ids, and another array takes their place.
+    """
     return ranges if segments is None else jnp.concatenate(segments, axis=1)
 
 
-def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+def _forward(static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
     from pallas_kernels.attention.triton_forward import forward_kernel
 
     tile = static.tiling.forward
@@ -282,8 +307,8 @@ def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments
     return tuple(launch(forward_kernel, plan, tile, static.capability, programs, arrays, outputs))
 
 
-def _backward(static: _Static, arrays: tuple, segments: Segments | None) -> tuple:
-    """dQ, dK and dV from (q, k, v, d_out, lse, delta)."""
+def _backward(static: _StaticArguments, arrays: tuple, segments: Segments | None) -> tuple:
+    """Return dQ, dK and dV from (q, k, v, d_out, lse, delta)."""
     from pallas_kernels.attention.triton_backward import key_kernel, query_kernel
 
     q, k, v, d_out, lse, delta = arrays
@@ -309,21 +334,23 @@ def _backward(static: _Static, arrays: tuple, segments: Segments | None) -> tupl
 
 
 def _attend(
-    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+    static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
-    return _over_batches(functools.partial(_forward, static))(q, k, v, segments)
+    return _vmap_over_batch(functools.partial(_forward, static))(q, k, v, segments)
 
 
-def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+def _forward_rule(
+    static: _StaticArguments, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+) -> tuple:
     out, lse = name_outputs(*_attend(static, q, k, v, segments))
     return (out, lse), (q, k, v, segments, out, lse)
 
 
-def _backward_rule(static: _Static, saved: tuple, cotangents: tuple) -> tuple:
+def _backward_rule(static: _StaticArguments, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = saved
     d_out, d_lse = cotangents
     arrays = q, k, v, d_out, lse, row_delta(out, d_out, d_lse)
-    return *_over_batches(functools.partial(_backward, static))(arrays, segments), None
+    return *_vmap_over_batch(functools.partial(_backward, static))(arrays, segments), None
 
 
 _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0,))

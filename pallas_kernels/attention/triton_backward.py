@@ -1,13 +1,13 @@
-"""The backward of attention in Triton: one kernel for dQ, one for dK and dV, both skipping what the mask hides.
+"""The attention backward in Triton: one kernel for dQ, one for dK and dV; both skip hidden tiles.
 
-Scores are computed again from q, k and the log-sum-exp. Each block of a result belongs to one program, which sums in
-registers in a fixed order (over all heads of the group for dK and dV), so results repeat bit by bit.
+Scores are recomputed from q, k and the log-sum-exp. Each block of a result belongs to one program, which sums in
+registers in a fixed order (over all heads of the group for dK and dV), so results are bit-equal in every run.
 
-`rows` [2, B, N, T] float32 holds the log-sum-exp as a power of two and delta, the row sums of out * d_out less the
-gradient of the log-sum-exp. A query without a visible key has -inf there; all its tiles are masked.
+`rows` [2, B, N, T] float32 contains the log-sum-exp as a power of two, and delta: the row sums of out * d_out minus
+the gradient of the log-sum-exp. A query without a visible key has the log-sum-exp -inf; all its tiles are masked.
 """
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ from pallas_kernels.attention.triton_forward import load_limits, load_rows, nth_
 
 @triton.jit
 def _load_statistics(rows, query, plan: tl.constexpr):
-    """The log-sum-exp and delta of some queries; 0 past the last one, whose q and d_out are 0."""
+    """Load the log-sum-exp and delta of queries; 0 past the last query, whose q and d_out are 0."""
     size: tl.constexpr = plan.batch * plan.heads * plan.length
     if plan.query_limit is None:
         lse, delta = tl.load(rows + query), tl.load(rows + size + query)
@@ -29,7 +29,10 @@ def _load_statistics(rows, query, plan: tl.constexpr):
 
 @triton.jit
 def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: tl.constexpr):
-    """Adds the whole or the masked tiles to dQ / scale; `own` = (q, d_out, lse, delta) of the queries."""
+    """Add the unmasked or the masked tiles to dQ / scale.
+
+    `own` is (q, d_out, lse, delta) of the program's queries.
+    """
     first, first_whole, end_whole, end = limits
     queries, d_outs, lse, delta = own
     count = end_whole - first_whole
@@ -40,7 +43,7 @@ def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: 
         keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
         values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
         scores = score(tl.dot(queries, tl.trans(keys)), plan)
-        weights = tl.exp2(scores * plan.after - lse[:, None])
+        weights = tl.exp2(scores * plan.output_scale - lse[:, None])
         if masked:
             key = start + tl.arange(0, plan.key_block)
             weights = tl.where(visible(ids, query[:, None], key[None, :], plan), weights, 0.0)
@@ -53,7 +56,7 @@ def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: 
 
 @triton.jit
 def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
-    """dQ [B, T, N, H]; `ranges` are those of `tiles.key_ranges`."""
+    """Compute dQ [B, T, N, H]; `ranges` come from `tiles.key_ranges`."""
     program = tl.program_id(0)
     head = program % plan.heads
     batch = (program // plan.heads) % plan.batch
@@ -79,9 +82,10 @@ def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
 
 @triton.jit
 def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
-    """Adds the whole or the masked tiles of all heads of the group to (dK / scale, dV); `own` = (k, v).
+    """Add the unmasked or the masked tiles of all heads of the group to (dK / scale, dV).
 
-    Scores are transposed, [keys, queries], so that they are left factors as they come.
+    `own` is (k, v) of the program's keys. Scores are transposed, [keys, queries], so that they need no transpose as
+    left operands of the products.
     """
     first, first_whole, end_whole, end = limits
     keys, values = own
@@ -98,7 +102,7 @@ def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.cons
         queries = load_rows(q + part, start, plan.query_block, plan.heads, plan.query_limit, plan)
         lse, delta = _load_statistics(rows + member * plan.length, query, plan)
         scores = score(tl.dot(keys, tl.trans(queries)), plan)
-        weights = tl.exp2(scores * plan.after - lse[None, :])
+        weights = tl.exp2(scores * plan.output_scale - lse[None, :])
         if masked:
             weights = tl.where(visible(ids, query[None, :], key[:, None], plan), weights, 0.0)
         d_outs = load_rows(d_out + part, start, plan.query_block, plan.heads, plan.query_limit, plan)
@@ -112,9 +116,9 @@ def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.cons
 
 @triton.jit
 def key_kernel(q, k, v, d_out, rows, ranges, ids, d_k, d_v, plan: tl.constexpr):
-    """dK and dV [B, S, K, H]; `ranges` are those of `tiles.query_ranges`.
+    """Compute dK and dV [B, S, K, H]; `ranges` come from `tiles.query_ranges`.
 
-    The first keys are seen by most queries under a causal mask: their programs start first.
+    Under a causal mask most queries see the first keys: their programs start first.
     """
     program = tl.program_id(0)
     head = program % plan.kv_heads

@@ -1,10 +1,10 @@
-"""The forward of attention in Triton, and the pieces that the backward shares with it.
+"""The attention forward in Triton, and the functions that the backward shares with it.
 
 A program owns a block of queries of one head and visits the key blocks that the mask leaves, first those that need no
-mask. Scores are powers of two: `plan.after` holds log2(e), as exp2 is what the hardware computes.
+mask. Scores are powers of two: `plan.output_scale` contains log2(e), as the hardware computes exp2.
 """
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
@@ -12,7 +12,10 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """[rows, plan.width] from row `first` of one head on; 0 past `length` (None: no row is) and past the head dim."""
+    """Load [rows, plan.width] of one head from row `first` on.
+
+    Elements past the head dim and past `length` are 0; `length` is None if no row is past it.
+    """
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, plan.width)[None, :]
     pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
@@ -27,7 +30,7 @@ def load_rows(base, first, rows: tl.constexpr, heads: tl.constexpr, length: tl.c
 
 @triton.jit
 def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, length: tl.constexpr, plan: tl.constexpr):
-    """The reverse of `load_rows`, in the dtype of `base`."""
+    """Store `values`, the reverse of `load_rows`, in the dtype of `base`."""
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, plan.width)[None, :]
     pointers = base + first.to(tl.int64) * (heads * plan.head_dim) + (row * (heads * plan.head_dim) + column)
@@ -36,7 +39,7 @@ def store_rows(base, first, values, rows: tl.constexpr, heads: tl.constexpr, len
 
 @triton.jit
 def load_limits(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
-    """(first, first whole, end of the whole, end) of the blocks to visit."""
+    """Return (first, first unmasked, end of the unmasked, end) of the blocks to visit."""
     row = block
     if plan.packed:
         row += batch * blocks
@@ -46,7 +49,7 @@ def load_limits(ranges, batch, block, blocks: tl.constexpr, plan: tl.constexpr):
 
 @triton.jit
 def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
-    """The block visited as `number`: of the whole ones, or of those before and after them."""
+    """Return the `number`-th block to visit, of the unmasked ones or of those before and after them."""
     if masked:
         tile = first + number
         tile += tl.where(tile >= first_whole, end_whole - first_whole, 0)
@@ -57,12 +60,12 @@ def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
 
 @triton.jit
 def score(products, plan: tl.constexpr):
-    """Products q.k to what `plan.after`, a positive number, makes powers of two of; capped to -1..1."""
+    """Return the scores of products q.k before the factor `plan.output_scale`; with a soft cap their tanh."""
     if plan.capped:
-        # tanh; at infinity the quotient is 0.
-        scores = 1.0 - 2.0 / (tl.exp2(products * plan.before) + 1.0)
-    elif plan.before != 1.0:
-        scores = products * plan.before
+        # tanh; for an infinite exponential the quotient is 0.
+        scores = 1.0 - 2.0 / (tl.exp2(products * plan.input_scale) + 1.0)
+    elif plan.input_scale != 1.0:
+        scores = products * plan.input_scale
     else:
         scores = products
     return scores
@@ -70,7 +73,7 @@ def score(products, plan: tl.constexpr):
 
 @triton.jit
 def visible(ids, query, key, plan: tl.constexpr):
-    """Which pairs a query sees, for query and key numbers of shapes that broadcast against each other."""
+    """Return which pairs are visible, for query and key numbers of shapes that broadcast against each other."""
     seen = key < plan.key_length
     distance = query + (plan.key_length - plan.length) - key
     if plan.causal:
@@ -86,7 +89,7 @@ def visible(ids, query, key, plan: tl.constexpr):
 
 @triton.jit
 def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan: tl.constexpr):
-    """Folds the whole or the masked tiles into (sum of weighted values, row maximum, sum of weights)."""
+    """Fold the unmasked or the masked tiles into (sum of weighted values, row maximum, sum of weights)."""
     first, first_whole, end_whole, end = limits
     acc, maximum, total = state
     count = end_whole - first_whole
@@ -99,12 +102,12 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
         if masked:
             key = start + tl.arange(0, plan.key_block)
             scores = tl.where(visible(ids, query[:, None], key[None, :], plan), scores, -float("inf"))
-        highest = tl.maximum(maximum, tl.max(scores, 1) * plan.after)
+        highest = tl.maximum(maximum, tl.max(scores, 1) * plan.output_scale)
         shift = highest
         if masked:
             # A row that has seen no key yet would compute inf - inf.
             shift = tl.where(highest == -float("inf"), 0.0, highest)
-        weights = tl.exp2(scores * plan.after - shift[:, None])
+        weights = tl.exp2(scores * plan.output_scale - shift[:, None])
         shrink = tl.exp2(maximum - shift)
         total = total * shrink + tl.sum(weights, 1)
         values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
@@ -115,9 +118,9 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
 
 @triton.jit
 def forward_kernel(q, k, v, ranges, ids, out, lse, plan: tl.constexpr):
-    """out [B, T, N, H] and lse [B, N, T] from q, k, v; ids [B, T + S] are the segments of queries, then of keys.
+    """Compute out [B, T, N, H] and lse [B, N, T] from q, k, v; ids [B, T + S] are segments of queries, then of keys.
 
-    Blocks of later queries have more keys under a causal mask and start first, the heads of a group side by side.
+    Blocks of later queries have more keys under a causal mask and start first; the heads of a group are adjacent.
     """
     program = tl.program_id(0)
     head = program % plan.heads

@@ -1,4 +1,4 @@
-"""Whole sequences for a part of the heads, by an all-to-all (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509)."""
+"""Ulysses: all-to-all between sequence shards and heads (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509)."""
 
 import math
 from collections.abc import Callable
@@ -7,44 +7,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.attention.context_layout import chunk_order
 
 
 def unsupported_heads(num_heads: int, devices: int) -> str | None:
-    """Why these query heads of one device cannot be exchanged; None where they can."""
+    """Return why this number of query heads per device cannot be exchanged, or None."""
     if num_heads % devices == 0:
         return None
     fits = [d for d in range(1, num_heads + 1) if num_heads % d == 0]
     return (
-        f"exchanges heads for parts of the sequence, so the {num_heads} query heads of a device must be divisible by "
-        f"the {devices} devices of the axis; fitting: {', '.join(map(str, fits))}"
+        f"exchanges heads for shards of the sequence, so the {num_heads} query heads of a device must be divisible by "
+        f"the {devices} devices of the axis; possible: {', '.join(map(str, fits))}"
     )
 
 
 def with_whole_sequences(
     function: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segment_ids: Int[Array, "B T"] | None,
     *,
     axis_name: str,
     layout: str = "zigzag",
-) -> jax.Array:
-    """`function(q, k, v, segment_ids)` of whole sequences, in their order, for each device's part of the heads.
+) -> Shaped[Array, "B T N ..."]:
+    """Apply `function(q, k, v, segment_ids)` to whole sequences, each device computing a part of the heads.
 
-    Inside `shard_map`. Key heads that the devices do not divide are repeated until they do.
+    Must be called inside `jax.shard_map`. If the number of devices does not divide K, key heads are repeated until it
+    does.
 
     Args:
-        function: returns [B, T, N, ...] for the arrays that it gets.
-        q: [B, T, N, H], k, v: [B, T, K, H], segment_ids: [B, T] or None: this device's part of the sequence.
+        function: returns [B, T, N, ...] for the whole sequences, in their natural order, that it is given.
+        q: queries [B, T, N, H] of this device's shard of the sequence.
+        k, v: keys and values [B, T, K, H] of the shard.
+        segment_ids: integers [B, T] of the shard, or None.
+        axis_name: mesh axis that the sequence is sharded over.
+        layout: "zigzag" or "contiguous", the order in which devices hold the sequence.
 
     Returns:
-        What `function` returns, for this device's part of the sequence and all N heads.
+        The result of `function` for this device's shard of the sequence and all N heads.
 
     Raises:
-        ValueError: the devices of the axis do not divide N.
+        ValueError: N is not divisible by the number of devices.
     """
     devices = lax.axis_size(axis_name)
     reason = unsupported_heads(q.shape[2], devices)
@@ -54,19 +60,19 @@ def with_whole_sequences(
     if repeats > 1:
         k, v = jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
     order = chunk_order(devices, layout)
-    there = np.argsort(order)
+    sequence_order = np.argsort(order)
 
     def gather(x: jax.Array) -> jax.Array:
-        return _reorder(lax.all_to_all(x, axis_name, 2, 1, tiled=True), there)
+        return _reorder(lax.all_to_all(x, axis_name, 2, 1, tiled=True), sequence_order)
 
     if segment_ids is not None:
-        segment_ids = _reorder(lax.all_gather(segment_ids, axis_name, axis=1, tiled=True), there)
+        segment_ids = _reorder(lax.all_gather(segment_ids, axis_name, axis=1, tiled=True), sequence_order)
     out = function(gather(q), gather(k), gather(v), segment_ids)
     return lax.all_to_all(_reorder(out, np.asarray(order)), axis_name, 1, 2, tiled=True)
 
 
 def _reorder(x: jax.Array, order: np.ndarray) -> jax.Array:
-    """[B, T, ...] with its chunks in this order."""
+    """Return [B, T, ...] with its chunks in the given order."""
     if (order == np.arange(order.size)).all():
         return x
     chunks = jnp.split(x, order.size, axis=1)

@@ -1,48 +1,55 @@
 """Attention in chunks of keys with the online softmax, in plain XLA: any device, memory linear in the length.
 
-The tiles that the mask leaves are listed while tracing, and one scan visits them; tiles that no mask cuts are
-visited by a scan of their own that computes no mask. With segments the tiles that no document has a part in are
-skipped while running. The backward recomputes the scores tile by tile from q,
-k, v, out and the log-sum-exp. (FlashAttention's algorithm, Dao et al., arXiv:2205.14135 and
-arXiv:2307.08691.)
+The tiles that the mask leaves are listed while tracing, and one scan visits them; tiles that the mask leaves whole are
+visited by a scan of their own that computes no mask. With segments, tiles without a common document are skipped at run
+time. The backward recomputes the scores tile by tile from q, k, v, out and the log-sum-exp. (FlashAttention's
+algorithm, Dao et al., arXiv:2205.14135 and arXiv:2307.08691.)
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention import scores as pieces
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.remat import name_outputs
-from pallas_kernels.attention.request import Options, Request, Segments
+from pallas_kernels.attention.request import AttentionRequest, Gradients, Options, Segments
 from pallas_kernels.attention.scores import SoftmaxState
 from pallas_kernels.attention.tiles import Blocks, possible_tiles, visible_pairs, visible_tiles
 
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 1024, 128
 _TILE_BYTES = 2**28
-# A step of the loop costs about as much as so many scores, by what the rows of benchmarks/results/attention.jsonl say
-# of this backend on an H200.
+# Number of scores whose computation takes as long as the overhead of one loop step, fitted to the rows of
+# benchmarks/results/attention.jsonl for this backend on an H200.
 _STEP_ELEMENTS = 2**22
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Nothing: this backend computes every call."""
+State = TypeVar("State")
+Visit = Callable[[State, jax.Array, bool], State]
+"""Return the state after a tile, given as (block numbers [2], True if the mask cuts it)."""
+
+
+def unsupported_reason(request: AttentionRequest) -> str | None:
+    """Return None: this backend computes every call."""
     del request
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T]."""
+def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Return out [B, T, N, H] and lse [B, N, T]."""
     tiling = _tiling(request)
     out, lse = _differentiable(request.options, tiling, *_padded(request, tiling))
     return out[:, : tiling.length], lse[..., : tiling.length]
 
 
-def gradients(request: Request, d_out: jax.Array, lse: jax.Array, delta: jax.Array) -> tuple:
-    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+def gradients(
+    request: AttentionRequest, d_out: Float[Array, "B T N H"], lse: Float[Array, "B N T"], delta: Float[Array, "B N T"]
+) -> Gradients:
+    """Return dQ, dK and dV from d_out, and lse and delta over all keys (see `dispatch.Backend.gradients`)."""
     tiling = _tiling(request)
     missing = -tiling.length % tiling.query_block
     lse, delta = (jnp.pad(x, ((0, 0), (0, 0), (0, missing))) for x in (lse, delta))
@@ -51,8 +58,8 @@ def gradients(request: Request, d_out: jax.Array, lse: jax.Array, delta: jax.Arr
     return d_q[:, : tiling.length], d_k[:, : tiling.key_length], d_v[:, : tiling.key_length]
 
 
-def _padded(request: Request, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
-    """q, k, v and segments, filled up to whole blocks."""
+def _padded(request: AttentionRequest, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax.Array, Segments | None]:
+    """Return q, k, v and segments, padded to whole blocks."""
     q = _pad(request.q, tiling.query_block)
     k, v = _pad(request.k, tiling.key_block), _pad(request.v, tiling.key_block)
     segments = request.segments
@@ -61,8 +68,8 @@ def _padded(request: Request, tiling: Blocks) -> tuple[jax.Array, jax.Array, jax
     return q, k, v, segments
 
 
-def _tiling(request: Request) -> Blocks:
-    """The block size with the least work in tiles, of those whose float32 scores stay within `_TILE_BYTES`."""
+def _tiling(request: AttentionRequest) -> Blocks:
+    """Return the block size with the least work, of those whose float32 scores stay within `_TILE_BYTES`."""
     rows = request.q.shape[0] * request.q.shape[2]
     length, key_length = request.query_length, request.key_length
     sizes = [_LARGEST_BLOCK]
@@ -97,9 +104,9 @@ def _attend(
         row = SoftmaxState(tile.rows(state.out, 1), tile.rows(state.maximum, -1), tile.rows(state.total, -1))
         row = pieces.absorb(row, tile.scores(grouped, k, labels), tile.keys(v, 1))
         return SoftmaxState(
-            tile.put_rows(state.out, row.out, 1),
-            tile.put_rows(state.maximum, row.maximum, 3),
-            tile.put_rows(state.total, row.total, 3),
+            tile.update_rows(state.out, row.out, 1),
+            tile.update_rows(state.maximum, row.maximum, 3),
+            tile.update_rows(state.total, row.total, 3),
         )
 
     out, lse = pieces.finish(_visit_tiles(options, tiling, segments, visit, start))
@@ -120,7 +127,7 @@ def _backward_rule(options: Options, tiling: Blocks, residuals: tuple, cotangent
         rows = d_out, lse, pieces.row_delta(out, d_out, d_lse)
         return *_gradients(options, tiling, q, k, v, segments, rows), None
     rows = d_out, lse, pieces.row_delta(out, d_out, jnp.zeros_like(d_lse))
-    return *_Backward.of(options, tiling, q, k, v, segments, rows).corrected(d_lse).gradients(), None
+    return *_Backward.create(options, tiling, q, k, v, segments, rows).corrected(d_lse).gradients(), None
 
 
 def _gradients(
@@ -130,14 +137,14 @@ def _gradients(
     k: jax.Array,
     v: jax.Array,
     segments: Segments | None,
-    of_rows: tuple,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ, dK and dV from d_out, lse and delta."""
-    return _Backward.of(options, tiling, q, k, v, segments, of_rows).gradients()
+    row_statistics: tuple,
+) -> Gradients:
+    """Return dQ, dK and dV; `row_statistics` are (d_out, lse, delta)."""
+    return _Backward.create(options, tiling, q, k, v, segments, row_statistics).gradients()
 
 
 class _Backward(NamedTuple):
-    """What the gradients are computed from: heads grouped, d_out as q; lse, delta and the rest [B, K, G, T]."""
+    """Operands of the gradients: q and d_out with grouped heads; lse, delta, shift and total [B, K, G, T]."""
 
     options: Options
     tiling: Blocks
@@ -148,12 +155,12 @@ class _Backward(NamedTuple):
     d_out: jax.Array
     lse: jax.Array
     delta: jax.Array
-    # Where delta is corrected: what is subtracted from the weights' gradients before it, and the sums of the weights.
+    # Only with a corrected delta: the amount subtracted from the weights' gradients, and the sums of the weights.
     shift: jax.Array | None = None
     total: jax.Array | None = None
 
     @classmethod
-    def of(
+    def create(
         cls,
         options: Options,
         tiling: Blocks,
@@ -161,31 +168,37 @@ class _Backward(NamedTuple):
         k: jax.Array,
         v: jax.Array,
         segments: Segments | None,
-        of_rows: tuple,
+        row_statistics: tuple,
     ) -> "_Backward":
-        d_out, lse, delta = of_rows
+        d_out, lse, delta = row_statistics
         grouped, d_grouped = pieces.group_heads(q, k.shape[2]), pieces.group_heads(d_out, k.shape[2])
         rows = (q.shape[0], *grouped.shape[2:4], q.shape[1])
         lse, delta = pieces.finite_or_zero(lse).reshape(rows), delta.reshape(rows)
         return cls(options, tiling, grouped, k, v, segments, d_grouped, lse, delta)
 
     def corrected(self, d_lse: jax.Array) -> "_Backward":
-        """With delta, yet without d_lse, corrected (`scores.needs_correction`) in a visit of all tiles."""
+        """Return the operands with delta corrected (see `scores.needs_correction`) by a visit of all tiles.
+
+        `self.delta` must not contain d_lse yet; the result does.
+        """
         shifted = self._replace(shift=self.delta)
 
         def visit(sums: tuple, pair: jax.Array, masked: bool) -> tuple:
             tile = _Tile(self.options, self.tiling, pair, masked)
-            weights, d_weights, _ = shifted.weigh(tile)
+            weights, d_weights, _ = shifted.softmax_weights(tile)
             parts = weights.sum(axis=-1), (weights * d_weights).sum(axis=-1)
-            return tuple(tile.put_rows(x, tile.rows(x, -1) + part, 3) for x, part in zip(sums, parts, strict=True))
+            return tuple(tile.update_rows(x, tile.rows(x, -1) + part, 3) for x, part in zip(sums, parts, strict=True))
 
         start = jnp.zeros_like(self.lse), jnp.zeros_like(self.lse)
         total, products = _visit_tiles(self.options, self.tiling, self.segments, visit, start)
         total = pieces.one_if_zero(total)
         return shifted._replace(total=total, delta=products / total - d_lse.reshape(self.lse.shape))
 
-    def weigh(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The softmax weights of a tile, their gradient less the shift, and the scores: [B, K, G, rows, keys]."""
+    def softmax_weights(self, tile: "_Tile") -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return the softmax weights of a tile, their gradient minus the shift, and the scores.
+
+        All are [B, K, G, rows, keys].
+        """
         scores = tile.scores(self.q, self.k, _label(self.options.mask, self.segments))
         weights = jnp.exp(scores - tile.rows(self.lse, -1)[..., None])
         rows, keys = tile.rows(self.d_out, 1), tile.keys(self.v, 1)
@@ -197,20 +210,20 @@ class _Backward(NamedTuple):
         return weights, d_weights, scores
 
     def gradients(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """dQ, dK and dV."""
+        """Return dQ, dK and dV."""
 
         def visit(gradients: tuple, pair: jax.Array, masked: bool) -> tuple:
             d_q, d_k, d_v = gradients
             tile = _Tile(self.options, self.tiling, pair, masked)
-            weights, d_weights, scores = self.weigh(tile)
+            weights, d_weights, scores = self.softmax_weights(tile)
             gradient = pieces.score_gradient(weights, d_weights, tile.rows(self.delta, -1), scores, self.options)
-            of_q = pieces.weigh(gradient, tile.keys(self.k, 1))
-            of_k = pieces.gather_to_keys(gradient, tile.rows(self.q, 1))
-            of_v = pieces.gather_to_keys(weights, tile.rows(self.d_out, 1))
+            of_q = pieces.weighted_sum_of_values(gradient, tile.keys(self.k, 1))
+            of_k = pieces.sum_over_queries(gradient, tile.rows(self.q, 1))
+            of_v = pieces.sum_over_queries(weights, tile.rows(self.d_out, 1))
             return (
-                tile.put_rows(d_q, tile.rows(d_q, 1) + of_q, 1),
-                tile.put_keys(d_k, tile.keys(d_k, 1) + of_k, 1),
-                tile.put_keys(d_v, tile.keys(d_v, 1) + of_v, 1),
+                tile.update_rows(d_q, tile.rows(d_q, 1) + of_q, 1),
+                tile.update_keys(d_k, tile.keys(d_k, 1) + of_k, 1),
+                tile.update_keys(d_v, tile.keys(d_v, 1) + of_v, 1),
             )
 
         start = tuple(jnp.zeros(x.shape, self.lse.dtype) for x in (self.q, self.k, self.v))
@@ -224,19 +237,19 @@ _differentiable = jax.custom_vjp(_attend, nondiff_argnums=(0, 1))
 _differentiable.defvjp(_forward_rule, _backward_rule)
 
 
-class _Labels(NamedTuple):
-    """What segments say of queries and keys: document numbers, and which are global tokens of their document."""
+class _SegmentLabels(NamedTuple):
+    """Segment ids of queries and keys, and which tokens are global tokens of their document."""
 
     ids: Segments
     is_global: tuple[jax.Array, jax.Array] | None
 
 
-def _label(mask: Mask, segments: Segments | None) -> _Labels | None:
-    return None if segments is None else _Labels(segments, segments.global_tokens(mask))
+def _label(mask: Mask, segments: Segments | None) -> _SegmentLabels | None:
+    return None if segments is None else _SegmentLabels(segments, segments.global_tokens(mask))
 
 
 class _Tile(NamedTuple):
-    """One (query block, key block) pair, its numbers traced."""
+    """A pair of a query block and a key block, with traced block numbers."""
 
     options: Options
     tiling: Blocks
@@ -251,25 +264,25 @@ class _Tile(NamedTuple):
         size = self.tiling.key_block
         return jax.lax.dynamic_slice_in_dim(x, self.pair[1] * size, size, dim)
 
-    def put_rows(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
+    def update_rows(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[0] * self.tiling.query_block, dim)
 
-    def put_keys(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
+    def update_keys(self, x: jax.Array, update: jax.Array, dim: int) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(x, update, self.pair[1] * self.tiling.key_block, dim)
 
-    def scores(self, grouped: jax.Array, k: jax.Array, labels: _Labels | None) -> jax.Array:
-        """Scores [B, K, G, query block, key block], -inf where a key is not visible."""
+    def scores(self, grouped: jax.Array, k: jax.Array, labels: _SegmentLabels | None) -> jax.Array:
+        """Return the scores [B, K, G, query block, key block], -inf for hidden keys."""
         scores = pieces.raw_scores(self.rows(grouped, 1), self.keys(k, 1), self.options)
         if not self.masked:
             return scores
         tiling = self.tiling
         queries = jnp.arange(tiling.query_block) + self.pair[0] * tiling.query_block
         keys = jnp.arange(tiling.key_block) + self.pair[1] * tiling.key_block
-        marks = None
+        is_global = None
         if labels is not None and labels.is_global is not None:
-            marks = self.rows(labels.is_global[0], 1), self.keys(labels.is_global[1], 1)
+            is_global = self.rows(labels.is_global[0], 1), self.keys(labels.is_global[1], 1)
         visible = jnp.broadcast_to(keys[None, :] < tiling.key_length, (queries.size, keys.size))
-        unmasked = self.options.mask.visible(queries + tiling.key_length - tiling.length, keys, marks)
+        unmasked = self.options.mask.visible(queries + tiling.key_length - tiling.length, keys, is_global)
         if unmasked is not None:
             visible = visible & unmasked
         if labels is not None:
@@ -280,11 +293,15 @@ class _Tile(NamedTuple):
 
 
 def _visit_tiles(
-    options: Options, tiling: Blocks, segments: Segments | None, visit: Callable[..., Any], state: Any
-) -> Any:
-    """Folds `visit(state, pair, masked)` over the tiles that hold visible keys."""
+    options: Options,
+    tiling: Blocks,
+    segments: Segments | None,
+    visit: Visit[State],
+    state: State,
+) -> State:
+    """Fold `visit(state, pair, masked)` over the tiles that have visible keys."""
     if segments is not None:
-        return _visit_living(options.mask, tiling, segments, visit, state)
+        return _visit_active_tiles(options.mask, tiling, segments, visit, state)
     for pairs, masked in zip(visible_pairs(options.mask, *tiling), (False, True), strict=True):
         if len(pairs):
             state, _ = jax.lax.scan(
@@ -295,9 +312,9 @@ def _visit_tiles(
     return state
 
 
-def _visit_living(mask: Mask, tiling: Blocks, segments: Segments, visit: Callable[..., Any], state: Any) -> Any:
-    """Folds over the tiles in which some sequence has a visible pair; how many these are is known when running."""
+def _visit_active_tiles(mask: Mask, tiling: Blocks, segments: Segments, visit: Visit[State], state: State) -> State:
+    """Fold over the tiles in which at least one sequence has a visible pair; their number is known at run time."""
     pairs = jnp.asarray(np.argwhere(possible_tiles(mask, tiling, True)), jnp.int32)
-    living = visible_tiles(mask, tiling, segments)[0].any(axis=0)[pairs[:, 0], pairs[:, 1]]
-    pairs = pairs[jnp.argsort(~living, stable=True)]
-    return jax.lax.fori_loop(0, living.sum(), lambda i, state: visit(state, pairs[i], True), state)
+    active = visible_tiles(mask, tiling, segments)[0].any(axis=0)[pairs[:, 0], pairs[:, 1]]
+    pairs = pairs[jnp.argsort(~active, stable=True)]
+    return jax.lax.fori_loop(0, active.sum(), lambda i, state: visit(state, pairs[i], True), state)

@@ -1,1 +1,1 @@
-"""The loss of a language model's head: `api.linear_cross_entropy` chooses among this folder's backends."""
+"""A language model's head and loss: `api.linear_cross_entropy` chooses among the backends of this folder."""

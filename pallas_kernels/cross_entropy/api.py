@@ -1,17 +1,18 @@
-"""A language model's head and its loss in one, without the logits in memory: per token, or as a weighted sum."""
+"""A language model's head and cross-entropy in one operation that never stores all logits: per token, or as a sum."""
 
 import jax
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cross_entropy import mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.cross_entropy.request import Options, make_request
 from pallas_kernels.dispatch import Backend, select
 
-_DENSE = "small logits: nothing is computed twice"
-_REFERENCE = "the contract, logits in float32: only when asked for by name"
+_DENSE = "fastest for small logits: nothing is recomputed"
+_REFERENCE = "the definition that backends are tested against, logits in float32: only if asked for by name"
 
 
 def _by_name_only(request: object) -> str:
-    return "runs only when asked for by name"
+    return "runs only if asked for by name"
 
 
 BACKENDS = (
@@ -19,7 +20,7 @@ BACKENDS = (
         "xla_dense", _DENSE, xla_dense.unsupported_reason, xla_dense.per_token_loss, xla_dense.lower_priority_reason
     ),
     Backend(
-        "xla", "logits of one chunk only, computed again in the backward", xla.unsupported_reason, xla.per_token_loss
+        "xla", "logits of one chunk at a time, recomputed in the backward", xla.unsupported_reason, xla.per_token_loss
     ),
     Backend("reference", _REFERENCE, reference.unsupported_reason, reference.per_token_loss, _by_name_only),
 )
@@ -27,55 +28,60 @@ SUM_BACKENDS = (
     Backend("xla_dense", _DENSE, xla_dense.unsupported_reason, xla_dense.loss_sum, xla_dense.lower_priority_reason),
     Backend(
         "mosaic",
-        "no pass over the logits: their exponentials come from the product",
+        "no pass over the logits: the matmul writes their exponentials",
         mosaic.unsupported_reason,
         mosaic.loss_sum,
         opaque=True,
     ),
-    Backend("triton", "a chunk's logits travel once less", triton.unsupported_reason, triton.loss_sum, opaque=True),
+    Backend("triton", "one pass less over a chunk's logits", triton.unsupported_reason, triton.loss_sum, opaque=True),
     Backend(
-        "xla", "logits of one chunk only, the gradients computed beside them", xla.unsupported_reason, xla.loss_sum
+        "xla",
+        "logits of one chunk at a time, gradients in the same pass",
+        xla.unsupported_reason,
+        xla.loss_sum,
     ),
     Backend("reference", _REFERENCE, reference.unsupported_reason, reference.loss_sum, _by_name_only),
 )
 
 
 def linear_cross_entropy(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
+    hidden: Float[Array, "*tokens D"],
+    weight: Float[Array, "D V"],
+    labels: Int[Array, "*tokens"],
     *,
     ignore_index: int = -100,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     implementation: str | None = None,
     axis_name: str | None = None,
-) -> jax.Array:
-    """The cross-entropy of softmax(hidden @ weight) and the labels, per token.
+) -> Float[Array, "*tokens"]:
+    """Compute the cross-entropy of softmax(hidden @ weight) and the labels, per token.
 
-    loss = lse - logit[label] + z_loss * lse^2 with lse the log-sum-exp over the vocabulary. The product is
-    computed in the dtype of `hidden` with float32 accumulation; a float32 `weight` beside bfloat16 `hidden`
-    is cast, and its gradient is accumulated and returned in float32. Where only the sum of the losses is wanted,
-    `linear_cross_entropy_sum` needs a quarter less work for the gradients.
+    loss = lse - logit[label] + z_loss * lse^2 with lse the log-sum-exp over the vocabulary. The product is computed in
+    the dtype of `hidden` with float32 accumulation. A float32 `weight` with bfloat16 `hidden` is cast, and its gradient
+    is accumulated and returned in float32. If only the sum of the losses is needed, `linear_cross_entropy_sum` computes
+    the gradients with a quarter less work.
 
     Args:
-        hidden: [..., D].
-        weight: [D, V].
+        hidden: hidden states [..., D].
+        weight: head [D, V].
         labels: integers [...]. A label that is neither `ignore_index` nor in 0..V-1 gives the loss nan.
         ignore_index: label of the tokens with loss 0 and no gradient.
         z_loss: factor of the squared log-sum-exp.
         soft_cap: logits become soft_cap * tanh(logit / soft_cap).
-        implementation: a name of `BACKENDS`; None takes the first that fits. A named one never falls back.
-        axis_name: inside `jax.shard_map`, the axis along which the vocabulary lies in equal parts: `weight` is this
-            device's [D, V / n], `hidden` and `labels` (of the whole vocabulary) are the same on all devices of the
-            axis, and so is the result. JAX sums the gradient of `hidden` over the axis, as of any operand that
-            is the same on its devices: do not sum it again.
+        implementation: name of a backend in `BACKENDS`; None takes the first that supports the call. A named backend
+            never falls back.
+        axis_name: inside `jax.shard_map`, the mesh axis over which the vocabulary is sharded evenly: `weight` is this
+            device's [D, V / n]; `hidden`, `labels` (of the whole vocabulary) and the result are the same on all devices
+            of the axis. JAX sums the gradient of `hidden` over the axis, as for any replicated operand: do not sum it
+            again.
 
     Returns:
-        The loss [...] in float32 (float64 for float64 `hidden`), natural logarithm, 0 where ignored.
+        The loss [...] in float32 (float64 for float64 `hidden`), natural logarithm, 0 for ignored tokens.
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an unknown implementation.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     options = Options(ignore_index, z_loss, soft_cap, axis_name)
     request = make_request(hidden, weight, labels, None, options)
@@ -84,36 +90,38 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_sum(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
+    hidden: Float[Array, "*tokens D"],
+    weight: Float[Array, "D V"],
+    labels: Int[Array, "*tokens"],
     *,
-    token_weights: jax.Array | None = None,
+    token_weights: Float[Array, "*tokens"] | None = None,
     ignore_index: int = -100,
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     implementation: str | None = None,
     axis_name: str | None = None,
-) -> jax.Array:
-    """The sum over the tokens of token_weight * loss, with the loss of `linear_cross_entropy`.
+) -> Float[Array, ""]:
+    """Compute the sum over the tokens of token_weight * loss, with the loss of `linear_cross_entropy`.
 
-    What every token's loss is worth is known in the forward pass here, so both gradients are computed there beside the
-    logits, which need not be computed again: this is the form to train with.
+    The weight of each token's loss is known in the forward here, so both gradients are computed there, while the logits
+    exist, and the backward does not recompute them: this is the form for training.
 
     Args:
-        hidden: [..., D].
-        weight: [D, V].
+        hidden: hidden states [..., D].
+        weight: head [D, V].
         labels: integers [...]. A label that is neither `ignore_index` nor in 0..V-1 gives nan.
-        token_weights: floats [...]; None counts every token that is not ignored once.
-        ignore_index, z_loss, soft_cap, axis_name: as of `linear_cross_entropy`.
-        implementation: a name of `SUM_BACKENDS`; None takes the first that fits. A named one never falls back.
+        token_weights: floats [...]; None weighs every token that is not ignored by 1.
+        ignore_index, z_loss, soft_cap, axis_name: as in `linear_cross_entropy`.
+        implementation: name of a backend in `SUM_BACKENDS`; None takes the first that supports the call. A named
+            backend never falls back.
 
     Returns:
         The sum [] in float32 (float64 for float64 `hidden`). Its rounding error is in proportion to the sum of
-        |token_weight * loss|, which is more than the result where weights of both signs cancel.
+        |token_weight * loss|, which exceeds the result if weights of both signs cancel.
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an unknown implementation.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     options = Options(ignore_index, z_loss, soft_cap, axis_name)
     request = make_request(hidden, weight, labels, token_weights, options)

@@ -1,7 +1,7 @@
-"""Pieces that the XLA backends share: log-sum-exp of the logits, the tokens' loss, and the gradient of the logits.
+"""Building blocks that the XLA backends share: log-sum-exp of the logits, loss per token, gradient of the logits.
 
-Nothing here gathers along the vocabulary: the label's logit is a masked sum, so that a vocabulary sharded
-over devices needs all-reduces of one number a token and no more.
+Nothing here gathers over the vocabulary: the label's logit is a masked sum, so a vocabulary that is sharded over
+devices needs only all-reduces of one number per token.
 """
 
 import functools
@@ -13,43 +13,46 @@ from pallas_kernels.cross_entropy.request import Options
 from pallas_kernels.cross_entropy.shards import axis_size, first_id, on_first_device
 
 Statistics = tuple[jax.Array, jax.Array, jax.Array]
-"""Of each token [...]: maximum of the logits, sum of exp(logit - maximum), the label's logit or 0."""
+"""Three arrays [...], per token: maximum of the logits, sum of exp(logit - maximum), and the label's logit or 0."""
 _SMALL_CAP = 40.0
-"""exp(-2 * 40) is still a normal float32."""
+"""Largest soft cap that can replace the maximum: exp(-2 * 40) is still a normal float32."""
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """float32, or float64 for float64 inputs."""
+    """Return float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def capped(logits: jax.Array, options: Options) -> jax.Array:
-    """Logits in the accumulator dtype, under the soft cap where there is one."""
+    """Return the logits in the accumulator dtype, with the soft cap (if any) applied."""
     logits = logits.astype(accumulator_dtype(logits.dtype))
     return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
 def slope_of_cap(logits: jax.Array, soft_cap: float) -> jax.Array:
-    """Derivative of the soft cap at the logits before it.
+    """Return the derivative of the soft cap at the logits before it.
 
-    Of the tanh itself: from the capped logits / soft_cap not every version of XLA finds back to it, and one that does
-    not writes the capped logits to memory, in float32.
+    It is computed from the tanh itself: some versions of XLA do not recognise that the capped logits / soft_cap are
+    that tanh, and write the capped logits to memory in float32.
     """
     return 1.0 - jnp.square(jnp.tanh(logits.astype(accumulator_dtype(logits.dtype)) / soft_cap))
 
 
 def is_label(labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Boolean [..., V]: whether the entry of this device's vocabulary is the token's label."""
+    """Return boolean [..., V]: True at the entry of this device's vocabulary that is the token's label."""
     labels = labels - first_id(options.axis_name, vocabulary)
     return labels[..., None] == jnp.arange(vocabulary, dtype=labels.dtype)
 
 
 def log_sum_exp(logits: jax.Array, labels: jax.Array, options: Options, group: int = 1) -> tuple[jax.Array, jax.Array]:
-    """Log-sum-exp over the whole vocabulary, and the label's logit where this device holds it, else 0: both [...].
+    """Return the log-sum-exp over the whole vocabulary and the label's logit (0 on devices without it), both [...].
 
     Args:
-        logits: [..., V] of this device, before the soft cap.
-        group: with more than 1, that many neighbours are reduced together and the logits are read once, not twice.
+        logits: this device's logits [..., V], before the soft cap.
+        labels: integers [...].
+        options: soft cap and axis name.
+        group: number of neighbouring logits that are reduced together; with more than 1 the logits are read once, not
+            twice.
     """
     if options.soft_cap is not None:
         maximum, total, chosen = _read_capped(logits, labels, options)
@@ -69,9 +72,9 @@ def _label_logit(logits: jax.Array, labels: jax.Array, options: Options) -> jax.
 
 
 def _read_capped(logits: jax.Array, labels: jax.Array, options: Options) -> Statistics:
-    """A cap bounds the logits, so that a small one takes the place of their maximum, and they are read once.
+    """Compute the statistics of capped logits in one pass: a small cap replaces the maximum, which it bounds.
 
-    Every logit has its tanh in one place only: XLA writes a tanh with two readers to memory, in float32.
+    Every logit's tanh has one reader only: XLA writes a tanh with two readers to memory, in float32.
     """
     raw = logits.astype(accumulator_dtype(logits.dtype))
     chosen = capped(_label_logit(raw, labels, options), options)
@@ -91,9 +94,9 @@ def _read_twice(logits: jax.Array, labels: jax.Array, options: Options) -> Stati
 
 
 def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: int) -> Statistics:
-    """One reduction of (maximum, sum of exponentials, label's logit), which XLA makes one kernel.
+    """Compute the statistics in one reduction of (maximum, sum of exponentials, label's logit), one kernel in XLA.
 
-    The sum is rescaled once a group and not once a logit: exponentials would bound the speed, not memory.
+    The sum is rescaled once per group and not once per logit: exponentials, not memory, would limit the speed.
     """
     vocabulary = logits.shape[-1]
     grouped = logits.reshape(*logits.shape[:-1], vocabulary // group, group)
@@ -111,16 +114,16 @@ def _read_once(logits: jax.Array, labels: jax.Array, options: Options, group: in
         top = jnp.maximum(a[0], b[0])
         return top, a[1] * jnp.exp(a[0] - top) + b[1] * jnp.exp(b[0] - top), a[2] + b[2]
 
-    # Not -inf: the difference of two such maxima would be nan.
+    # The smallest finite number, because the difference of two maxima of -inf would be nan.
     dtype = maximum.dtype
     start = (jnp.asarray(jnp.finfo(dtype).min, dtype), jnp.zeros((), dtype), jnp.zeros((), dtype))
     return jax.lax.reduce((maximum, total, chosen), start, merge, (maximum.ndim - 1,))
 
 
 def loss_shares(lse: jax.Array, chosen: jax.Array, labels: jax.Array, vocabulary: int, options: Options) -> jax.Array:
-    """Per-token loss [...], or this device's share of it where the vocabulary is sharded.
+    """Return the loss per token [...], or this device's share of it with a sharded vocabulary.
 
-    nan where a label is out of range and not the ignored one.
+    It is nan if a label is out of range and not `ignore_index`.
     """
     loss = on_first_device(options.axis_name, lse + options.z_loss * jnp.square(lse)) - chosen
     inside = (labels >= 0) & (labels < vocabulary * axis_size(options.axis_name))
@@ -136,10 +139,10 @@ def logits_gradient(
     d_loss: jax.Array,
     options: Options,
 ) -> jax.Array:
-    """The gradient [..., V] of hidden @ weight, in the accumulator dtype, from the gradient d_loss [...].
+    """Return the gradient [..., V] of hidden @ weight in the accumulator dtype, from the gradient d_loss [...].
 
-    exponentials / total is the softmax. `logits` (capped) are only read where there is a soft cap; with None the
-    caller multiplies by `slope_of_cap`.
+    exponentials / total is the softmax. `logits` (capped) are only read with a soft cap; if None, the caller multiplies
+    the result by `slope_of_cap`.
     """
     d_loss = jnp.where(labels == options.ignore_index, 0.0, d_loss)
     d_lse = d_loss * (1.0 + 2.0 * options.z_loss * lse)

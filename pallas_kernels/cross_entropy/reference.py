@@ -1,20 +1,21 @@
-"""Logits, log-sum-exp and a gather, in float32: the contract that every backend is tested against."""
+"""Logits, log-sum-exp and a gather in float32: the definition that every backend is tested against."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from pallas_kernels.cross_entropy.request import Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """A vocabulary in parts: a device's own logits are not the contract."""
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
+    """Return why the reference cannot compute the request (a sharded vocabulary), or None."""
     if request.options.axis_name is not None:
         return "it reads the whole vocabulary; gather the weight and leave axis_name out"
     return None
 
 
-def per_token_loss(request: Request) -> jax.Array:
-    """Loss [...] in float32 (float64 for float64 inputs)."""
+def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
+    """Return the loss [...] in float32 (float64 for float64 inputs)."""
     options, labels = request.options, request.labels
     dtype = jnp.promote_types(request.hidden.dtype, jnp.float32)
     logits = jnp.matmul(request.hidden.astype(dtype), request.weight.astype(dtype), precision="highest")
@@ -27,7 +28,7 @@ def per_token_loss(request: Request) -> jax.Array:
     return jnp.where(labels == options.ignore_index, 0.0, loss)
 
 
-def loss_sum(request: Request) -> jax.Array:
-    """Sum of the losses in float32 (float64 for float64 inputs)."""
+def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
+    """Return the sum of the losses in float32 (float64 for float64 inputs)."""
     losses = per_token_loss(request)
     return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)

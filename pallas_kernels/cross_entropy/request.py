@@ -1,7 +1,7 @@
-"""What one call of the fused head and loss asks for, checked.
+"""A call of the fused head and loss with its arguments checked.
 
-Dimensions: D model, V vocabulary (of this device, where an axis name shards it); the leading dimensions of `hidden` are
-those of `labels`.
+Dims: D model, V vocabulary (of this device, if an axis name shards it). The leading dims of `hidden` are those of
+`labels`.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cross_entropy.shards import axis_size, vary_alike
+from pallas_kernels.cross_entropy.shards import axis_size, match_varying_axes
 from pallas_kernels.target import Target, current_target
 
 
@@ -22,7 +22,7 @@ class Options:
         ignore_index: a label whose token has loss 0 and no gradient.
         z_loss: factor of the squared log-sum-exp that is added to the loss (PaLM, arXiv:2204.02311).
         soft_cap: logits become soft_cap * tanh(logit / soft_cap); None for no cap.
-        axis_name: the axis of a surrounding shard_map along which the vocabulary lies; None where it is whole.
+        axis_name: axis of a surrounding shard_map over which the vocabulary is sharded; None if it is not sharded.
     """
 
     ignore_index: int = -100
@@ -32,10 +32,16 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call, its rules already checked: hidden [..., D], weight [D, V], labels int32 [...].
+class CrossEntropyRequest:
+    """A call with its arguments checked.
 
-    `token_weights` is a float array [...], or None where every token counts 1.
+    Attributes:
+        hidden: [..., D].
+        weight: [D, V].
+        labels: int32 [...].
+        token_weights: floats [...], or None if every token has the weight 1.
+        options: the static arguments.
+        target: the device that the call is lowered for.
     """
 
     hidden: jax.Array
@@ -64,11 +70,11 @@ def make_request(
     labels: jax.Array,
     token_weights: jax.Array | None,
     options: Options,
-) -> Request:
-    """Checks the arguments of `linear_cross_entropy` and `linear_cross_entropy_sum`.
+) -> CrossEntropyRequest:
+    """Check the arguments of `linear_cross_entropy` and `linear_cross_entropy_sum`.
 
     Raises:
-        ValueError: a rule is broken; the message names it, the values and the way out.
+        ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
     hidden, weight, labels = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(labels)
     shapes = f"got hidden {list(hidden.shape)}, weight {list(weight.shape)}, labels {list(labels.shape)}"
@@ -110,7 +116,7 @@ def _checked(options: Options) -> Options:
 
 def _request(
     hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array | None, options: Options
-) -> Request:
+) -> CrossEntropyRequest:
     labels = labels.astype(jnp.int32)
-    hidden, weight, labels, token_weights = vary_alike(options.axis_name, hidden, weight, labels, token_weights)
-    return Request(hidden, weight, labels, token_weights, options, current_target())
+    hidden, weight, labels, token_weights = match_varying_axes(options.axis_name, hidden, weight, labels, token_weights)
+    return CrossEntropyRequest(hidden, weight, labels, token_weights, options, current_target())

@@ -1,7 +1,7 @@
-"""A vocabulary in equal parts on the devices of an axis of a surrounding `jax.shard_map`, and what follows for types.
+"""A vocabulary that is sharded evenly over an axis of a surrounding `jax.shard_map`.
 
-What the backends return there is each device's share of the loss: the shares sum to the loss. So the gradient of
-every share is 1, and JAX's own `psum` of the shares carries the cotangents, with and without `check_vma`.
+The backends return each device's share of the loss there: the shares sum to the loss. So the gradient of every share
+is 1, and JAX's own `psum` of the shares carries the cotangents, with and without `check_vma`.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import jax
 
 
 def axis_size(axis_name: str | None) -> int:
-    """Number of devices along the axis; 1 without an axis.
+    """Return the number of devices along the axis, or 1 without an axis.
 
     Raises:
         ValueError: no surrounding shard_map has this axis.
@@ -23,25 +23,25 @@ def axis_size(axis_name: str | None) -> int:
         known = ", ".join(repr(name) for name in jax.sharding.get_abstract_mesh().manual_axes) or "none"
         raise ValueError(
             f"axis_name must be an axis of a surrounding jax.shard_map; got {axis_name!r}, axes here: {known}; "
-            "outside of shard_map leave axis_name out"
+            "leave axis_name out outside of shard_map"
         ) from None
 
 
-def first_id(axis_name: str | None, vocabulary: int) -> Any:
-    """The vocabulary's entry that this device's part of `vocabulary` entries begins with."""
+def first_id(axis_name: str | None, vocabulary: int) -> int | jax.Array:
+    """Return the first vocabulary entry of this device's shard of `vocabulary` entries."""
     return 0 if axis_name is None else jax.lax.axis_index(axis_name) * vocabulary
 
 
 def on_first_device(axis_name: str | None, x: jax.Array) -> jax.Array:
-    """`x` on the first device of the axis and 0 on the others: something that is to be counted once."""
+    """Return `x` on the first device of the axis and 0 on the others, for terms that are counted once."""
     return x if axis_name is None else jax.numpy.where(jax.lax.axis_index(axis_name) == 0, x, 0)
 
 
-def vary_alike(axis_name: str | None, *arrays: Any) -> list[Any]:
-    """The arrays, each marked as varying over every mesh axis that one of them, or the vocabulary, varies over.
+def match_varying_axes(axis_name: str | None, *arrays: jax.Array | None) -> list[Any]:
+    """Mark every array as varying over each mesh axis that any of them, or the vocabulary, varies over.
 
-    Under `check_vma` JAX then sums a gradient over the axes along which its array is the same everywhere, and a
-    loop's carry keeps its type. Without `check_vma`, and outside of shard_map, this does nothing.
+    With `check_vma` JAX then sums a gradient over the axes along which its array is replicated, and a loop's carry
+    keeps its type. Without `check_vma`, and outside of shard_map, the arrays are returned as they are.
     """
     tracked = set().union(*(_varying(x) for x in arrays if x is not None))
     if not tracked:

@@ -1,35 +1,35 @@
-"""The chunks of `xla`, with a Triton kernel that makes a chunk's logits their gradient in one pass over memory.
+"""The chunks of `xla`, with a Triton kernel that turns a chunk's logits into their gradient in one pass over memory.
 
-As XLA fusions it is two: one reads the logits for the log-sum-exp, the next reads and overwrites them.
+XLA fuses this into two passes: one reads the logits for the log-sum-exp, the other reads and overwrites them.
 """
 
 import importlib.util
 
-import jax
+from jaxtyping import Array, Float
 
 from pallas_kernels.cross_entropy import xla
-from pallas_kernels.cross_entropy.request import Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 _LEAST_CAPABILITY = (8, 0)
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """The first rule that the request breaks."""
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
+    """Return the first rule that the request breaks, or None."""
     capability, vocabulary = request.target.compute_capability, request.weight.shape[1]
     if not all(importlib.util.find_spec(name) for name in ("triton", "jax_triton")):
         return "needs Triton: pip install 'jaxstack[cuda]'"
     if capability is None or capability < _LEAST_CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or newer, got {request.target}"
     if request.options.soft_cap is not None:
-        return f"knows no soft cap, got {request.options.soft_cap}"
+        return f"has no soft cap, got {request.options.soft_cap}"
     if request.options.axis_name is not None:
-        return f"needs the whole vocabulary on a device, here it lies along {request.options.axis_name!r}"
+        return f"needs the whole vocabulary on one device, but it is sharded over {request.options.axis_name!r}"
     if request.hidden.dtype.itemsize != 2 or vocabulary % 8:
         return f"takes 16-bit logits whose number is a multiple of 8, got {vocabulary} of {request.hidden.dtype}"
     return None
 
 
-def loss_sum(request: Request) -> jax.Array:
-    """Sum of the losses in float32."""
+def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
+    """Return the sum of the losses in float32."""
     major, minor = request.target.compute_capability or (0, 0)
     return xla.sum_of_chunks(request, 10 * major + minor)

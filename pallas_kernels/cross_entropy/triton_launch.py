@@ -1,4 +1,4 @@
-"""One launch of the Triton kernel: the losses of a chunk of logits, and their gradient in their place."""
+"""The launch of the Triton kernel: the losses of a chunk, and the gradient of its logits, written in their place."""
 
 import dataclasses
 import math
@@ -9,16 +9,19 @@ import jax.numpy as jnp
 from pallas_kernels.cross_entropy.request import Options
 
 _LONG_ROW = 128 * 1024
-"""Bytes. The rows that are worked on at once have to stay in the GPU's cache: of longer ones, fewer with more warps."""
+"""Size in bytes above which a row of logits gets more warps.
+
+All rows in progress must fit into the GPU's cache: of long rows, fewer are processed at once, with more warps each.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The static part of a launch, as the kernel reads it."""
+class RowKernelPlan:
+    """The constants that the kernel is compiled for."""
 
     vocabulary: int
     groups: int
-    """Of eight columns, that a program works on at once."""
+    """Number of groups of eight columns that a program processes at once."""
     ignore_index: int
     z_loss: float
     log2e: float = math.log2(math.e)
@@ -31,12 +34,14 @@ class Plan:
 def loss_and_gradient(
     options: Options, logits: jax.Array, labels: jax.Array, d_losses: jax.Array, capability: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The loss of each token, float32 [...], and the gradient of the logits [..., V] in their memory.
+    """Return the loss of each token, float32 [...], and the gradient of the logits [..., V], in their memory.
 
     Args:
-      logits: [..., V] in 16 bits.
-      labels, d_losses: [...], the gradient of each loss.
-      capability: of the GPU, 90 for 9.0.
+        options: the static arguments of the call.
+        logits: [..., V] in 16 bits.
+        labels: integers [...].
+        d_losses: the gradient of each loss [...].
+        capability: compute capability of the GPU, 90 for 9.0.
     """
 
     @jax.custom_batching.sequential_vmap
@@ -70,5 +75,5 @@ def _launch(
         num_warps=warps,
         num_stages=1,
         compute_capability=capability,
-        plan=Plan(vocabulary, 64 * warps, options.ignore_index, options.z_loss),
+        plan=RowKernelPlan(vocabulary, 64 * warps, options.ignore_index, options.z_loss),
     )

@@ -1,6 +1,6 @@
-"""One row of logits becomes its gradient, in place: read for the log-sum-exp, then read again from the cache."""
+"""Turn a row of logits into its gradient, in place: read it for the log-sum-exp, then read it again from the cache."""
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def gradient_kernel(logits, labels, d_losses, gradient, losses, plan: tl.constexpr):
-    """Of row `program_id`: logits [rows, V] -> gradient in their memory; labels, d_losses, losses [rows].
+    """Overwrite row `program_id` of logits [rows, V] with its gradient; labels, d_losses and losses are [rows].
 
-    Eight neighbours share a maximum: one exponential more for eight of them, not for each.
+    Eight neighbours share a maximum: this costs one additional exponential per group of eight, not per logit.
     """
     count: tl.constexpr = plan.groups
     vocabulary: tl.constexpr = plan.vocabulary
@@ -18,7 +18,7 @@ def gradient_kernel(logits, labels, d_losses, gradient, losses, plan: tl.constex
     row = tl.program_id(0).to(tl.int64)
     label, d_loss = tl.load(labels + row), tl.load(d_losses + row)
     known = (label >= 0) & (label < vocabulary)
-    # Now: other warps may be at the second loop, which overwrites it, once this one has its share of the sum.
+    # Loaded first, because other warps may already overwrite it in the second loop when this one ends the first.
     chosen = tl.load(logits + row * vocabulary + tl.where(known, label, 0)).to(tl.float32)
     groups, members = tl.arange(0, count), tl.arange(0, 8)
     inside = groups[:, None] * 8 + members[None, :]
@@ -43,7 +43,7 @@ def gradient_kernel(logits, labels, d_losses, gradient, losses, plan: tl.constex
     d_loss = tl.where(label == plan.ignore_index, 0.0, d_loss)
     d_lse = d_loss * (1.0 + 2.0 * plan.z_loss * lse)
     for step in range(plan.blocks):
-        columns = (plan.blocks - 1 - step) * count * 8 + inside  # what was read last is the surest to be cached
+        columns = (plan.blocks - 1 - step) * count * 8 + inside  # what was read last is most likely cached
         here = columns < vocabulary
         x = tl.load(logits + row * vocabulary + columns, here, float("-inf"), eviction_policy="evict_first")
         share = tl.exp2(x.to(tl.float32) * log2e - log2_sum) * d_lse

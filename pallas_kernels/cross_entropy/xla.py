@@ -1,22 +1,24 @@
-"""The head and loss in chunks of tokens: logits exist for one chunk at a time.
+"""The head and loss in chunks of tokens: only one chunk's logits exist at a time.
 
-`loss_sum` computes the gradients in its forward pass, chunk by chunk while the logits are there: three matmuls for
-loss and gradients. `per_token_loss` learns what each token's loss is worth in the backward pass only, and computes the
-logits again: four.
+`loss_sum` computes the gradients in its forward, chunk by chunk while the logits exist: three matmuls for loss and
+gradients. `per_token_loss` learns the cotangents of the losses only in the backward, where it recomputes the logits:
+four matmuls.
 
-Tokens are [B, P, S] here: B sequences of P pieces of S positions, and a chunk is C positions of every piece. So what
-XLA has sharded stays where it is: the batch always, the sequence because it is cut into pieces where XLA partitions.
-Further dimensions: D model, V vocabulary.
+Tokens are [B, P, S] here: B sequences of P pieces of S positions, and a chunk is C positions of every piece. XLA's
+sharding is thereby preserved: that of the batch always, that of the sequence because it is split into pieces if XLA
+partitions it. Further dims: D model, V vocabulary.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from pallas_kernels.cross_entropy import mosaic_chunk, triton_launch
 from pallas_kernels.cross_entropy.logits import (
@@ -27,84 +29,96 @@ from pallas_kernels.cross_entropy.logits import (
     loss_shares,
     slope_of_cap,
 )
-from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 from pallas_kernels.target import automatic_axes
 
 CHUNK_BYTES = 788 * 2**20
-"""Of the logits of one chunk, in the dtype of `hidden`: 8 chunks of GPT-2's for 65,536 tokens."""
+"""Size of one chunk's logits in the dtype of `hidden`: 8 chunks for GPT-2 with 65,536 tokens."""
 ROWS = 256
-"""Tokens of a chunk are a multiple of it where they can be: a tile of a matmul."""
+"""The number of tokens of a chunk is a multiple of this if possible: the rows of a matmul tile."""
 BLOCKS = 2
-"""Parts in which a chunk's logits are overwritten by their gradient; XLA writes in place from two on."""
+"""Number of parts in which a chunk's logits are overwritten by their gradient; XLA writes in place from two on."""
 GROUP = 8
-"""Neighbours of the vocabulary that are reduced together on GPUs: 16 bytes of bfloat16."""
+"""Number of neighbouring logits that are reduced together on GPUs: 16 bytes of bfloat16."""
 ACCUMULATOR_BYTES = 3 * 2**26
-"""A float32 sum of a 16-bit weight's gradient that is larger is held in the weight's dtype."""
+"""Largest float32 accumulator of a 16-bit weight's gradient; a larger one has the weight's dtype."""
 MOST_ROUNDINGS = 12
-"""Up to this number of chunks: each rounds the sum once, and the error grows with the root of their number."""
+"""Largest number of chunks with an accumulator in the weight's dtype.
+
+Each chunk rounds the sum once, and the error grows with the square root of their number.
+"""
 
 Chunk = Callable[[jax.Array], jax.Array]
-"""Cuts a chunk [B, P, C, ...] out of an array [B, P, S, ...]."""
+"""Slice a chunk [B, P, C, ...] out of an array [B, P, S, ...]."""
+
+
+Index = int | jax.Array
+Carry = TypeVar("Carry")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
-    """How a call is computed, hashable."""
+class _ChunkPlan:
+    """The static description of how a call is computed, hashable."""
 
     options: Options
     sizes: tuple[tuple[int, int], ...]
     """(number of chunks, C), one after the other."""
     group: int
-    accumulator: Any
+    """Number of neighbouring logits that are reduced together."""
+    accumulator: DTypeLike
     """Dtype of the sum of the chunks' gradients of the weight."""
     capability: int | None
-    """Of the GPU whose Triton kernel makes a chunk's logits their gradient, 90 for 9.0; None: XLA does."""
+    """Compute capability (90 for 9.0) for the Triton kernel that computes the logits' gradient; None to use XLA."""
     exponentials: bool = False
-    """Whether a product of our own gives a chunk's exponentials in place of its logits."""
+    """True if our Hopper kernel computes a chunk's exponentials in place of its logits."""
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Nothing: this backend computes every call."""
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
+    """Return None: this backend computes every call."""
     del request
     return None
 
 
-def per_token_loss(request: Request) -> jax.Array:
-    """Loss [...] in float32; this device's share where the vocabulary is sharded."""
+def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
+    """Return the loss [...] in float32, or this device's share with a sharded vocabulary."""
     plan, hidden, labels, _ = _cut(request)
     return _differentiable_losses(plan, hidden, request.weight, labels).reshape(request.labels.shape)
 
 
-def loss_sum(request: Request) -> jax.Array:
-    """Sum of the losses in float32; this device's share where the vocabulary is sharded."""
+def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
+    """Return the sum of the losses in float32, or this device's share with a sharded vocabulary."""
     return sum_of_chunks(request, None)
 
 
-def sum_of_chunks(request: Request, capability: int | None, *, exponentials: bool = False) -> jax.Array:
-    """`loss_sum`, with the gradients of logits by XLA, or by the Triton kernel for a GPU of this capability.
+def sum_of_chunks(request: CrossEntropyRequest, capability: int | None, *, exponentials: bool = False) -> jax.Array:
+    """Return `loss_sum`, with the gradients of the logits computed by XLA or by our kernels.
 
-    With `exponentials` by our Hopper kernel, and by the other way once more where that does not hold the logits.
+    Args:
+        request: the call.
+        capability: compute capability (90 for 9.0) for the Triton kernel; None to use XLA.
+        exponentials: True to use our Hopper kernel. If the logits exceed its range, the whole loss is computed once
+            more by the other way.
     """
     plan, hidden, labels, token_weights = _cut(request, capability)
     plan = dataclasses.replace(plan, exponentials=exponentials)
     return _differentiable_sum(plan, hidden, request.weight, labels, token_weights)
 
 
-def rows_of_chunks(request: Request) -> list[int]:
-    """How many tokens the chunks of a call have."""
+def rows_of_chunks(request: CrossEntropyRequest) -> list[int]:
+    """Return the number of tokens of each size of chunk that the call uses."""
     plan, (batch, pieces, _) = _plan(request, None)
     return [batch * pieces * size for _, size in plan.sizes]
 
 
-def _plan(request: Request, capability: int | None) -> tuple[_Plan, tuple[int, int, int]]:
-    """The plan, and (B, P, S)."""
+def _plan(request: CrossEntropyRequest, capability: int | None) -> tuple[_ChunkPlan, tuple[int, int, int]]:
+    """Return the plan, and (B, P, S)."""
     labels, weight = request.labels, request.weight
-    # XLA may spread tokens and vocabulary over all devices of the mesh that no shard_map has taken.
+    # XLA may shard tokens and vocabulary over all mesh axes that no shard_map uses.
     devices = math.prod(automatic_axes().values())
     most = CHUNK_BYTES * devices // (weight.shape[1] * request.hidden.dtype.itemsize)
     length = labels.shape[-1] if labels.ndim else 1
     if most < 16 * (labels.size // max(length, 1)):
-        length = labels.size  # sequences of which a chunk would take a few positions only are put together
+        length = labels.size  # sequences are concatenated if a chunk would have only a few positions of each
     batch = labels.size // max(length, 1)
     pieces = _count_pieces(length, -(-labels.size // max(most, 1))) if devices > 1 else 1
     sizes = _chunk_sizes(most // max(batch * pieces, 1), batch * pieces, length // pieces)
@@ -115,14 +129,16 @@ def _plan(request: Request, capability: int | None) -> tuple[_Plan, tuple[int, i
     same = weight.dtype == request.hidden.dtype
     if large and same and weight.dtype.itemsize == 2 and roundings <= MOST_ROUNDINGS:
         accumulator = weight.dtype
-    # A vocabulary that XLA partitions cannot always be regrouped.
+    # A vocabulary that XLA partitions cannot always be reshaped into groups.
     grouped = request.target.platform == "cuda" and devices == 1 and weight.shape[1] % GROUP == 0
-    plan = _Plan(request.options, sizes, GROUP if grouped else 1, accumulator, capability)
+    plan = _ChunkPlan(request.options, sizes, GROUP if grouped else 1, accumulator, capability)
     return plan, (batch, pieces, length // pieces)
 
 
-def _cut(request: Request, capability: int | None = None) -> tuple[_Plan, jax.Array, jax.Array, jax.Array]:
-    """The plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
+def _cut(
+    request: CrossEntropyRequest, capability: int | None = None
+) -> tuple[_ChunkPlan, jax.Array, jax.Array, jax.Array]:
+    """Return the plan, hidden [B, P, S, D], labels and token weights [B, P, S]."""
     labels, token_weights = request.labels, request.token_weights
     plan, shape = _plan(request, capability)
     if token_weights is None:
@@ -132,7 +148,7 @@ def _cut(request: Request, capability: int | None = None) -> tuple[_Plan, jax.Ar
 
 
 def _count_pieces(length: int, chunks: int) -> int:
-    """As many pieces of a sequence as leave each of them at least BLOCKS positions for every chunk."""
+    """Return the largest number of pieces that leaves each at least BLOCKS positions per chunk."""
     for positions in range(chunks * BLOCKS, 2 * chunks * BLOCKS):
         if length % positions == 0:
             return length // positions
@@ -140,10 +156,10 @@ def _count_pieces(length: int, chunks: int) -> int:
 
 
 def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], ...]:
-    """(number, C) of chunks of at most `most` positions that make up the length, of nearly equal sizes.
+    """Return (number, C) of chunks of at most `most` positions, of nearly equal sizes, that add up to the length.
 
-    If it can be, C is a multiple of ROWS tokens, else of BLOCKS positions. No number is 1 where it need not be: XLA
-    makes a loop only of several chunks.
+    If possible, C is a multiple of ROWS tokens, else of BLOCKS positions. A number of 1 is avoided: XLA makes a loop
+    only of several chunks.
     """
     if most >= length:
         return ((1, max(length, 1)),)
@@ -157,18 +173,18 @@ def _chunk_sizes(most: int, pieces: int, length: int) -> tuple[tuple[int, int], 
     return tuple((number, size) for number, size in found if number and size)
 
 
-def _for_each_chunk(plan: _Plan, visit: Callable[[Any, Chunk, Any], Any], carry: Any) -> Any:
-    """visit(carry, chunk, start) for the chunks of `plan.sizes`."""
+def _for_each_chunk(plan: _ChunkPlan, visit: Callable[[Carry, Chunk, Index], Carry], carry: Carry) -> Carry:
+    """Fold visit(carry, chunk, start) over the chunks of `plan.sizes`."""
 
-    def step(start: Any, size: int, carry: Any) -> Any:
+    def step(start: Index, size: int, carry: Carry) -> Carry:
         cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=size, axis=2)
         return visit(carry, cut, start)
 
     begin = 0
     for count, size in plan.sizes:
-        # Among others, a loop of one step that XLA cannot unroll. Else it may compute that chunk's logits before the
-        # other loop and hold them all along, and a second array of the weight's size would hold its summand. The GPU
-        # waits for the host there, which has to read the number of steps.
+        # A single chunk among others runs in a loop that XLA cannot unroll. Otherwise XLA may compute its logits before
+        # the other loop and keep them all the time, with a second array of the weight's size for its summand. The
+        # price: the GPU waits for the host, which reads the number of steps.
         known = count > 1 or len(plan.sizes) == 1
         steps = count if known else jax.lax.optimization_barrier(jnp.int32(1))
         visit_one = lambda i, carry, begin=begin, size=size: step(begin + i * size, size, carry)  # noqa: E731
@@ -177,22 +193,24 @@ def _for_each_chunk(plan: _Plan, visit: Callable[[Any, Chunk, Any], Any], carry:
     return carry
 
 
-def _put(x: jax.Array, part: jax.Array, start: Any) -> jax.Array:
+def _put(x: jax.Array, part: jax.Array, start: Index) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(x, part, start, 2)
 
 
-def _chunk_loss(plan: _Plan, rows: jax.Array, matrix: jax.Array, labels: jax.Array) -> tuple:
-    """Logits [B, P, C, V] of a chunk before the soft cap, their log-sum-exp and the loss [B, P, C].
+def _chunk_loss(plan: _ChunkPlan, rows: jax.Array, matrix: jax.Array, labels: jax.Array) -> tuple:
+    """Return a chunk's logits [B, P, C, V] before the soft cap, their log-sum-exp and the loss [B, P, C].
 
-    The logits are rounded to the dtype of `hidden`: twice the bytes would travel three times through memory.
+    The logits are rounded to the dtype of `hidden`: in float32 twice the bytes would pass through memory three times.
     """
     logits = jnp.matmul(rows, matrix)
     lse, chosen = log_sum_exp(logits, labels, plan.options, plan.group)
     return logits, lse, loss_shares(lse, chosen, labels, matrix.shape[1], plan.options)
 
 
-def _logits_gradient(plan: _Plan, logits: jax.Array, lse: jax.Array, labels: jax.Array, d_loss: jax.Array) -> jax.Array:
-    """The gradient of a chunk's logits, in their memory."""
+def _logits_gradient(
+    plan: _ChunkPlan, logits: jax.Array, lse: jax.Array, labels: jax.Array, d_loss: jax.Array
+) -> jax.Array:
+    """Return the gradient of a chunk's logits, in their memory."""
     blocks = BLOCKS if logits.shape[2] % BLOCKS == 0 else 1
     size = logits.shape[2] // blocks
 
@@ -214,12 +232,13 @@ def _add_gradients(
     rows: jax.Array,
     matrix: jax.Array,
     d_logits: jax.Array,
-    start: Any,
+    start: Index,
     factor: jax.Array | None = None,
 ) -> tuple:
-    """(d_hidden, d_weight) with those of a chunk: put in its place, and added, which XLA makes part of the matmul.
+    """Return (d_hidden, d_weight) with the gradients of a chunk written into the first and added to the second.
 
-    The gradient of the logits is d_logits, times factor [B, P, C] float32 where there is one.
+    XLA makes the addition part of the matmul. The gradient of the logits is d_logits, times factor [B, P, C] float32 if
+    it is not None.
     """
     d_hidden, d_weight = gradients
     if factor is None:
@@ -231,18 +250,18 @@ def _add_gradients(
     return d_hidden, d_weight + jnp.einsum("bpcd,bpcv->dv", rows, d_logits, preferred_element_type=d_weight.dtype)
 
 
-def _no_gradients(plan: _Plan, hidden: jax.Array, weight: jax.Array) -> tuple:
+def _no_gradients(plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array) -> tuple:
     return jnp.zeros_like(hidden), jnp.zeros_like(weight, plan.accumulator)
 
 
-def _losses(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
+def _losses(plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     return _losses_forward(plan, hidden, weight, labels)[0]
 
 
-def _losses_forward(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
+def _losses_forward(plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple:
     matrix = weight.astype(hidden.dtype)
 
-    def visit(carry: tuple, chunk: Chunk, start: Any) -> tuple:
+    def visit(carry: tuple, chunk: Chunk, start: Index) -> tuple:
         found = _chunk_loss(plan, chunk(hidden), matrix, chunk(labels))[1:]
         return tuple(_put(x, part, start) for x, part in zip(carry, found, strict=True))
 
@@ -251,11 +270,11 @@ def _losses_forward(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: j
     return loss, (hidden, weight, labels, lse)
 
 
-def _losses_backward(plan: _Plan, residuals: tuple, d_loss: jax.Array) -> tuple:
+def _losses_backward(plan: _ChunkPlan, residuals: tuple, d_loss: jax.Array) -> tuple:
     hidden, weight, labels, lse = residuals
     matrix = weight.astype(hidden.dtype)
 
-    def visit(gradients: tuple, chunk: Chunk, start: Any) -> tuple:
+    def visit(gradients: tuple, chunk: Chunk, start: Index) -> tuple:
         rows = chunk(hidden)
         logits = jnp.matmul(rows, matrix)
         d_logits = _logits_gradient(plan, logits, chunk(lse), chunk(labels), chunk(d_loss))
@@ -266,33 +285,42 @@ def _losses_backward(plan: _Plan, residuals: tuple, d_loss: jax.Array) -> tuple:
     return d_hidden, d_weight.astype(weight.dtype), None
 
 
-def _sum(plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array) -> jax.Array:
+def _sum(
+    plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+) -> jax.Array:
     return jnp.sum(_losses(plan, hidden, weight, labels) * token_weights)
 
 
 def _sum_forward(
-    plan: _Plan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+    plan: _ChunkPlan, hidden: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
 ) -> tuple:
     arrays = (hidden, weight.astype(hidden.dtype), labels, token_weights)
     found = _losses_and_gradients(plan, weight, *arrays)
     if plan.exponentials:
-        # A loop of no or one turn, in whose memory the results stay: a conditional would copy them.
+        # A loop of zero or one steps updates the results in place; a conditional would copy them.
         again = lambda found: _losses_and_gradients(dataclasses.replace(plan, exponentials=False), weight, *arrays)  # noqa: E731
         _, found = jax.lax.while_loop(
-            lambda carry: carry[0], lambda carry: (jnp.bool_(False), again(carry[1])), (_some_missing(found[0]), found)
+            lambda carry: carry[0],
+            lambda carry: (jnp.bool_(False), again(carry[1])),
+            (_any_infinite(found[0]), found),
         )
     losses, d_hidden, d_weight = found
     return jnp.sum(losses * token_weights), (d_hidden, d_weight.astype(weight.dtype), losses, token_weights)
 
 
 def _losses_and_gradients(
-    plan: _Plan, weight: jax.Array, hidden: jax.Array, matrix: jax.Array, labels: jax.Array, token_weights: jax.Array
+    plan: _ChunkPlan,
+    weight: jax.Array,
+    hidden: jax.Array,
+    matrix: jax.Array,
+    labels: jax.Array,
+    token_weights: jax.Array,
 ) -> tuple:
-    """Each token's loss, d_hidden and d_weight; `matrix` is the weight in the dtype of `hidden`."""
+    """Return each token's loss, d_hidden and d_weight; `matrix` is the weight in the dtype of `hidden`."""
 
     average = matrix.mean(axis=1, dtype=accumulator_dtype(matrix.dtype)) if plan.exponentials else None
 
-    def visit(carry: tuple, chunk: Chunk, start: Any) -> tuple:
+    def visit(carry: tuple, chunk: Chunk, start: Index) -> tuple:
         losses, *gradients = carry
         rows, here, d_loss, factor = chunk(hidden), chunk(labels), chunk(token_weights), None
         if average is not None:
@@ -309,11 +337,11 @@ def _losses_and_gradients(
     return _for_each_chunk(plan, visit, nothing)
 
 
-def _some_missing(losses: jax.Array) -> jax.Array:
+def _any_infinite(losses: jax.Array) -> jax.Array:
     return ~jnp.isfinite(losses).all()
 
 
-def _sum_backward(plan: _Plan, residuals: tuple, d_sum: jax.Array) -> tuple:
+def _sum_backward(plan: _ChunkPlan, residuals: tuple, d_sum: jax.Array) -> tuple:
     del plan
     d_hidden, d_weight, losses, token_weights = residuals
     d_token_weights = (losses * d_sum).astype(token_weights.dtype)

@@ -1,35 +1,36 @@
-"""The head and loss with the whole softmax held: the fastest where it is small, no recomputation."""
+"""The head and loss with the whole softmax stored: the fastest if it is small, as nothing is recomputed."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.cross_entropy.logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
-from pallas_kernels.cross_entropy.request import Options, Request
+from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 
 LARGEST_LOGITS = 2**27
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Nothing: every call is computed, at the memory of its logits."""
+def unsupported_reason(request: CrossEntropyRequest) -> str | None:
+    """Return None: this backend computes every call, with memory for all logits."""
     del request
     return None
 
 
-def lower_priority_reason(request: Request) -> str | None:
-    """Large logits belong to the chunked backend."""
+def lower_priority_reason(request: CrossEntropyRequest) -> str | None:
+    """Prefer the chunked backend for large logits."""
     size = 4 * request.logit_count
     if size > LARGEST_LOGITS:
-        return f"holds the logits: up to {LARGEST_LOGITS >> 20} MiB, here {size / 2**20:.0f} MiB"
+        return f"stores the logits: up to {LARGEST_LOGITS >> 20} MiB, here {size / 2**20:.0f} MiB"
     return None
 
 
-def per_token_loss(request: Request) -> jax.Array:
-    """Loss [...] in float32; this device's share where the vocabulary is sharded."""
+def per_token_loss(request: CrossEntropyRequest) -> Float[Array, "*tokens"]:
+    """Return the loss [...] in float32, or this device's share with a sharded vocabulary."""
     return _differentiable(request.options, request.hidden, request.weight, request.labels)
 
 
-def loss_sum(request: Request) -> jax.Array:
-    """Sum of the losses in float32; this device's share where the vocabulary is sharded."""
+def loss_sum(request: CrossEntropyRequest) -> Float[Array, ""]:
+    """Return the sum of the losses in float32, or this device's share with a sharded vocabulary."""
     losses = per_token_loss(request)
     return jnp.sum(losses if request.token_weights is None else losses * request.token_weights)
 
@@ -51,7 +52,7 @@ def _forward_rule(options: Options, hidden: jax.Array, weight: jax.Array, labels
     lse = maximum + jnp.log(total)
     chosen = jnp.where(is_label(labels, logits.shape[-1], options), logits, 0.0).sum(axis=-1)
     loss = loss_shares(lse, chosen, labels, logits.shape[-1], options)
-    # Keeping the exponentials rather than the logits spares the backward an exponential of every logit.
+    # The exponentials are saved rather than the logits, so that the backward does not recompute them.
     kept_logits = None if options.soft_cap is None else logits
     return loss, (hidden, weight, labels, exponentials, total, kept_logits, lse)
 

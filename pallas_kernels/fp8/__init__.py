@@ -1,1 +1,1 @@
-"""Matrix products in FP8: per-tensor and blockwise scaling, differentiable, as a `dot_general` for any Flax layer."""
+"""Matmuls in FP8 with per-tensor or blockwise scaling, differentiable, as a `dot_general` for any Flax layer."""

@@ -1,29 +1,32 @@
-"""`fp8_dot_general`: a `dot_general` in FP8 for any layer, differentiable, with a choice of how operands are scaled."""
+"""`fp8_dot_general`: a differentiable `dot_general` in FP8 for any layer, with a choice of how operands are scaled."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.dispatch import select
-from pallas_kernels.fp8.backends import BACKENDS, Request
+from pallas_kernels.fp8.backends import BACKENDS, Fp8Request
 from pallas_kernels.fp8.formats import GRADIENT_FORMATS, Quantized
-from pallas_kernels.fp8.plan import Plan
+from pallas_kernels.fp8.options import Fp8Options
 
+AmaxState = Float32[Array, "3 history"]
+"""State of delayed scaling, from `empty_fp8_state`."""
 RECIPES = tuple(BACKENDS)
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight that is in FP8 already, e.g. because it was gathered over devices as such.
+    """A weight that is quantized already, e.g. because it was all-gathered in FP8.
 
     Attributes:
-        carrier: what the gradient of the weight goes to; its value is not used.
-        quantized: E4M3, scaled as the recipe does.
+        carrier: array that receives the gradient of the weight; its values are not used.
+        quantized: the weight in E4M3, scaled as the recipe requires.
     """
 
     carrier: jax.Array
@@ -31,24 +34,25 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the weight."""
+        """Shape of the weight."""
         return self.carrier.shape
 
     def reshape(self, *shape: int) -> "QuantizedWeight":
-        """The weight with its dims merged; summed dims stay apart from the others."""
+        """Return the weight with dims merged; contracted dims must not be merged with others."""
         values, inverse_scale = self.quantized
         return QuantizedWeight(self.carrier.reshape(*shape), Quantized(values.reshape(*shape), inverse_scale))
 
 
 @dataclasses.dataclass(frozen=True)
 class NormalisedInput:
-    """The RMSNorm of x, for a product that may compute it while it rounds, so that it is never stored.
+    """The RMSNorm of x, for a matmul that may normalise while it quantizes, so that the norm is never stored.
 
     Attributes:
-        carrier: what `rms_norm` returned [..., D]: where the gradient goes to. Its value is used where no kernel fits.
-        x: [..., D], not differentiated.
-        gain: [D], with the norm's offset, not differentiated.
-        epsilon: of the norm.
+        carrier: the result of `rms_norm` [..., D]. It receives the gradient, and its values are used if no kernel can
+            fuse the norm.
+        x: the input of the norm [..., D], not differentiated.
+        gain: the norm's weight [D], offset included, not differentiated.
+        epsilon: epsilon of the norm.
     """
 
     carrier: jax.Array
@@ -58,52 +62,53 @@ class NormalisedInput:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the input."""
+        """Shape of the input."""
         return self.carrier.shape
 
     def reshape(self, *shape: int) -> "NormalisedInput":
-        """With its rows in other dims."""
+        """Return the input with its row dims reshaped."""
         return dataclasses.replace(self, carrier=self.carrier.reshape(*shape), x=self.x.reshape(*shape))
 
 
 def fp8_dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None = None,
     *,
     recipe: str = "current",
     gradients: str = "e5m2",
-    state: jax.Array | None = None,
+    state: AmaxState | None = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """`jax.lax.dot_general` of an activation and a weight, both in E4M3, sums in float32; gradients in FP8 too.
+) -> Float[Array, "..."]:
+    """Compute `jax.lax.dot_general` of an activation and a weight in E4M3 with float32 sums; gradients use FP8 too.
 
-    Linen and NNX layers take it as it is: `nnx.Linear(..., dot_general=fp8_dot_general)`. On Hopper GPUs give XLA
-    `xla_gpu_enable_triton_gemm=False` (a compiler option), or it may not use its FP8 matmul.
+    Linen and NNX layers take it directly: `nnx.Linear(..., dot_general=fp8_dot_general)`. On Hopper GPUs set the
+    compiler option `xla_gpu_enable_triton_gemm=False`, otherwise XLA may not use its FP8 matmul.
 
     Args:
         lhs: the activation, bfloat16 or float32.
-        rhs: the weight, of the same dtype, or float32: then that is rounded, and its gradient is float32 too.
-        dimension_numbers: as `jax.lax.dot_general`'s, without batch dims.
-        precision: not used: it is given by the formats.
-        preferred_element_type: of the result; default: the dtype of `lhs`.
-        out_sharding: must be None: a layout is chosen by constraints around the call.
-        recipe: "current": one scale a tensor, from its largest magnitude; "delayed": the same, from the magnitudes of
-            the last steps in `state`; "blockwise": one scale for 128 values of an activation or gradient and for
-            128 x 128 of a weight (DeepSeek-V3, arXiv:2412.19437).
-        gradients: the format of the incoming gradient, "e5m2" (more range) or "e4m3" (more digits; blockwise: always).
-        state: of delayed scaling, from `empty_fp8_state`; the gradient with respect to it makes the next one
-            (`updated_fp8_state`).
-        implementation: a name of the recipe's backends; None takes the first that fits.
+        rhs: the weight, of the same dtype or float32. A float32 weight is quantized directly, and its gradient is
+        float32. dimension_numbers: as in `jax.lax.dot_general`, without batch dims.
+        precision: ignored: the formats determine it.
+        preferred_element_type: dtype of the result; default: the dtype of `lhs`.
+        out_sharding: must be None: constrain the layout around the call.
+        recipe: "current": one scale per tensor, from its largest magnitude; "delayed": one scale per tensor, from the
+            largest magnitudes of the last steps in `state`; "blockwise": one scale per 128 values of an activation or
+            gradient and per 128 x 128 values of a weight (DeepSeek-V3, arXiv:2412.19437).
+        gradients: format of the incoming gradient, "e5m2" (more range) or "e4m3" (more precision; always with
+        blockwise). state: state of delayed scaling [3, history], from `empty_fp8_state`. Its gradient gives the next
+            state (`updated_fp8_state`).
+        implementation: name of one of the recipe's backends; None takes the first that supports the call.
 
     Returns:
-        What `dot_general` returns: the free dims of lhs, then those of rhs.
+        The result of `dot_general`: the free dims of lhs, then those of rhs.
 
     Raises:
-        ValueError: an argument breaks a rule. `NotSupported` (a ValueError): the named implementation cannot do it.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     del precision
     (lhs_dims, rhs_dims), batch = dimension_numbers
@@ -124,50 +129,67 @@ def fp8_dot_general(
 
 
 def fp8_multiply(
-    x: jax.Array | NormalisedInput,
-    weights: Sequence[jax.Array | QuantizedWeight],
+    x: Float[Array, "..."] | NormalisedInput,
+    weights: Sequence[Float[Array, "..."] | QuantizedWeight],
     *,
     contracted: int = 1,
     output: jax.typing.DTypeLike | None = None,
     recipe: str = "current",
     gradients: str = "e5m2",
-    states: Sequence[jax.Array | None] | None = None,
+    states: Sequence[AmaxState | None] | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, ...]:
-    """x [rows, D] times each weight [D, outputs], as `fp8_dot_general`; x is quantised once for all.
+) -> tuple[Float[Array, "..."], ...]:
+    """Multiply x [rows, D] with each weight [D, outputs] as `fp8_dot_general` does, quantizing x once for all.
 
     Args:
-        x: the input, or what it is the norm of.
-        contracted: the number of dims that D stands for.
-        output: dtype of the results; default: that of x.
-        states: one a weight with delayed scaling.
+        x: the input, or the norm that makes it; `rows` may be several dims.
+        weights: the weights, each [D, outputs].
+        contracted: number of dims that D stands for.
+        output: dtype of the results; default: the dtype of x.
+        recipe, gradients, implementation: as in `fp8_dot_general`.
+        states: one state per weight with delayed scaling.
+
+    Returns:
+        One result [rows, outputs] per weight.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     inner = x.shape[len(x.shape) - contracted :]
     if any(w.shape[:contracted] != inner for w in weights):
         raise ValueError(f"summed dims differ: x has {inner}, the weights {[w.shape[:contracted] for w in weights]}")
-    return _call(x, weights, contracted, output, recipe, gradients, states, implementation)
+    return _select_and_call(x, weights, contracted, output, recipe, gradients, states, implementation)
 
 
 def fp8_swiglu_mlp(
-    x: jax.Array | NormalisedInput,
-    gate: jax.Array | QuantizedWeight,
-    up: jax.Array | QuantizedWeight,
-    down: jax.Array | QuantizedWeight,
+    x: Float[Array, "*rows D"] | NormalisedInput,
+    gate: Float[Array, "D F"] | QuantizedWeight,
+    up: Float[Array, "D F"] | QuantizedWeight,
+    down: Float[Array, "F outputs"] | QuantizedWeight,
     *,
     recipe: str = "current",
     gradients: str = "e5m2",
-    states: Sequence[jax.Array | None] | None = None,
+    states: Sequence[AmaxState | None] | None = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """swiglu(x @ gate, x @ up) @ down with products in FP8, as `fp8_multiply` and `swiglu` give.
+) -> Float[Array, "*rows outputs"]:
+    """Compute swiglu(x @ gate, x @ up) @ down with FP8 matmuls, as `fp8_multiply` and `swiglu` would.
 
-    SwiGLU and its gradients are rounded where they are computed: they are in memory in FP8 only.
+    SwiGLU and its gradients are quantized where they are computed: they are stored in FP8 only.
 
     Args:
-        x: [rows, D], where `rows` stands for one or several dims.
-        gate, up: [D, F].
-        down: [F, outputs].
-        states: of gate, up and down, with delayed scaling.
+        x: the input [rows, D], or the norm that makes it; `rows` may be several dims.
+        gate, up: weights [D, F].
+        down: weight [F, outputs].
+        recipe, gradients, implementation: as in `fp8_dot_general`.
+        states: the states of gate, up and down with delayed scaling.
+
+    Returns:
+        [rows, outputs] in the dtype of x.
+
+    Raises:
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     (inner, width), shapes = gate.shape, (gate.shape, up.shape, down.shape)
     if x.shape[-1] != inner or up.shape != gate.shape or len(down.shape) != 2 or down.shape[0] != width:
@@ -175,10 +197,10 @@ def fp8_swiglu_mlp(
             f"x [rows, D], gate and up [D, F] and down [F, outputs] belong together; got {x.shape} and "
             f"{', '.join(map(str, shapes))}"
         )
-    return _call(x, (gate, up, down), 1, None, recipe, gradients, states, implementation, mlp=True)[0]
+    return _select_and_call(x, (gate, up, down), 1, None, recipe, gradients, states, implementation, mlp=True)[0]
 
 
-def _call(
+def _select_and_call(
     x: jax.Array | NormalisedInput,
     weights: Sequence[jax.Array | QuantizedWeight],
     contracted: int,
@@ -190,11 +212,12 @@ def _call(
     *,
     mlp: bool = False,
 ) -> tuple[jax.Array, ...]:
-    raw, epsilon = (), None
+    norm_inputs, epsilon = (), None
     if isinstance(x, NormalisedInput):
-        whole = contracted == 1
-        raw = (lax.stop_gradient(x.x), lax.stop_gradient(x.gain).astype(jnp.float32)) if whole else ()
-        x, epsilon = x.carrier, x.epsilon if whole else None
+        # The kernels can normalise while they quantize only if the norm's dim is the contracted one.
+        fusible = contracted == 1
+        norm_inputs = (lax.stop_gradient(x.x), lax.stop_gradient(x.gain).astype(jnp.float32)) if fusible else ()
+        x, epsilon = x.carrier, x.epsilon if fusible else None
     states = tuple(states or [None] * len(weights))
     _check_recipe(recipe, gradients, states)
     carriers = tuple(w.carrier if isinstance(w, QuantizedWeight) else w for w in weights)
@@ -202,12 +225,12 @@ def _call(
     if x.dtype not in (jnp.bfloat16, jnp.float32) or any(w.dtype not in (x.dtype, jnp.float32) for w in carriers):
         shown = ", ".join(str(w.dtype) for w in carriers)
         raise ValueError(
-            f"FP8 products take bfloat16 or float32, of a weight that of x or float32; got {x.dtype} times {shown}; "
-            "cast them"
+            f"FP8 matmuls take x in bfloat16 or float32, and weights in the dtype of x or in float32; "
+            f"got {x.dtype} times {shown}; cast them"
         )
     gradients = "e4m3" if recipe == "blockwise" else gradients
-    plan = Plan(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients, epsilon)
-    request = Request(plan, x, raw, carriers, quantized, states, mlp)
+    options = Fp8Options(contracted, x.dtype.name, jnp.dtype(output or x.dtype).name, gradients, epsilon)
+    request = Fp8Request(options, x, norm_inputs, carriers, quantized, states, mlp)
     return select("fp8_dot_general", BACKENDS[recipe], implementation, request).call(request)
 
 
@@ -224,7 +247,7 @@ def _check_recipe(recipe: str, gradients: str, states: tuple[jax.Array | None, .
         )
 
 
-def _check(lhs: jax.Array, rhs: jax.Array, batch: Any, out_sharding: Any) -> None:
+def _check(lhs: jax.Array, rhs: jax.Array, batch: Sequence[Sequence[int]], out_sharding: object) -> None:
     if any(batch):
         raise ValueError(f"fp8_dot_general has no batch dims, got {batch}; use jax.vmap, or a plain dot_general here")
     if out_sharding is not None:
@@ -234,8 +257,8 @@ def _check(lhs: jax.Array, rhs: jax.Array, batch: Any, out_sharding: Any) -> Non
 
 
 def _move(x: jax.Array, dims: Sequence[int], *, to_end: bool) -> jax.Array:
-    """Brings the summed dims to one end, in the order of `dims`."""
+    """Move the contracted dims to one end, in the order of `dims`."""
     dims = [d % x.ndim for d in dims]
-    rest = [d for d in range(x.ndim) if d not in dims]
-    order = [*rest, *dims] if to_end else [*dims, *rest]
+    others = [d for d in range(x.ndim) if d not in dims]
+    order = [*others, *dims] if to_end else [*dims, *others]
     return x if order == list(range(x.ndim)) else jnp.transpose(x, order)

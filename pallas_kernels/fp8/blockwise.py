@@ -1,11 +1,12 @@
-"""FP8 products with a scale for every 128 values (DeepSeek-V3, Liu et al., arXiv:2412.19437, section 3.3).
+"""FP8 matmuls with a scale for every 128 values (DeepSeek-V3, Liu et al., arXiv:2412.19437, section 3.3).
 
-Along the summed dim an activation or a gradient has one scale for 128 values of a row, a weight one for 128 x 128. All
-of them are E4M3: with scales so local the range of E5M2 is not needed. What is summed differs between the products
-(D forward, outputs for the input's gradient, rows for the weight's), so activations and gradients are quantised twice,
-along their rows and along their columns, in one go.
+Along the contracted dim an activation or a gradient has one scale per 128 values of a row, a weight one per 128 x 128
+values. All are E4M3: with scales this local the range of E5M2 is not needed. The contracted dim differs between the
+matmuls (D in the forward, outputs for the input's gradient, rows for the weight's), so activations and gradients are
+quantized twice, along their rows and along their columns, in one pass.
 
-Everything here has two dims: M rows, K summed or input, N outputs; scales are float32, [groups of the summed dim, ...].
+Arrays have two dims here: M rows, K contracted or input, N outputs. Scales are float32, [groups of the contracted dim,
+...].
 """
 
 import functools
@@ -17,29 +18,43 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from pallas_kernels.fp8.formats import E4M3, Quantized, as_bytes, from_bytes, keep, power_of_two_scale, saturating_cast
-from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Raw, Source, input_source
+from pallas_kernels.fp8.formats import (
+    E4M3,
+    Quantized,
+    as_bytes,
+    from_bytes,
+    name_for_checkpoint,
+    power_of_two_scale,
+    saturating_cast,
+)
+from pallas_kernels.fp8.options import Fp8Options
+from pallas_kernels.fp8.sources import IDENTITY, SWIGLU, SWIGLU_GRADIENTS, NormInputs, Source, input_source
 from pallas_kernels.target import automatic_axes
 
 BLOCK = 128
 
 
 class Operations(NamedTuple):
-    """What a backend computes; every array is two-dimensional."""
+    """The operations of a backend; every array is two-dimensional."""
 
     quantize_both: Callable[[Source, Sequence[jax.Array]], list[tuple[Quantized, Quantized]]]
-    """Of arrays each x [M, K] that the source makes -> (x by groups of its rows, its transpose [K, M] by groups of its
-    rows)."""
+    """Quantize each x [M, K] that the source computes from the arrays.
+
+    Returns (x by groups of its rows, its transpose [K, M] by groups of its rows).
+    """
     quantize_weight: Callable[[jax.Array], tuple[Quantized, jax.Array]]
-    """weight [K, N] -> (as `quantize_weight`, the transpose of its values)."""
+    """Return weight [K, N] as `quantize_weight` does, and the transpose of its FP8 values."""
     product: Callable[[Quantized, Quantized, Any], jax.Array]
-    """a [M, K], b [N, K], dtype of the result -> a @ b.T [M, N]."""
+    """Return a @ b.T [M, N] for a [M, K], b [N, K] and the dtype of the result."""
 
 
 def quantize_rows(x: jax.Array) -> Quantized:
-    """x [M, K] in E4M3 with one scale for 128 values of a row: inverse scales [K / 128, M] (K rounded up)."""
+    """Return x [M, K] in E4M3 with one scale per 128 values of a row.
+
+    Inverse scales are [K / 128, M] (K / 128 rounded up).
+    """
     rows, width = x.shape
     grouped = _resized(x, rows, width + -width % BLOCK).reshape(rows, -1, BLOCK)
     scale = power_of_two_scale(jnp.max(jnp.abs(grouped), axis=2), E4M3)
@@ -48,12 +63,15 @@ def quantize_rows(x: jax.Array) -> Quantized:
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """x [M, K] by groups of its rows, and its transpose by groups of its own, for each x that the source makes."""
+    """Return, for each x that the source computes, x [M, K] by groups of its rows, and its transpose likewise."""
     return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 
 def quantize_weight(weight: jax.Array) -> Quantized:
-    """weight [K, N] in E4M3 with one scale for 128 x 128 values: inverse scales [K / 128, N / 128] (rounded up)."""
+    """Return weight [K, N] in E4M3 with one scale per 128 x 128 values.
+
+    Inverse scales are [K / 128, N / 128] (rounded up).
+    """
     inner, outputs = weight.shape
     padded = _resized(weight, inner + -inner % BLOCK, outputs + -outputs % BLOCK)
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
@@ -63,18 +81,18 @@ def quantize_weight(weight: jax.Array) -> Quantized:
 
 
 def quantize_weight_both(weight: jax.Array) -> tuple[Quantized, jax.Array]:
-    """weight [K, N] as `quantize_weight` gives it, and the transpose of its values."""
+    """Return weight [K, N] as `quantize_weight` does, and the transpose of its FP8 values."""
     found = quantize_weight(weight)
     return found, found.values.T
 
 
-def multiply_dequantized(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
-    """a [M, K] @ b [N, K].T of the numbers that they stand for, summed in float32."""
+def multiply_dequantized(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
+    """Return a [M, K] @ b [N, K].T of the values that they represent, summed in float32."""
     left, right = _dequantize(a, dtype), _dequantize(b, dtype)
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def _dequantize(x: Quantized, dtype: Any) -> jax.Array:
+def _dequantize(x: Quantized, dtype: DTypeLike) -> jax.Array:
     values, inverse = x
     rows, width = values.shape
     if inverse.shape[1] != rows:
@@ -83,74 +101,89 @@ def _dequantize(x: Quantized, dtype: Any) -> jax.Array:
 
 
 def _resized(x: jax.Array, rows: int, columns: int) -> jax.Array:
-    """x [M, K] with zeros added, or numbers dropped, at the ends."""
+    """Return x [M, K] padded with zeros, or cut, at the ends."""
     changes = rows - x.shape[0], columns - x.shape[1]
     resize = lambda x: jnp.pad(x, [(0, max(c, 0)) for c in changes])[:rows, :columns]  # noqa: E731
     if not any(changes) or not automatic_axes():
         return resize(x)
-    # Whole meanwhile: XLA would move parts by permutes, which its CPU backend cannot run within a pipeline's stage.
+    # Gathered for the resize: XLA would move parts by permutes, which its CPU backend cannot run in a pipeline stage.
     whole = P(*(None if change else P.UNCONSTRAINED for change in changes))
     return lax.with_sharding_constraint(resize(lax.with_sharding_constraint(x, whole)), whole)
 
 
 def multiply(
     operations: Operations,
-    plan: Plan,
+    options: Fp8Options,
     x: jax.Array,
-    raw: tuple[jax.Array, ...],
+    norm_inputs: tuple[jax.Array, ...],
     weights: tuple[jax.Array, ...],
     quantized: tuple[Quantized | None, ...],
     *,
     mlp: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """x [rows, D] times each weight [D, outputs], several dims as one; x is quantised once.
+    """Multiply x [rows, D] with each weight [D, outputs], several dims merged; x is quantized once.
 
-    As `mlp` swiglu(x @ gate, x @ up) @ down of three weights: SwiGLU and its gradients are in memory in FP8 only.
-    A weight that comes `quantized` has been as a matrix [D, outputs], as `quantize_weight` does.
+    With `mlp` compute swiglu(x @ gate, x @ up) @ down from three weights: SwiGLU and its gradients are stored in FP8
+    only. A weight given in `quantized` was quantized as a matrix [D, outputs] by `quantize_weight`.
     """
-    rows = x.shape[: x.ndim - plan.contracted]
-    matrices = tuple(w.reshape(math.prod(w.shape[: plan.contracted]), -1) for w in weights)
+    rows = x.shape[: x.ndim - options.contracted]
+    matrices = tuple(w.reshape(math.prod(w.shape[: options.contracted]), -1) for w in weights)
     given = tuple(
-        operations.quantize_weight(lax.stop_gradient(w)) if q is None else _turned(q, w)
+        operations.quantize_weight(lax.stop_gradient(w)) if q is None else _with_transpose(q, w)
         for w, q in zip(matrices, quantized, strict=True)
     )
-    carriers = tuple(w.astype(plan.dtype) for w in matrices)
-    function: Any = _swiglu_mlp if mlp else _multiply
-    flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *raw)]
-    results = function(operations, plan, flat[0], tuple(flat[1:]), carriers, given)
-    outputs = [w.shape[plan.contracted :] for w in weights[-len(results) :]]
+    carriers = tuple(w.astype(options.dtype) for w in matrices)
+    function: Callable[..., tuple[jax.Array, ...]] = _swiglu_mlp if mlp else _multiply
+    flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *norm_inputs)]
+    results = function(operations, options, flat[0], tuple(flat[1:]), carriers, given)
+    outputs = [w.shape[options.contracted :] for w in weights[-len(results) :]]
     return tuple(y.reshape(*rows, *dims) for y, dims in zip(results, outputs, strict=True))
 
 
-Given = tuple[tuple[Quantized, jax.Array], ...]
-"""Weights, quantised, and the transposes of their values."""
+QuantizedWeights = tuple[tuple[Quantized, jax.Array], ...]
+"""The quantized weights, each with the transpose of its FP8 values."""
 
 
-def _turned(q: Quantized, weight: jax.Array) -> tuple[Quantized, jax.Array]:
+def _with_transpose(q: Quantized, weight: jax.Array) -> tuple[Quantized, jax.Array]:
     values = q.values.reshape(weight.shape)
     return Quantized(values, q.inverse_scale), values.T
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    given: QuantizedWeights,
 ) -> tuple[jax.Array, ...]:
-    return _forward(operations, plan, x, raw, weights, given)[0]
+    return _forward(operations, options, x, norm_inputs, weights, given)[0]
 
 
 def _forward(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    given: QuantizedWeights,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
-    return _products(operations, plan.output, by_rows, given), (keep(turned), as_bytes([w for w, _ in given]))
+    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs))
+    return _products(operations, options.output, by_rows, given), (
+        name_for_checkpoint(transposed),
+        as_bytes([w for w, _ in given]),
+    )
 
 
-def _backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    turned_x, weights = from_bytes(saved)
-    both = [operations.quantize_both(GIVEN, (gradient,))[0] for gradient in gradients]
-    d_x, d_weights = _gradients(operations, plan, turned_x, weights, both)
-    return d_x, plan.none_of_raw, d_weights, (None,) * len(weights)
+def _backward(
+    operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    transposed_x, weights = from_bytes(saved)
+    both = [operations.quantize_both(IDENTITY, (gradient,))[0] for gradient in gradients]
+    d_x, d_weights = _gradients(operations, options, transposed_x, weights, both)
+    return d_x, options.no_norm_input_gradients, d_weights, (None,) * len(weights)
 
 
 _multiply.defvjp(_forward, _backward)
@@ -158,53 +191,70 @@ _multiply.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _swiglu_mlp(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    given: QuantizedWeights,
 ) -> tuple[jax.Array, ...]:
-    return _mlp_forward(operations, plan, x, raw, weights, given)[0]
+    return _mlp_forward(operations, options, x, norm_inputs, weights, given)[0]
 
 
 def _mlp_forward(
-    operations: Operations, plan: Plan, x: jax.Array, raw: Raw, weights: tuple[jax.Array, ...], given: Given
+    operations: Operations,
+    options: Fp8Options,
+    x: jax.Array,
+    norm_inputs: NormInputs,
+    weights: tuple[jax.Array, ...],
+    given: QuantizedWeights,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     del weights
-    ((by_rows, turned),) = operations.quantize_both(*input_source(plan.epsilon, x, raw))
-    wide = _products(operations, plan.dtype, by_rows, given[:2])
-    ((hidden, turned_hidden),) = operations.quantize_both(SWIGLU, wide)
-    outs = _products(operations, plan.output, hidden, given[2:])
-    return outs, (keep(turned), wide, keep(turned_hidden), as_bytes([w for w, _ in given]))
+    ((by_rows, transposed),) = operations.quantize_both(*input_source(options.epsilon, x, norm_inputs))
+    wide = _products(operations, options.dtype, by_rows, given[:2])
+    ((hidden, transposed_hidden),) = operations.quantize_both(SWIGLU, wide)
+    outs = _products(operations, options.output, hidden, given[2:])
+    return outs, (
+        name_for_checkpoint(transposed),
+        wide,
+        name_for_checkpoint(transposed_hidden),
+        as_bytes([w for w, _ in given]),
+    )
 
 
-def _mlp_backward(operations: Operations, plan: Plan, saved: Any, gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    turned_x, wide, turned_hidden, weights = from_bytes(saved)
-    of_out = operations.quantize_both(GIVEN, gradients)
-    d_hidden, d_down = _gradients(operations, plan, turned_hidden, weights[2:], of_out)
-    of_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
-    d_x, d_first = _gradients(operations, plan, turned_x, weights[:2], of_wide)
-    return d_x, plan.none_of_raw, (*d_first, *d_down), (None,) * len(weights)
+def _mlp_backward(
+    operations: Operations, options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    transposed_x, wide, transposed_hidden, weights = from_bytes(saved)
+    quantized_d_out = operations.quantize_both(IDENTITY, gradients)
+    d_hidden, d_down = _gradients(operations, options, transposed_hidden, weights[2:], quantized_d_out)
+    quantized_d_wide = operations.quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden))
+    d_x, d_first = _gradients(operations, options, transposed_x, weights[:2], quantized_d_wide)
+    return d_x, options.no_norm_input_gradients, (*d_first, *d_down), (None,) * len(weights)
 
 
 _swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _products(operations: Operations, dtype: str, x: Quantized, given: Given) -> tuple[jax.Array, ...]:
-    return tuple(operations.product(x, Quantized(turned, w.inverse_scale), dtype) for w, turned in given)
+def _products(operations: Operations, dtype: str, x: Quantized, given: QuantizedWeights) -> tuple[jax.Array, ...]:
+    return tuple(operations.product(x, Quantized(transposed, w.inverse_scale), dtype) for w, transposed in given)
 
 
 def _gradients(
     operations: Operations,
-    plan: Plan,
-    turned_x: Quantized,
+    options: Fp8Options,
+    transposed_x: Quantized,
     weights: Sequence[Quantized],
     gradients: Sequence[tuple[Quantized, Quantized]],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Of the input and the weights, from those of the results, by rows and turned."""
+    """Return the gradients of the input and the weights, from those of the results by rows and transposed."""
     d_x = [
-        operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), plan.dtype)
+        operations.product(by_rows, Quantized(weight.values, weight.inverse_scale.T), options.dtype)
         for (by_rows, _), weight in zip(gradients, weights, strict=True)
     ]
-    d_weights = tuple(operations.product(turned_x, turned, plan.dtype) for _, turned in gradients)
+    d_weights = tuple(operations.product(transposed_x, transposed, options.dtype) for _, transposed in gradients)
     total = functools.reduce(jnp.add, [d.astype(jnp.float32) for d in d_x]) if len(d_x) > 1 else d_x[0]
-    return total.astype(plan.dtype), d_weights
+    return total.astype(options.dtype), d_weights
 
 
 XLA = Operations(quantize_both, quantize_weight_both, multiply_dequantized)

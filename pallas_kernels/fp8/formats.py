@@ -1,10 +1,10 @@
-"""The two FP8 formats, and how an array gets into them: a scale that is a power of two, and a saturating cast.
+"""The two FP8 formats, and quantization: a scale that is a power of two, and a saturating cast.
 
-Scales are powers of two: of a floating-point format that costs nothing but the ends of its range, and the value that
-the FP8 numbers stand for is then exact in bfloat16 (so is what the plain form computes with).
+A power of two as scale costs a floating-point format nothing but the ends of its range, and the dequantized value is
+exact in bfloat16.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,67 +19,76 @@ GRADIENT_FORMATS = {"e5m2": E5M2, "e4m3": E4M3}
 _LARGEST_SCALE = 2.0**100
 
 
+Tree = TypeVar("Tree")
+
+
 class Quantized(NamedTuple):
-    """values * inverse_scale is what it stands for; `inverse_scale` float32, [] or one an element of some grid."""
+    """An array in FP8: it represents values * inverse_scale.
+
+    `inverse_scale` is float32, [] or one value per element of some grid.
+    """
 
     values: jax.Array
     inverse_scale: jax.Array
 
 
 def largest(dtype: jax.typing.DTypeLike) -> float:
-    """The largest finite number of the format."""
+    """Return the largest finite number of the format."""
     return float(jnp.finfo(dtype).max)
 
 
 def power_of_two_scale(amax: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The largest power of two that takes `amax` to at most the format's largest number, float32; 1 for amax 0."""
+    """Return the largest power of two that scales `amax` into the format's range, float32; 1 if amax is 0."""
     ratio = jnp.minimum(largest(dtype) / amax.astype(jnp.float32), _LARGEST_SCALE)
     bits = lax.bitcast_convert_type(ratio, jnp.int32) & 0x7F800000
     return jnp.where(amax > 0, lax.bitcast_convert_type(bits, jnp.float32), 1.0)
 
 
 def saturating_cast(x: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """x * scale in the format, clipped to its range (nan stays nan)."""
-    # In the dtype of x, where the product is as exact: of a float32 one XLA may keep a float32 copy of x.
+    """Return x * scale in the format, clipped to the format's range (nan stays nan)."""
+    # In the dtype of x, in which the product is exact too: with float32 XLA may store a float32 copy of x.
     limit = jnp.asarray(largest(dtype), x.dtype)
     return jnp.clip(x * scale.astype(x.dtype), -limit, limit).astype(dtype)
 
 
 def absolute_maximum(x: jax.Array) -> jax.Array:
-    """max |x| [] in float32."""
+    """Return max |x|, [] in float32."""
     return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
 def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, amax: jax.Array | None = None) -> Quantized:
-    """x in the format with one scale for all of it, from `amax` (default: of x itself)."""
+    """Return x in the format with one scale for the whole array, from `amax` (default: max |x|)."""
     scale = power_of_two_scale(absolute_maximum(x) if amax is None else amax, dtype)
     return Quantized(saturating_cast(x, scale, dtype), 1.0 / scale)
 
 
-def keep(x: Quantized) -> Quantized:
-    """x, named for `jax.checkpoint`'s policies: saved as it is, and not what it was rounded from; see `as_bytes`."""
+def name_for_checkpoint(x: Quantized) -> Quantized:
+    """Return x named "fp8_input" for `jax.checkpoint`'s policies, so that FP8 and not its source is saved.
+
+    On a CPU the arrays are bytes (see `as_bytes`).
+    """
     return Quantized(*(checkpoint_name(array, "fp8_input") for array in as_bytes(x)))
 
 
-def as_bytes(tree: Any) -> Any:
-    """On a CPU E4M3 arrays as bytes, in which a backward pass keeps them; see `from_bytes`.
+def as_bytes(tree: Tree) -> Tree:
+    """Return the tree with E4M3 arrays as bytes on a CPU, the form in which residuals are saved there.
 
-    What it keeps `jax.checkpoint` rounds once more, to its format. On a CPU XLA computes 8-bit floats in wider ones,
-    and rounds there as if E4M3 had infinities: numbers over 240 would become nan.
+    `jax.checkpoint` rounds what it saves to its format once more. On a CPU XLA computes 8-bit floats in wider formats,
+    and rounds as if E4M3 had infinities: numbers above 240 would become nan.
     """
     if current_target().platform != "cpu":
         return tree
     return jax.tree.map(lambda x: lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == E4M3 else x, tree)
 
 
-def from_bytes(tree: Any) -> Any:
-    """What `as_bytes` was given."""
+def from_bytes(tree: Tree) -> Tree:
+    """Return the tree that `as_bytes` was given."""
     return jax.tree.map(lambda x: lax.bitcast_convert_type(x, E4M3) if x.dtype == jnp.uint8 else x, tree)
 
 
 def dequantize(x: Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """What a per-tensor scaled array stands for; exact in bfloat16 and float32.
+    """Return the values that a per-tensor scaled array represents; exact in bfloat16 and float32.
 
-    In this form, in front of a product, XLA recognises an FP8 matmul.
+    XLA recognises an FP8 matmul by this form in front of a matmul.
     """
     return x.values.astype(dtype) * x.inverse_scale.astype(dtype)

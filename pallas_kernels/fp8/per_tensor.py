@@ -1,11 +1,11 @@
-"""FP8 products with one scale a tensor, of this step (current) or expected from the last ones (delayed).
+"""FP8 matmuls with one scale per tensor, from this step (current) or from the last ones (delayed).
 
-Written as quantize, dequantize, multiply: on a Hopper GPU XLA makes one cuBLASLt FP8 matmul of each product; elsewhere
-the same program computes with the same rounded numbers. FP8 matmuls take both operands with the summed dim contiguous,
-so each input, weight and gradient is needed both ways round, which one kernel writes (`triton.cast_both`): the
-transpose of the input is what the backward keeps.
+A matmul is written as quantize, dequantize, multiply: on a Hopper GPU XLA compiles that to one cuBLASLt FP8 matmul;
+elsewhere the same program computes with the same quantized numbers. FP8 matmuls need the contracted dim contiguous in
+both operands, so each input, weight and gradient is needed in both orders, which one kernel writes
+(`triton.cast_both`); the backward saves the transpose of the input.
 
-Dims: `rows` and `outputs` stand for one or several dims, D for one or several summed ones, F feed-forward.
+Dims: `rows` and `outputs` stand for one or several dims, D for one or several contracted ones, F feed-forward.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.fp8.formats import (
     E4M3,
@@ -26,55 +27,57 @@ from pallas_kernels.fp8.formats import (
     as_bytes,
     dequantize,
     from_bytes,
-    keep,
+    name_for_checkpoint,
     quantize,
 )
-from pallas_kernels.fp8.plan import Plan
-from pallas_kernels.fp8.sources import GIVEN, SWIGLU, SWIGLU_GRADIENTS, Raw, Source, input_source
-from pallas_kernels.fp8.state import Seen
-from pallas_kernels.fp8.triton import Both, cast_both, state_gradient
+from pallas_kernels.fp8.options import Fp8Options
+from pallas_kernels.fp8.sources import IDENTITY, SWIGLU, SWIGLU_GRADIENTS, NormInputs, Source, input_source
+from pallas_kernels.fp8.state import AmaxHistory
+from pallas_kernels.fp8.triton import QuantizedPair, cast_both, state_gradient
 from pallas_kernels.target import automatic_axes
 
 Weights = tuple[jax.Array, ...]
 Values = tuple[Quantized | jax.Array, ...]
-"""Of the weights, in E4M3 or to be rounded here, from whatever dtype."""
+"""The weights in E4M3, or in any dtype if they are to be quantized here."""
 States = tuple[jax.Array | None, ...]
-"""Of delayed scaling, one a weight, or all None for current scaling."""
+"""The states of delayed scaling, one per weight; all None with current scaling."""
 
 
-class Used(NamedTuple):
-    """What the backward of a product needs of its weight."""
+class WeightResiduals(NamedTuple):
+    """What a matmul's backward needs of its weight."""
 
     weight: Quantized
     state: jax.Array | None
-    seen: tuple[jax.Array, jax.Array] | None
-    """The magnitudes of the input and of the weight, where a state wants them."""
+    maxima: tuple[jax.Array, jax.Array] | None
+    """The magnitudes of the input and of the weight, if there is a state."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiply(
-    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
-    """x [rows, D] times each weight [D, outputs]; x is quantised once.
+    """Multiply x [rows, D] with each weight [D, outputs], quantizing x once.
 
-    Gradients go to `weights`, which are not read, and have their dtype, that of x; what is multiplied are `values`. So
-    is x not read where it is computed of `raw`.
+    The matmuls use `values`; `weights` only receive the gradients, in their dtype, that of x. With `norm_inputs`, x
+    likewise only receives its gradient.
     """
-    return _forward(plan, x, raw, weights, values, states)[0]
+    return _forward(options, x, norm_inputs, weights, values, states)[0]
 
 
-def _forward(plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States) -> tuple[Any, ...]:
-    both = _quantize_input(plan, x, raw, states)
-    outs, used = _products(plan, both, values, states)
-    return outs, (keep(both.turned), as_bytes(used))
+def _forward(
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
+) -> tuple[Any, ...]:
+    both = _quantize_input(options, x, norm_inputs, states)
+    outs, used = _products(options, both, values, states)
+    return outs, (name_for_checkpoint(both.transposed), as_bytes(used))
 
 
-def _backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+def _backward(options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     x, used = from_bytes(saved)
-    rows = x.values.ndim - plan.contracted
-    both = _quantize_gradients(plan, gradients, rows, [u.state for u in used])
-    d_x, d_weights, d_states = _gradients(plan, x, used, both, rows)
-    return d_x, plan.none_of_raw, d_weights, tuple(None for _ in used), d_states
+    rows = x.values.ndim - options.contracted
+    both = _quantize_gradients(options, gradients, rows, [u.state for u in used])
+    d_x, d_weights, d_states = _gradients(options, x, used, both, rows)
+    return d_x, options.no_norm_input_gradients, d_weights, tuple(None for _ in used), d_states
 
 
 multiply.defvjp(_forward, _backward)
@@ -82,103 +85,117 @@ multiply.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def swiglu_mlp(
-    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[jax.Array, ...]:
-    """swiglu(x @ gate, x @ up) @ down, of x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
+    """Compute swiglu(x @ gate, x @ up) @ down from x [rows, D] and (gate [D, F], up [D, F], down [F, outputs]).
 
-    Between the products arrays as large as [rows, F] are written in FP8 only: the result of SwiGLU, and the gradients
-    of gate and up. With current scaling they are rounded with a scale for each tile first, which gives their maxima.
+    The arrays of size [rows, F] between the matmuls, SwiGLU and the gradients of gate and up, are stored in FP8 only.
+    With current scaling they are first quantized with a scale per tile, which yields their maxima.
     """
-    return _mlp_forward(plan, x, raw, weights, values, states)[0]
+    return _mlp_forward(options, x, norm_inputs, weights, values, states)[0]
 
 
 def _mlp_forward(
-    plan: Plan, x: jax.Array, raw: Raw, weights: Weights, values: Values, states: States
+    options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, weights: Weights, values: Values, states: States
 ) -> tuple[Any, ...]:
-    rows, both = x.ndim - 1, _quantize_input(plan, x, raw, states)
-    wide, used = _products(dataclasses.replace(plan, output=plan.dtype), both, values[:2], states[:2])
-    (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_expected(states[2], 0),))
-    outs, last = _products(plan, hidden, values[2:], states[2:])
-    return outs, (keep(both.turned), keep(hidden.turned), wide, as_bytes((*used, *last)))
+    rows, both = x.ndim - 1, _quantize_input(options, x, norm_inputs, states)
+    wide, used = _products(dataclasses.replace(options, output=options.dtype), both, values[:2], states[:2])
+    (hidden,) = _quantize_both(SWIGLU, wide, rows, E4M3, (_amax_history(states[2], 0),))
+    outs, last = _products(options, hidden, values[2:], states[2:])
+    return outs, (
+        name_for_checkpoint(both.transposed),
+        name_for_checkpoint(hidden.transposed),
+        wide,
+        as_bytes((*used, *last)),
+    )
 
 
-def _mlp_backward(plan: Plan, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+def _mlp_backward(options: Fp8Options, saved: tuple[Any, ...], gradients: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     x, hidden, wide, used = from_bytes(saved)
     rows, states = x.values.ndim - 1, tuple(u.state for u in used)
-    of_out = _quantize_gradients(plan, gradients, rows, states[2:])
-    d_hidden, d_down, d_last = _gradients(plan, hidden, used[2:], of_out, rows)
-    expected = [_expected(state, 2) for state in states[:2]]
-    of_wide = _quantize_both(SWIGLU_GRADIENTS, (*wide, d_hidden), rows, GRADIENT_FORMATS[plan.gradients], expected)
-    d_x, d_first, d_states = _gradients(plan, x, used[:2], of_wide, rows)
-    return d_x, plan.none_of_raw, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
+    quantized_d_out = _quantize_gradients(options, gradients, rows, states[2:])
+    d_hidden, d_down, d_last = _gradients(options, hidden, used[2:], quantized_d_out, rows)
+    expected = [_amax_history(state, 2) for state in states[:2]]
+    quantized_d_wide = _quantize_both(
+        SWIGLU_GRADIENTS, (*wide, d_hidden), rows, GRADIENT_FORMATS[options.gradients], expected
+    )
+    d_x, d_first, d_states = _gradients(options, x, used[:2], quantized_d_wide, rows)
+    return d_x, options.no_norm_input_gradients, (*d_first, *d_down), tuple(None for _ in used), (*d_states, *d_last)
 
 
 swiglu_mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _products(plan: Plan, x: Both, values: Values, states: States) -> tuple[tuple[jax.Array, ...], tuple[Used, ...]]:
+def _products(
+    options: Fp8Options, x: QuantizedPair, values: Values, states: States
+) -> tuple[tuple[jax.Array, ...], tuple[WeightResiduals, ...]]:
     outs, used = [], []
     for weight, state in zip(values, states, strict=True):
         if isinstance(weight, Quantized):
-            # It has got its scale elsewhere.
-            turned, maxima = Quantized(_turn(weight.values, plan.contracted), weight.inverse_scale), jnp.zeros(1)
+            # A weight quantized by the caller has its scale already.
+            transposed, maxima = (
+                Quantized(_move_to_end(weight.values, options.contracted), weight.inverse_scale),
+                jnp.zeros(1),
+            )
         else:
-            (both,) = _quantize_both(GIVEN, (weight,), plan.contracted, E4M3, (_expected(state, 1),))
-            weight, turned, maxima = both
-        outs.append(_dot(plan, x.values, turned, plan.contracted, plan.output))
-        used.append(Used(weight, state, None if state is None else (x.maxima, maxima)))
+            (both,) = _quantize_both(IDENTITY, (weight,), options.contracted, E4M3, (_amax_history(state, 1),))
+            weight, transposed, maxima = both
+        outs.append(_dot(options, x.values, transposed, options.contracted, options.output))
+        used.append(WeightResiduals(weight, state, None if state is None else (x.maxima, maxima)))
     return tuple(outs), tuple(used)
 
 
 def _gradients(
-    plan: Plan, x: Quantized, used: Sequence[Used], gradients: Sequence[Both], rows: int
+    options: Fp8Options, x: Quantized, used: Sequence[WeightResiduals], gradients: Sequence[QuantizedPair], rows: int
 ) -> tuple[jax.Array, tuple[jax.Array, ...], States]:
-    """Of the input, the weights and the states, from those of the results; x is turned."""
-    d_x = [_dot(plan, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
-    d_weights = tuple(_dot(plan, x, g.turned, rows) for g in gradients)
+    """Return the gradients of the input, the weights and the states, from those of the results; x is transposed."""
+    d_x = [_dot(options, g.values, u.weight, g.values.values.ndim - rows) for g, u in zip(gradients, used, strict=True)]
+    d_weights = tuple(_dot(options, x, g.transposed, rows) for g in gradients)
     d_states = tuple(
-        None if u.seen is None or u.state is None else state_gradient(u.state, (*u.seen, g.maxima))
+        None if u.maxima is None or u.state is None else state_gradient(u.state, (*u.maxima, g.maxima))
         for g, u in zip(gradients, used, strict=True)
     )
-    # In this dtype and order XLA lets each product add to those before, in float32 before it rounds.
+    # In this dtype and order XLA fuses each addition into the matmul, which adds in float32 before it rounds.
     return functools.reduce(lambda total, last: last + total, d_x), d_weights, d_states
 
 
-def _expected(state: jax.Array | None, role: int) -> Seen | None:
-    return None if state is None else Seen(state, role)
+def _amax_history(state: jax.Array | None, role: int) -> AmaxHistory | None:
+    return None if state is None else AmaxHistory(state, role)
 
 
-def _quantize_input(plan: Plan, x: jax.Array, raw: Raw, states: States) -> Both:
-    source, arrays = input_source(plan.epsilon, x, raw)
-    return _quantize_both(source, arrays, x.ndim - plan.contracted, E4M3, (_expected(states[0], 0),))[0]
+def _quantize_input(options: Fp8Options, x: jax.Array, norm_inputs: NormInputs, states: States) -> QuantizedPair:
+    source, arrays = input_source(options.epsilon, x, norm_inputs)
+    return _quantize_both(source, arrays, x.ndim - options.contracted, E4M3, (_amax_history(states[0], 0),))[0]
 
 
-def _quantize_gradients(plan: Plan, arrays: Sequence[jax.Array], rows: int, states: Sequence[Any]) -> list[Both]:
-    dtype, both = GRADIENT_FORMATS[plan.gradients], []
-    # Behind the barrier they are read once more for their maxima; before it XLA takes these into the kernel that
-    # computes a gradient, and for that what fits there better out of it: the sums for a norm's weight.
+def _quantize_gradients(
+    options: Fp8Options, arrays: Sequence[jax.Array], rows: int, states: Sequence[jax.Array | None]
+) -> list[QuantizedPair]:
+    dtype, both = GRADIENT_FORMATS[options.gradients], []
+    # The barrier costs one more read for the maxima. Without it XLA fuses these into the kernel that computes a
+    # gradient, and then moves the sums for a norm's weight, which fit there better, out of that kernel.
     for x, state in zip(lax.optimization_barrier(tuple(arrays)), states, strict=True):
-        both += _quantize_both(GIVEN, (x,), rows, dtype, (_expected(state, 2),))
+        both += _quantize_both(IDENTITY, (x,), rows, dtype, (_amax_history(state, 2),))
     return both
 
 
 def _quantize_both(
-    source: Source, arrays: Sequence[jax.Array], first: int, dtype: Any, expected: Sequence[Seen | None]
-) -> list[Both]:
-    """What the source makes of the arrays, in the format, as it is and with its `first` dims behind the others."""
+    source: Source, arrays: Sequence[jax.Array], first: int, dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
+) -> list[QuantizedPair]:
+    """Quantize what the source computes, as it is and with its `first` leading dims moved to the end."""
     shape = arrays[0].shape
     if automatic_axes():
-        # Sharded dims must stay apart.
+        # Sharded dims must not be merged.
         found = []
-        for x, seen in zip(source.compute(*arrays), expected, strict=True):
-            values = quantize(x, dtype, seen and seen.amax)
-            turned = Quantized(_turn(values.values, first), values.inverse_scale)
-            found.append(Both(values, turned, absolute_maximum(x).reshape(1)))
+        for x, history in zip(source.compute(*arrays), expected, strict=True):
+            values = quantize(x, dtype, history and history.amax)
+            transposed = Quantized(_move_to_end(values.values, first), values.inverse_scale)
+            found.append(QuantizedPair(values, transposed, absolute_maximum(x).reshape(1)))
         return found
-    turned = (*shape[first:], *shape[:first])
+    transposed = (*shape[first:], *shape[:first])
     flat = [x.reshape(math.prod(shape[:first]), -1) if x.shape == shape else x.reshape(-1) for x in arrays]
     return [
-        Both(_reshape(both.values, shape), _reshape(both.turned, turned), both.maxima)
+        QuantizedPair(_reshape(both.values, shape), _reshape(both.transposed, transposed), both.maxima)
         for both in cast_both(source, flat, dtype, expected)
     ]
 
@@ -187,18 +204,19 @@ def _reshape(x: Quantized, shape: tuple[int, ...]) -> Quantized:
     return Quantized(x.values.reshape(shape), x.inverse_scale)
 
 
-def _turn(x: jax.Array, first: int) -> jax.Array:
+def _move_to_end(x: jax.Array, first: int) -> jax.Array:
+    """Move the `first` leading dims of x to the end."""
     return jnp.transpose(x, (*range(first, x.ndim), *range(first)))
 
 
-def _dot(plan: Plan, a: Quantized, b: Quantized, summed: int, output: str | None = None) -> jax.Array:
-    """The product over the last `summed` dims of both.
+def _dot(options: Fp8Options, a: Quantized, b: Quantized, contracted: int, output: str | None = None) -> jax.Array:
+    """Multiply over the last `contracted` dims of both operands.
 
-    For `output`, or for a gradient, with every partial sum in float32 (at 12% less of the rate on an H200).
+    If `output` is None the product is a gradient, with every partial sum in float32 (at 12 % less speed on an H200).
     """
     precision = lax.Precision.HIGHEST if output is None else lax.Precision.DEFAULT
-    left, right = dequantize(a, plan.dtype), dequantize(b, plan.dtype)
-    dims = tuple(range(left.ndim - summed, left.ndim)), tuple(range(right.ndim - summed, right.ndim))
+    left, right = dequantize(a, options.dtype), dequantize(b, options.dtype)
+    dims = tuple(range(left.ndim - contracted, left.ndim)), tuple(range(right.ndim - contracted, right.ndim))
     return lax.dot_general(
-        left, right, (dims, ((), ())), precision=precision, preferred_element_type=output or plan.dtype
+        left, right, (dims, ((), ())), precision=precision, preferred_element_type=output or options.dtype
     )

@@ -1,4 +1,4 @@
-"""What FP8 operands are rounded from: an array, or what is computed of others on the way and never stored itself."""
+"""Sources of FP8 operands: a given array, or one computed from others while it is quantized and never stored."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,25 +8,26 @@ import jax.numpy as jnp
 
 from pallas_kernels.pointwise.gated import swiglu, swiglu_gradients
 
-Raw = tuple[jax.Array, ...]
-"""What a product's input is the RMSNorm of, [..., D] and a gain [D] float32; or nothing."""
+NormInputs = tuple[jax.Array, ...]
+"""Inputs of the RMSNorm that makes a matmul's input: x [..., D] and a gain [D] float32. Empty without a norm."""
 
 
 class Source(NamedTuple):
-    """From arrays, of which the first has the shape of the operands, to these."""
+    """A function from arrays, of which the first has the shape of the operands, to operands."""
 
     compute: Callable[..., tuple[jax.Array, ...]]
+    """Compute the operands."""
     kernel: str
-    """Of `triton_quantize`, which computes and rounds."""
+    """Name of the kernel in `triton_quantize` that computes and quantizes with one scale per tensor."""
     tiles_kernel: str | None
-    """The same with a scale for each tile."""
+    """Name of the kernel with a scale per tile, if there is one."""
     blocks_kernel: str
-    """The same with a scale for 128 values, along rows and along columns."""
+    """Name of the kernel with a scale per 128 values, along rows and along columns."""
     width: int
-    """Columns of a tile: how many the registers hold."""
+    """Columns of a tile: as many as fit into registers."""
 
 
-GIVEN = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
+IDENTITY = Source(lambda x: (x,), "cast_kernel", None, "quantize_kernel", 128)
 SWIGLU = Source(
     lambda gate, up: (swiglu(gate, up),), "swiglu_kernel", "swiglu_tiles_kernel", "swiglu_blocks_kernel", 64
 )
@@ -46,10 +47,10 @@ NORM = Source(
 )
 
 
-def input_source(epsilon: float | None, x: jax.Array, raw: Raw) -> tuple[Source, tuple[jax.Array, ...]]:
-    """Of a product's input x, which with an epsilon is the RMSNorm of `raw`."""
+def input_source(epsilon: float | None, x: jax.Array, norm_inputs: NormInputs) -> tuple[Source, tuple[jax.Array, ...]]:
+    """Return the source of a matmul's input and its arrays: x, or with an epsilon the RMSNorm of `norm_inputs`."""
     if epsilon is None:
-        return GIVEN, (x,)
-    raw_x, gain = raw
-    square = jnp.square(raw_x.astype(jnp.float32)).mean(axis=-1)
-    return NORM, (raw_x, jax.lax.rsqrt(square + epsilon), gain)
+        return IDENTITY, (x,)
+    x, gain = norm_inputs
+    square = jnp.square(x.astype(jnp.float32)).mean(axis=-1)
+    return NORM, (x, jax.lax.rsqrt(square + epsilon), gain)

@@ -1,8 +1,8 @@
 """The state of delayed scaling: the largest magnitudes of the last steps (Micikevicius et al., arXiv:2209.05433).
 
-It travels as a differentiable argument: the gradient of a call with respect to its state is this step's amax (in the
-newest place, zeros behind it). So it comes out of `jax.grad` through scans, rematerialisation and accumulation; from
-several microbatches or devices the maximum is to be taken, and `updated_fp8_state` then makes the next step's state.
+The state is a differentiable argument whose gradient is defined as this step's amax, in the newest place, followed by
+zeros. It thereby leaves `jax.grad` through scans, rematerialisation and accumulation. Combine the gradients of several
+microbatches or devices by their maximum; `updated_fp8_state` then computes the next step's state.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 ROLES = ("input", "weight", "gradient")
 _FIRST_AMAX = (16.0, 1.0, 1.0)
-"""Assumed in the first step: powers of two above what normalised inputs, weights and gradients have."""
+"""Amax assumed in the first step: powers of two above typical normalised inputs, weights and gradients."""
 
 
-def empty_fp8_state(history: int = 16) -> jax.Array:
-    """A fresh state, float32 [3, history]: rows as `ROLES`, newest first, 0 where nothing was seen yet.
+def empty_fp8_state(history: int = 16) -> Float32[Array, "3 {history}"]:
+    """Return a new state, float32 [3, history]: rows as in `ROLES`, newest first, 0 for steps not seen yet.
+
+    Args:
+        history: number of steps whose magnitudes are kept.
 
     Raises:
         ValueError: `history` is less than 1.
@@ -27,36 +31,41 @@ def empty_fp8_state(history: int = 16) -> jax.Array:
     return jnp.zeros((len(ROLES), history), jnp.float32)
 
 
-def updated_fp8_state(state: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The state after a step: [..., 3, history] with the newest maxima in front; those that are not finite count as 0.
+def updated_fp8_state(
+    state: Float32[Array, "*layers 3 history"], gradient: Float32[Array, "*layers 3 history"]
+) -> Float32[Array, "*layers 3 history"]:
+    """Return the state after a step, [..., 3, history], with the newest maxima in front (0 if not finite).
 
     Args:
-        state: the state that the step ran with.
-        gradient: the gradient with respect to it, combined over microbatches and devices by maximum.
+        state: the state that the step used.
+        gradient: the gradient with respect to it, combined over microbatches and devices by their maximum.
     """
     newest = jnp.where(jnp.isfinite(gradient[..., :1]), gradient[..., :1], 0.0)
     return jnp.concatenate([newest, state[..., :-1]], axis=-1)
 
 
-class Seen(NamedTuple):
-    """The magnitudes that one role's next tensor is scaled for."""
+class AmaxHistory(NamedTuple):
+    """The magnitudes of the last steps by which one role's next tensor is scaled."""
 
     state: jax.Array
-    """[3, history]"""
+    """State [3, history]."""
     role: int
+    """Row of the state: index into `ROLES`."""
 
     @property
-    def unseen(self) -> float:
-        """Taken where nothing was seen yet."""
+    def default_amax(self) -> float:
+        """Amax used if the history is empty."""
         return _FIRST_AMAX[self.role]
 
     @property
     def amax(self) -> jax.Array:
-        """The largest [], of which the scale is made."""
-        seen = jnp.max(self.state[self.role])
-        return jnp.where(seen > 0, seen, self.unseen)
+        """The amax [] that determines the scale."""
+        largest = jnp.max(self.state[self.role])
+        return jnp.where(largest > 0, largest, self.default_amax)
 
 
-def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
-    """What stands for the gradient of `state`: the largest of each role's `maxima` [...] in the newest place."""
+def state_gradient(
+    state: Float32[Array, "3 history"], maxima: Sequence[Float[Array, "..."]]
+) -> Float32[Array, "3 history"]:
+    """Return the gradient of `state` by definition: the largest of each role's `maxima` [...] in the newest place."""
     return jnp.zeros_like(state).at[:, 0].set(jnp.stack([x.max() for x in maxima]))

@@ -1,16 +1,18 @@
-"""Rounding to FP8 in one pass over memory, by a Triton kernel: both orders at once.
+"""Quantization in one pass over memory by Triton kernels, which write both orders at once.
 
-As XLA fusions blockwise scales are three reads of the array: for the maxima along rows, for those along columns, for
-the rounding. With one scale XLA reads it once too, but writes the transpose at less than half of the memory's rate.
+As XLA fusions, blockwise scales take three reads of the array: for the maxima along rows, for those along columns, and
+for the rounding. With one scale XLA reads it only once too, but writes the transpose at less than half of the memory
+bandwidth.
 """
 
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.fp8 import blockwise
 from pallas_kernels.fp8.blockwise import BLOCK
@@ -23,38 +25,46 @@ from pallas_kernels.fp8.formats import (
     saturating_cast,
 )
 from pallas_kernels.fp8.sources import Source
-from pallas_kernels.fp8.state import Seen
+from pallas_kernels.fp8.state import AmaxHistory
 from pallas_kernels.fp8.state import state_gradient as plain_state_gradient
 from pallas_kernels.target import automatic_axes, current_target
 
 _LEAST_CAPABILITY = (8, 9)
 _WARPS = 16
 _BLOCKWISE_WARPS = {1: 8, 2: 16, 3: 16}
-"""By the arrays that are read."""
+"""Warps per program, by number of input arrays."""
 _TILE_WARPS = 8
-"""Of the kernels that go over the tiles first: SwiGLU of 32768 x 8192 takes 0.57 ms so on an H200, by 16 warps 0.78."""
+"""Warps per program of the kernels with a scale per tile.
+
+With 8, SwiGLU of 32768 x 8192 takes 0.57 ms on an H200; with 16, 0.78 ms.
+"""
 
 
 def _padded(count: int) -> int:
+    """Return the smallest power of two not below `count`."""
     return 1 << (count - 1).bit_length()
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The shape of an array, as the kernel reads it."""
+class QuantizePlan:
+    """The constants that a quantization kernel is compiled for.
+
+    Attributes:
+        rows, columns: shape of the array.
+        width: number of columns of a tile.
+        limit: largest number of the format.
+        history_start: offset in the state of the magnitudes that determine the scale.
+        history: number of these magnitudes.
+        default_amax: amax used if they are all zero.
+    """
 
     rows: int
     columns: int
     width: int = BLOCK
-    """Columns of a tile."""
     limit: float = 0.0
-    """The largest number of the format."""
-    first: int = 0
-    """Where in a state the magnitudes begin that a scale is made of."""
-    seen: int = 1
-    """How many they are."""
-    unseen: float = 0.0
-    """What is taken for them where they are zeros."""
+    history_start: int = 0
+    history: int = 1
+    default_amax: float = 0.0
 
     @property
     def column_tiles(self) -> int:
@@ -62,46 +72,53 @@ class Plan:
 
     @property
     def programs(self) -> int:
+        """Number of tiles, each of which is one program."""
         return self.rows // BLOCK * self.column_tiles
 
     @property
-    def padded_seen(self) -> int:
-        return _padded(self.seen)
+    def padded_history(self) -> int:
+        return _padded(self.history)
 
 
 @dataclasses.dataclass(frozen=True)
-class Maxima:
-    """How many magnitudes each role has, and how many a state."""
+class MaximaPlan:
+    """The constants of `maxima_kernel`.
+
+    Attributes:
+        inputs, weights, gradients: number of magnitudes of each role.
+        history: number of magnitudes per role in a state.
+        programs: number of roles.
+    """
 
     inputs: int
     weights: int
     gradients: int
-    seen: int
+    history: int
     programs: int = 3
 
     @property
-    def padded_seen(self) -> int:
-        return _padded(self.seen)
+    def padded_history(self) -> int:
+        return _padded(self.history)
 
 
-class Both(NamedTuple):
-    """An array x [M, K] in FP8 with one scale, both ways round."""
+class QuantizedPair(NamedTuple):
+    """An array x [M, K] in FP8 with one scale, and its transpose."""
 
     values: Quantized
-    """[M, K]"""
-    turned: Quantized
-    """[K, M]"""
+    """x [M, K]."""
+    transposed: Quantized
+    """Transpose of x [K, M]."""
     maxima: jax.Array
-    """Of parts of x [parts], float32; the largest is max |x|."""
+    """Maxima of |x| over parts of x, float32 [parts]."""
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """`blockwise.quantize_both`, by a kernel where it can."""
-    if not takes(arrays[0]):
+    """Compute `blockwise.quantize_both`, by a kernel if one applies."""
+    if not kernel_applies(arrays[0]):
         return blockwise.quantize_both(source, arrays)
     rows, columns = shape = arrays[0].shape
-    plan, count = Plan(rows, columns, limit=largest(E4M3)), len(jax.eval_shape(source.compute, *arrays))
-    shapes: tuple[tuple[tuple[int, ...], Any], ...] = (
+    plan, count = QuantizePlan(rows, columns, limit=largest(E4M3)), len(jax.eval_shape(source.compute, *arrays))
+    shapes: tuple[tuple[tuple[int, ...], DTypeLike], ...] = (
         (shape, E4M3),
         ((columns // BLOCK, rows), jnp.float32),
         (shape[::-1], E4M3),
@@ -114,96 +131,116 @@ def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Qua
 
 
 def quantize_weight(weight: jax.Array) -> tuple[Quantized, jax.Array]:
-    """`blockwise.quantize_weight`, by a kernel where it can."""
-    if not takes(weight):
+    """Compute `blockwise.quantize_weight_both`, by a kernel if one applies."""
+    if not kernel_applies(weight):
         return blockwise.quantize_weight_both(weight)
     rows, columns = weight.shape
-    plan = Plan(rows, columns, limit=largest(E4M3))
+    plan = QuantizePlan(rows, columns, limit=largest(E4M3))
     blocks = (rows // BLOCK, columns // BLOCK)
     shapes = ((weight.shape, E4M3), (weight.shape[::-1], E4M3), (blocks, jnp.float32))
-    values, turned, inverse = _launch("weight_kernel", plan, shapes, weight)
-    return Quantized(values, inverse), turned
+    values, transposed, inverse = _launch("weight_kernel", plan, shapes, weight)
+    return Quantized(values, inverse), transposed
 
 
-def cast_both(source: Source, arrays: Sequence[jax.Array], dtype: Any, expected: Sequence[Seen | None]) -> list[Both]:
-    """What the source makes of arrays, of which the first is [M, K], in an FP8 format, saturating; by a kernel where it
-    can.
+def cast_both(
+    source: Source, arrays: Sequence[jax.Array], dtype: DTypeLike, expected: Sequence[AmaxHistory | None]
+) -> list[QuantizedPair]:
+    """Quantize what the source computes with one scale per tensor, as it is and transposed; by a kernel if one applies.
 
     Args:
-        expected: what each result is scaled for; None: its own largest magnitude.
+        source: function from the arrays to the operands.
+        arrays: inputs of the source, of which the first is [M, K].
+        dtype: FP8 format; the cast saturates.
+        expected: for each operand the magnitudes that determine its scale; None to use its own amax.
     """
-    if not takes(arrays[0]):
-        return [_cast_plainly(x, dtype, seen) for x, seen in zip(source.compute(*arrays), expected, strict=True)]
-    if source.tiles_kernel is not None and all(seen is None for seen in expected):
+    if not kernel_applies(arrays[0]):
+        return [_cast_plainly(x, dtype, history) for x, history in zip(source.compute(*arrays), expected, strict=True)]
+    if source.tiles_kernel is not None and all(history is None for history in expected):
         return _cast_by_tiles(source.tiles_kernel, source, arrays, dtype, len(expected))
-    given = [seen for seen in expected if seen is not None]
-    histories = [seen.state for seen in given] or [absolute_maximum(x).reshape(1) for x in source.compute(*arrays)]
+    given = [history for history in expected if history is not None]
+    histories = [history.state for history in given] or [
+        absolute_maximum(x).reshape(1) for x in source.compute(*arrays)
+    ]
     plan, shape = _plan(source, arrays[0], dtype, given), arrays[0].shape
     shapes = ((shape, dtype), (shape[::-1], dtype), ((plan.programs,), jnp.float32), ((), jnp.float32))
     results = _launch(source.kernel, plan, shapes * len(expected), *arrays, *histories)
     return [_both(*results[start : start + 4]) for start in range(0, len(results), 4)]
 
 
-def _plan(source: Source, x: jax.Array, dtype: Any, given: Sequence[Seen]) -> Plan:
+def _plan(source: Source, x: jax.Array, dtype: DTypeLike, given: Sequence[AmaxHistory]) -> QuantizePlan:
     rows, columns = x.shape
-    plan = Plan(rows, columns, source.width, largest(dtype))
+    plan = QuantizePlan(rows, columns, source.width, largest(dtype))
     if not given:
         return plan
-    seen, history = given[0], given[0].state.shape[-1]
-    return dataclasses.replace(plan, first=seen.role * history, seen=history, unseen=seen.unseen)
+    amax_history, length = given[0], given[0].state.shape[-1]
+    return dataclasses.replace(
+        plan,
+        history_start=amax_history.role * length,
+        history=length,
+        default_amax=amax_history.default_amax,
+    )
 
 
-def _cast_by_tiles(kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: Any, count: int) -> list[Both]:
-    """First each tile with a scale of its own: to read those bytes again takes less than what they are computed of."""
+def _cast_by_tiles(
+    kernel: str, source: Source, arrays: Sequence[jax.Array], dtype: DTypeLike, count: int
+) -> list[QuantizedPair]:
+    """Quantize in two passes: each tile with its own scale, then all with the scale of the largest.
+
+    Reading the FP8 tiles again moves fewer bytes than computing the operands twice.
+    """
     shape, plan = arrays[0].shape, _plan(source, arrays[0], dtype, ())
     tiles = _launch(kernel, plan, ((shape, dtype), ((plan.programs,), jnp.float32)) * count, *arrays, warps=_TILE_WARPS)
     found = []
     for x, maxima in zip(tiles[::2], tiles[1::2], strict=True):
         shapes = ((shape, dtype), (shape[::-1], dtype), ((), jnp.float32))
         history = maxima.max().reshape(1)
-        values, turned, inverse = _launch("recast_kernel", plan, shapes, x, maxima, history, warps=_TILE_WARPS)
-        found.append(_both(values, turned, history, inverse))
+        values, transposed, inverse = _launch("recast_kernel", plan, shapes, x, maxima, history, warps=_TILE_WARPS)
+        found.append(_both(values, transposed, history, inverse))
     return found
 
 
-def _cast_plainly(x: jax.Array, dtype: Any, expected: Seen | None) -> Both:
+def _cast_plainly(x: jax.Array, dtype: DTypeLike, expected: AmaxHistory | None) -> QuantizedPair:
     amax = absolute_maximum(x)
     scale = power_of_two_scale(amax if expected is None else expected.amax, dtype)
-    # Without a barrier XLA may drop the rounding together with the conversion back in front of a product.
+    # Without the barrier XLA may cancel the rounding against the conversion back in front of a matmul.
     values = jax.lax.optimization_barrier(saturating_cast(x, scale, dtype))
     return _both(values, values.T, amax.reshape(1), 1.0 / scale)
 
 
-def _both(values: jax.Array, turned: jax.Array, maxima: jax.Array, inverse_scale: jax.Array) -> Both:
-    return Both(Quantized(values, inverse_scale), Quantized(turned, inverse_scale), maxima)
+def _both(values: jax.Array, transposed: jax.Array, maxima: jax.Array, inverse_scale: jax.Array) -> QuantizedPair:
+    return QuantizedPair(Quantized(values, inverse_scale), Quantized(transposed, inverse_scale), maxima)
 
 
 def state_gradient(state: jax.Array, maxima: Sequence[jax.Array]) -> jax.Array:
-    """`state.state_gradient` of one-dimensional maxima, by a kernel where it can: XLA makes several of it."""
-    if not _runs_here():
+    """Compute `state.state_gradient` of one-dimensional maxima, by one kernel if possible; XLA needs several."""
+    if not _kernels_available():
         return plain_state_gradient(state, maxima)
     inputs, weights, gradients = maxima
-    plan = Maxima(inputs.size, weights.size, gradients.size, state.shape[-1])
+    plan = MaximaPlan(inputs.size, weights.size, gradients.size, state.shape[-1])
     (found,) = _launch("maxima_kernel", plan, ((state.shape, jnp.float32),), *maxima)
     return found
 
 
-def takes(x: jax.Array) -> bool:
-    """Whether the kernels run here, and the shape is theirs."""
-    return _runs_here() and x.ndim == 2 and not any(n % BLOCK for n in x.shape)
+def kernel_applies(x: jax.Array) -> bool:
+    """Return True if the kernels run on the target and support the shape of x."""
+    return _kernels_available() and x.ndim == 2 and not any(n % BLOCK for n in x.shape)
 
 
-def _runs_here() -> bool:
-    """Whether kernels are installed, and the target is their own; XLA cannot partition them."""
+def _kernels_available() -> bool:
+    """Return True if the kernels are installed and run on the target, and XLA need not partition them."""
     capability = current_target().compute_capability
     installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
     return installed and capability is not None and capability >= _LEAST_CAPABILITY and not automatic_axes()
 
 
 def _launch(
-    kernel: str, plan: Plan | Maxima, shapes: Any, *arrays: jax.Array, warps: int = _WARPS
+    kernel: str,
+    plan: QuantizePlan | MaximaPlan,
+    shapes: Sequence[tuple[tuple[int, ...], DTypeLike]],
+    *arrays: jax.Array,
+    warps: int = _WARPS,
 ) -> tuple[jax.Array, ...]:
-    """Results of these shapes and dtypes."""
+    """Call a kernel of `triton_quantize` on arrays; `shapes` are the (shape, dtype) of its results."""
     import jax_triton
 
     from pallas_kernels.fp8 import triton_quantize

@@ -1,19 +1,22 @@
-"""Rounds a tile to FP8, as it is and turned, in one pass: with one scale, or with one for 128 values.
+"""Kernels that quantize a tile to FP8, as it is and transposed, in one pass: with one scale, or one per 128 values.
 
-With one scale also what has just been computed of other arrays: RMSNorm, SwiGLU, and its gradients.
+They also quantize RMSNorm, SwiGLU and the gradients of SwiGLU, computed from other arrays in the same pass.
 """
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows, nor what jit returns.
+# Constants of a Triton kernel are annotated as constexpr: type checkers know neither its attributes nor that numbers
+# and strings become one, nor what jit returns.
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportArgumentType=false
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def group_scale(amax, limit: tl.constexpr):
-    """`formats.power_of_two_scale` for a format with this largest number, which is 1.75 times a power of two.
+    """Return `formats.power_of_two_scale` for a format whose largest number, `limit`, is 1.75 times a power of two.
 
-    Bit by bit, without the division: the exponents' difference, less one where amax is over 1.75 of its own power.
+    Computed on bits, without a division: the difference of the exponents, minus one if amax exceeds 1.75 times its own
+    power of two.
     """
     exponent = (amax.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
     power: tl.constexpr = 254 + (15 if limit > 448 else 8)
@@ -22,18 +25,21 @@ def group_scale(amax, limit: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x, values, inverse, turned_values, turned_inverse, plan: tl.constexpr):
-    """One tile of x [rows, columns]; values as x, turned_values [columns, rows], scales [tiles, rows or columns]."""
+def quantize_kernel(x, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
+    """Quantize one tile of x [rows, columns] with a scale per 128 values.
+
+    Writes values [rows, columns], transposed_values [columns, rows] and scales [tiles, rows or columns].
+    """
     rows, columns = tile_of(plan)
     block = tl.load(x + rows * plan.columns + columns)
-    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
-def quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan: tl.constexpr):
-    """Writes a tile of 128 x 128 with a scale for each of its rows; and turned, with one for each column.
+def quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan: tl.constexpr):
+    """Store a 128 x 128 tile with a scale for each of its rows, and transposed with a scale for each column.
 
-    Multiplied by a power of two it is as exact in two bytes, of which a tile is turned faster.
+    Multiplied by a power of two the tile is exact in two bytes, in which it is transposed faster.
     """
     size = tl.abs(block.to(tl.float32))
     tile = tl.program_id(0)
@@ -44,13 +50,13 @@ def quantize_both(block, values, inverse, turned_values, turned_inverse, rows, c
 
     scale = group_scale(tl.max(size, axis=0)[None, :], plan.limit)
     rounded = tl.trans((block.to(tl.float32) * scale).to(tl.bfloat16)).to(tl.float32).to(values.dtype.element_ty)
-    tl.store(turned_values + tl.trans(columns) * plan.rows + tl.trans(rows), rounded)
-    tl.store(turned_inverse + tile // plan.column_tiles * plan.columns + columns, 1.0 / scale)
+    tl.store(transposed_values + tl.trans(columns) * plan.rows + tl.trans(rows), rounded)
+    tl.store(transposed_inverse + tile // plan.column_tiles * plan.columns + columns, 1.0 / scale)
 
 
 @triton.jit
 def tile_of(plan: tl.constexpr):
-    """Rows [128, 1] and columns [1, width] of this program's tile."""
+    """Return the rows [128, 1] and columns [1, width] of this program's tile."""
     tile = tl.program_id(0)
     rows = tile // plan.column_tiles * 128 + tl.arange(0, 128)
     columns = tile % plan.column_tiles * plan.width + tl.arange(0, plan.width)
@@ -59,49 +65,49 @@ def tile_of(plan: tl.constexpr):
 
 @triton.jit
 def scale_of(history, inverse, plan: tl.constexpr):
-    """The scale [] for the largest of the magnitudes `history`, from `plan.first` on; its inverse is written."""
-    places = tl.arange(0, plan.padded_seen)
-    amax = tl.max(tl.load(history + plan.first + places, places < plan.seen, 0.0))
-    scale = group_scale(tl.where(amax > 0, amax, plan.unseen), plan.limit)
+    """Return the scale [] for the largest magnitude in `history` from `plan.history_start` on; store its inverse."""
+    places = tl.arange(0, plan.padded_history)
+    amax = tl.max(tl.load(history + plan.history_start + places, places < plan.history, 0.0))
+    scale = group_scale(tl.where(amax > 0, amax, plan.default_amax), plan.limit)
     if tl.program_id(0) == 0:
         tl.store(inverse, 1.0 / scale)
     return scale
 
 
 @triton.jit
-def store_both(block, scale, values, turned, rows, columns, plan: tl.constexpr):
-    """Writes a tile times scale [], and turned. Casts saturate."""
+def store_both(block, scale, values, transposed, rows, columns, plan: tl.constexpr):
+    """Store a tile times scale [], and its transpose. Casts saturate."""
     rounded = (block.to(tl.float32) * scale).to(values.dtype.element_ty)
     tl.store(values + rows * plan.columns + columns, rounded)
-    tl.store(turned + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
+    tl.store(transposed + tl.trans(columns) * plan.rows + tl.trans(rows), tl.trans(rounded))
 
 
 @triton.jit
-def cast_kernel(x, history, values, turned, maxima, inverse, plan: tl.constexpr):
-    """x [rows, columns] with one scale."""
+def cast_kernel(x, history, values, transposed, maxima, inverse, plan: tl.constexpr):
+    """Quantize x [rows, columns] with one scale."""
     rows, columns = tile_of(plan)
     scale = scale_of(history, inverse, plan)
     block = tl.load(x + rows * plan.columns + columns)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
 @triton.jit
-def recast_kernel(x, x_maxima, history, values, turned, inverse, plan: tl.constexpr):
-    """The same of an x that is in FP8, each tile with a scale of its own, given by its largest magnitude.
+def recast_kernel(x, x_maxima, history, values, transposed, inverse, plan: tl.constexpr):
+    """Quantize an x in FP8 whose tiles have their own scales, given by their largest magnitudes, with one scale.
 
-    Scales are powers of two: only what falls below the normal numbers of the format is rounded a second time.
+    Scales are powers of two: only values that fall below the normal numbers of the format are rounded a second time.
     """
     rows, columns = tile_of(plan)
     own = 1.0 / group_scale(tl.load(x_maxima + tl.program_id(0)), plan.limit)
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32) * own
-    # Exact in two bytes, of which a tile is turned faster.
-    store_both(block.to(tl.bfloat16), scale_of(history, inverse, plan), values, turned, rows, columns, plan)
+    # Exact in two bytes, in which the tile is transposed faster.
+    store_both(block.to(tl.bfloat16), scale_of(history, inverse, plan), values, transposed, rows, columns, plan)
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), two units in the last place off at most, by a third of the instructions of Triton's own."""
+    """Return 1 / (1 + exp(-x)) with an error of at most two ulp, in a third of the instructions of Triton's own."""
     assembly: tl.constexpr = """
         mul.f32 $0, $1, 0fBFB8AA3B;  // -log2(e)
         ex2.approx.ftz.f32 $0, $0;
@@ -113,7 +119,7 @@ def sigmoid(x):
 
 @triton.jit
 def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
-    """A tile of silu(gate) * up, in their dtype, which the product would have by itself."""
+    """Return a tile of silu(gate) * up, rounded to their dtype as the stored product would be."""
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     block = wide * sigmoid(wide) * tl.load(up + rows * plan.columns + columns).to(tl.float32)
     return block.to(gate.dtype.element_ty)
@@ -121,7 +127,7 @@ def swiglu_of(gate, up, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
-    """A tile of the gradients of gate and up, from that of the product."""
+    """Return a tile of the gradients of gate and up, from that of the product."""
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
     wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)
@@ -133,7 +139,7 @@ def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
 
 @triton.jit
 def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
-    """Writes a tile with a scale of its own, and its largest magnitude."""
+    """Store a tile with its own scale, and its largest magnitude."""
     block = block.to(tl.float32)
     amax = tl.max(tl.abs(block))
     tl.store(
@@ -143,48 +149,48 @@ def store_own_scale(block, values, maxima, rows, columns, plan: tl.constexpr):
 
 
 @triton.jit
-def swiglu_blocks_kernel(gate, up, values, inverse, turned_values, turned_inverse, plan: tl.constexpr):
-    """As `quantize_kernel`, of silu(gate) * up."""
+def swiglu_blocks_kernel(gate, up, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr):
+    """Quantize silu(gate) * up as `quantize_kernel` does."""
     rows, columns = tile_of(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
-    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
 def swiglu_gradients_blocks_kernel(  # noqa: PLR0913
-    gate, up, d_out, gate_values, gate_inverse, gate_turned, gate_turned_inverse,
-    up_values, up_inverse, up_turned, up_turned_inverse, plan: tl.constexpr,
+    gate, up, d_out, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse,
+    up_values, up_inverse, up_transposed, up_transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """As `quantize_kernel`, of the gradients of gate and up."""
+    """Quantize the gradients of gate and up as `quantize_kernel` does."""
     rows, columns = tile_of(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
-    quantize_both(d_gate, gate_values, gate_inverse, gate_turned, gate_turned_inverse, rows, columns, plan)
-    quantize_both(d_up, up_values, up_inverse, up_turned, up_turned_inverse, rows, columns, plan)
+    quantize_both(d_gate, gate_values, gate_inverse, gate_transposed, gate_transposed_inverse, rows, columns, plan)
+    quantize_both(d_up, up_values, up_inverse, up_transposed, up_transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
-def weight_kernel(x, values, turned, inverse, plan: tl.constexpr):
-    """x [rows, columns] with a scale for each tile of 128 x 128."""
+def weight_kernel(x, values, transposed, inverse, plan: tl.constexpr):
+    """Quantize x [rows, columns] with a scale for each tile of 128 x 128."""
     rows, columns = tile_of(plan)
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
     scale = group_scale(tl.max(tl.abs(block)), plan.limit)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(inverse + tl.program_id(0), 1.0 / scale)
 
 
 @triton.jit
-def swiglu_kernel(gate, up, history, values, turned, maxima, inverse, plan: tl.constexpr):
-    """silu(gate) * up, both [rows, columns], with one scale."""
+def swiglu_kernel(gate, up, history, values, transposed, maxima, inverse, plan: tl.constexpr):
+    """Quantize silu(gate) * up, both [rows, columns], with one scale."""
     rows, columns = tile_of(plan)
     scale = scale_of(history, inverse, plan)
     block = swiglu_of(gate, up, rows, columns, plan)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
 @triton.jit
 def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
-    """The same, each tile with a scale of its own."""
+    """Quantize silu(gate) * up, each tile with its own scale."""
     rows, columns = tile_of(plan)
     block = swiglu_of(gate, up, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
@@ -192,22 +198,22 @@ def swiglu_tiles_kernel(gate, up, values, maxima, plan: tl.constexpr):
 
 @triton.jit
 def swiglu_gradients_kernel(  # noqa: PLR0913
-    gate, up, d_out, gate_history, up_history, gate_values, gate_turned, gate_maxima, gate_inverse,
-    up_values, up_turned, up_maxima, up_inverse, plan: tl.constexpr,
+    gate, up, d_out, gate_history, up_history, gate_values, gate_transposed, gate_maxima, gate_inverse,
+    up_values, up_transposed, up_maxima, up_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of gate and up, all [rows, columns], each with one scale."""
+    """Quantize the gradients of gate and up, all [rows, columns], each with one scale."""
     rows, columns = tile_of(plan)
     gate_scale, up_scale = scale_of(gate_history, gate_inverse, plan), scale_of(up_history, up_inverse, plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
-    store_both(d_gate, gate_scale, gate_values, gate_turned, rows, columns, plan)
+    store_both(d_gate, gate_scale, gate_values, gate_transposed, rows, columns, plan)
     tl.store(gate_maxima + tl.program_id(0), tl.max(tl.abs(d_gate.to(tl.float32))))
-    store_both(d_up, up_scale, up_values, up_turned, rows, columns, plan)
+    store_both(d_up, up_scale, up_values, up_transposed, rows, columns, plan)
     tl.store(up_maxima + tl.program_id(0), tl.max(tl.abs(d_up.to(tl.float32))))
 
 
 @triton.jit
 def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_values, up_maxima, plan: tl.constexpr):
-    """The same, each tile with a scale of its own."""
+    """Quantize the gradients of gate and up, each tile with its own scale."""
     rows, columns = tile_of(plan)
     d_gate, d_up = swiglu_gradients_of(gate, up, d_out, rows, columns, plan)
     store_own_scale(d_gate, gate_values, gate_maxima, rows, columns, plan)
@@ -216,23 +222,23 @@ def swiglu_gradients_tiles_kernel(gate, up, d_out, gate_values, gate_maxima, up_
 
 @triton.jit
 def norm_of(x, inverse_rms, gain, rows, columns, plan: tl.constexpr):
-    """A tile of x * inverse_rms * gain, in the dtype of x."""
+    """Return a tile of x * inverse_rms * gain in the dtype of x."""
     block = tl.load(x + rows * plan.columns + columns).to(tl.float32)
     return (block * tl.load(inverse_rms + rows) * tl.load(gain + columns)).to(x.dtype.element_ty)
 
 
 @triton.jit
-def norm_kernel(x, inverse_rms, gain, history, values, turned, maxima, inverse, plan: tl.constexpr):
-    """x [rows, columns] * inverse_rms [rows] * gain [columns], with one scale."""
+def norm_kernel(x, inverse_rms, gain, history, values, transposed, maxima, inverse, plan: tl.constexpr):
+    """Quantize x [rows, columns] * inverse_rms [rows] * gain [columns] with one scale."""
     rows, columns = tile_of(plan)
     block, scale = norm_of(x, inverse_rms, gain, rows, columns, plan), scale_of(history, inverse, plan)
-    store_both(block, scale, values, turned, rows, columns, plan)
+    store_both(block, scale, values, transposed, rows, columns, plan)
     tl.store(maxima + tl.program_id(0), tl.max(tl.abs(block.to(tl.float32))))
 
 
 @triton.jit
 def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
-    """The same, each tile with a scale of its own."""
+    """Quantize x * inverse_rms * gain, each tile with its own scale."""
     rows, columns = tile_of(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
     store_own_scale(block, values, maxima, rows, columns, plan)
@@ -240,17 +246,17 @@ def norm_tiles_kernel(x, inverse_rms, gain, values, maxima, plan: tl.constexpr):
 
 @triton.jit
 def norm_blocks_kernel(
-    x, inverse_rms, gain, values, inverse, turned_values, turned_inverse, plan: tl.constexpr,
+    x, inverse_rms, gain, values, inverse, transposed_values, transposed_inverse, plan: tl.constexpr,
 ):  # fmt: skip
-    """As `quantize_kernel`, of the same."""
+    """Quantize x * inverse_rms * gain as `quantize_kernel` does."""
     rows, columns = tile_of(plan)
     block = norm_of(x, inverse_rms, gain, rows, columns, plan)
-    quantize_both(block, values, inverse, turned_values, turned_inverse, rows, columns, plan)
+    quantize_both(block, values, inverse, transposed_values, transposed_inverse, rows, columns, plan)
 
 
 @triton.jit
 def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
-    """Largest of each, in the first places of the three rows of `found` [3, seen]; zeros behind."""
+    """Store the maximum of each role's values in the first column of `found` [3, history], followed by zeros."""
     role = tl.program_id(0)
     if role == 0:
         largest = largest_of(inputs, plan.inputs)
@@ -258,13 +264,13 @@ def maxima_kernel(inputs, weights, gradients, found, plan: tl.constexpr):
         largest = largest_of(weights, plan.weights)
     else:
         largest = largest_of(gradients, plan.gradients)
-    places = tl.arange(0, plan.padded_seen)
-    tl.store(found + role * plan.seen + places, tl.where(places == 0, largest, 0.0), places < plan.seen)
+    places = tl.arange(0, plan.padded_history)
+    tl.store(found + role * plan.history + places, tl.where(places == 0, largest, 0.0), places < plan.history)
 
 
 @triton.jit
 def largest_of(values, count: tl.constexpr):
-    """Of so many."""
+    """Return the maximum over the first `count` values."""
     places = tl.arange(0, 4096)
     largest = tl.zeros([4096], tl.float32)
     for start in range(0, count, 4096):

@@ -1,1 +1,1 @@
-"""An activation and the product with it, of a feed-forward."""
+"""The activation of a feed-forward layer and the matmul after it, as one operation."""

@@ -1,4 +1,4 @@
-"""Elementwise activations of a feed-forward, each with its gradient written out, for the pieces of a kernel."""
+"""Elementwise activations of a feed-forward layer, each with its gradient written out for use in a kernel."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,15 @@ _CUBE = 0.044715 * _SLOPE
 
 
 class Activation(NamedTuple):
-    """hidden = forward(*inputs); the gradients of the inputs are gradient(inputs, d_hidden). All of one shape."""
+    """An activation hidden = forward(*inputs), with gradient(inputs, d_hidden), the gradients of the inputs.
+
+    All arrays have one shape.
+
+    Attributes:
+        inputs: number of inputs.
+        forward: the activation.
+        gradient: its gradient.
+    """
 
     inputs: int
     forward: Callable[..., jax.Array]
@@ -31,7 +39,7 @@ def _gelu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
 
 
 def _swiglu_gradient(inputs: Arrays, d_hidden: jax.Array) -> Arrays:
-    # `swiglu_gradients` of one piece in registers: the sigmoid by tanh, which is an instruction of its own.
+    # As `swiglu_gradients`, with the sigmoid computed by tanh, for which GPUs have an instruction.
     gate, up = inputs
     sigmoid = 0.5 + 0.5 * jnp.tanh(0.5 * gate)
     silu = gate * sigmoid
@@ -42,4 +50,4 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(1, lambda x: jax.nn.gelu(x, approximate=True), _gelu_gradient),
     "swiglu": Activation(2, swiglu, _swiglu_gradient),
 }
-"""Hendrycks & Gimpel 2016, by tanh; Shazeer 2020, of gate and up."""
+"""GELU with tanh (Hendrycks and Gimpel, arXiv:1606.08415), and SwiGLU of gate and up (Shazeer, arXiv:2002.05202)."""

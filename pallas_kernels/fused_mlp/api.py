@@ -1,8 +1,8 @@
-"""An activation and the product with it: the second half of a feed-forward."""
+"""`activated_matmul`: an activation and the matmul after it, the second half of a feed-forward layer."""
 
 from collections.abc import Sequence
 
-import jax
+from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.fused_mlp import mosaic, xla
@@ -11,32 +11,38 @@ from pallas_kernels.fused_mlp.request import make_request
 BACKENDS = (
     Backend(
         "mosaic",
-        "the activation's gradient inside of the backward's product",
+        "the backward's matmul computes the activation's gradient",
         mosaic.unsupported_reason,
         mosaic.multiply,
         opaque=True,
     ),
-    Backend("xla", "a product and an elementwise pass, anywhere", xla.unsupported_reason, xla.multiply),
-)  # fmt: skip
+    Backend("xla", "an elementwise pass and a matmul, on every device", xla.unsupported_reason, xla.multiply),
+)
 
 
 def activated_matmul(
-    inputs: Sequence[jax.Array], weight: jax.Array, activation: str, *, implementation: str | None = None
-) -> jax.Array:
-    """activation(*inputs) @ weight, differentiable in both.
+    inputs: Sequence[Float[Array, "*rows F"]],
+    weight: Float[Array, "F D"],
+    activation: str,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "*rows D"]:
+    """Compute activation(*inputs) @ weight, differentiable in the inputs and the weight.
 
     Args:
-        inputs: each [..., F], as many as the activation takes.
-        weight: [F, D], of the dtype of the inputs.
-        activation: "gelu_tanh" (one input; Hendrycks & Gimpel, arXiv:1606.08415) or "swiglu" (gate and up; Shazeer,
+        inputs: arrays [..., F], as many as the activation takes.
+        weight: [F, D] in the dtype of the inputs.
+        activation: "gelu_tanh" (one input; Hendrycks and Gimpel, arXiv:1606.08415) or "swiglu" (gate and up; Shazeer,
             arXiv:2002.05202).
-        implementation: a name of `BACKENDS`; None takes the first that fits. A named one never falls back.
+        implementation: name of a backend in `BACKENDS`; None takes the first that supports the call. A named backend
+            never falls back.
 
     Returns:
         [..., D] in the dtype of the inputs.
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an unknown implementation.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     request = make_request(inputs, weight, activation)
     return select("activated_matmul", BACKENDS, implementation, request).call(request)

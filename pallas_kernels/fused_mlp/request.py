@@ -1,4 +1,4 @@
-"""What one call of the activated matmul asks for, checked."""
+"""A call of the activated matmul with its arguments checked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,15 @@ from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call, its rules already checked: inputs each [..., F], weight [F, D]."""
+class ActivatedMatmulRequest:
+    """A call with its arguments checked.
+
+    Attributes:
+        inputs: arrays [..., F].
+        weight: [F, D].
+        activation: a key of `ACTIVATIONS`.
+        target: the device that the call is lowered for.
+    """
 
     inputs: tuple[jax.Array, ...]
     weight: jax.Array
@@ -20,6 +27,7 @@ class Request:
 
     @property
     def rows(self) -> int:
+        """Number of rows of each input, with leading dims merged."""
         return self.inputs[0].size // self.weight.shape[0]
 
     def __str__(self) -> str:
@@ -27,11 +35,11 @@ class Request:
         return f"{self.activation} of {list(x.shape)} {x.dtype.name} times {list(self.weight.shape)} on {self.target}"
 
 
-def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str) -> Request:
-    """Checks the arguments of `activated_matmul`.
+def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str) -> ActivatedMatmulRequest:
+    """Check the arguments of `activated_matmul`.
 
     Raises:
-        ValueError: a rule is broken; the message names it, the values and the way out.
+        ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}; got {activation!r}")
@@ -44,4 +52,4 @@ def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str
         raise ValueError(f"the inputs must have one shape, and they and weight one dtype; {shown}")
     if weight.ndim != 2 or not weight.size or inputs[0].ndim < 1 or inputs[0].shape[-1] != weight.shape[0]:
         raise ValueError(f"weight [F, D] must have as many rows as the last dim of the inputs [..., F]; {shown}")
-    return Request(tuple(inputs), weight, activation, current_target())
+    return ActivatedMatmulRequest(tuple(inputs), weight, activation, current_target())

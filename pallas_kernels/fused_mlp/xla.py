@@ -1,22 +1,23 @@
-"""The activated matmul as XLA makes it: of the activation only the inputs are kept on a GPU."""
+"""The activated matmul in XLA; on a GPU only the inputs of the activation are saved for the backward."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
-from pallas_kernels.fused_mlp.request import Request
+from pallas_kernels.fused_mlp.request import ActivatedMatmulRequest
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Nothing."""
+def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
+    """Return None: this backend computes every call."""
     del request
     return None
 
 
-def multiply(request: Request) -> jax.Array:
-    """[..., D]."""
+def multiply(request: ActivatedMatmulRequest) -> Float[Array, "*rows D"]:
+    """Return activation(*inputs) @ weight, [..., D]."""
     activation = ACTIVATIONS[request.activation].forward
-    # A GPU's memory is slower than its arithmetic.
+    # A GPU recomputes the activation faster than it reads it from memory.
     activation = activation if request.target.platform == "cpu" else jax.checkpoint(activation)
     hidden = activation(*request.inputs)
     width, columns = request.weight.shape

@@ -1,1 +1,1 @@
-"""One matmul for each group of rows: `api.grouped_matmul` chooses among this folder's backends."""
+"""A matmul per group of rows: `api.grouped_matmul` chooses among the backends of this folder."""

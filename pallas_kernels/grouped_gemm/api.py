@@ -1,65 +1,77 @@
-"""Rows in groups, each times its group's matrix: the matmul of a mixture of experts."""
+"""`grouped_matmul`: rows in groups, each multiplied with its group's matrix, as in a mixture of experts."""
 
-import jax
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.grouped_gemm import mosaic, reference, xla
-from pallas_kernels.grouped_gemm.request import Request, make_request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest, make_request
 
 
-def _by_name_only(request: Request) -> str:
+def _by_name_only(request: GroupedMatmulRequest) -> str:
     del request
-    return "runs only when asked for by name"
+    return "runs only if asked for by name"
 
 
 BACKENDS = (
     Backend(
         "mosaic",
-        "Hopper's tensor cores, one launch for all groups",
+        "our Hopper kernels, one launch for all groups",
         mosaic.unsupported_reason,
         mosaic.multiply,
         opaque=True,
     ),
-    Backend("xla", "a loop over tiles of rows, anywhere", xla.unsupported_reason, xla.multiply),
+    Backend("xla", "a loop over tiles of rows, on every device", xla.unsupported_reason, xla.multiply),
     Backend(
-        "reference", "the contract, G times the work", reference.unsupported_reason, reference.multiply, _by_name_only
+        "reference",
+        "the definition that backends are tested against, G times the work",
+        reference.unsupported_reason,
+        reference.multiply,
+        _by_name_only,
     ),
 )
 
 
 def grouped_matmul(
-    x: jax.Array,
-    weights: jax.Array,
-    group_sizes: jax.Array,
+    x: Float[Array, "R D"],
+    weights: Float[Array, "G D F"],
+    group_sizes: Int[Array, " G"],
     *,
     alignment: int = 1,
     implementation: str | None = None,
-) -> jax.Array:
-    """Row r of group g gives x[r] @ weights[g], with float32 accumulation; differentiable in x and weights.
+) -> Float[Array, "R F"]:
+    """Multiply each row with its group's matrix, x[r] @ weights[g], with float32 accumulation; differentiable in both.
 
-    The groups lie in x one after the other, in the order of the matrices. Their sizes are data: they may be of any
-    kind, also 0, as long as they fit into the rows of x.
+    The groups are contiguous in x, in the order of the matrices. Their sizes are data: any sizes, including 0, whose
+    sum fits into the rows of x.
 
     Args:
-        x: [R, D].
-        weights: [G, D, F], of the dtype of x.
-        group_sizes: integers [G], rows of each group.
-        alignment: every group begins at a multiple of it, and the rows between the end of one and the begin of the next
-            are 0. `grouped_matmul_alignment` tells which one needs no copy.
-        implementation: a name of `BACKENDS`; None takes the first that fits. A named one never falls back.
+        x: rows [R, D].
+        weights: one matrix per group, [G, D, F], in the dtype of x.
+        group_sizes: number of rows of each group, integers [G].
+        alignment: every group starts at a multiple of this row number, and the padding rows between the groups are 0.
+            `grouped_matmul_alignment` returns the alignment that avoids a copy.
+        implementation: name of a backend in `BACKENDS`; None takes the first that supports the call. A named backend
+            never falls back.
 
     Returns:
-        [R, F] in the dtype of x; rows that belong to no group are 0.
+        [R, F] in the dtype of x; rows outside of every group are 0.
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an unknown implementation.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
     request = make_request(x, weights, group_sizes, alignment)
     return select("grouped_matmul", BACKENDS, implementation, request).call(request)
 
 
 def grouped_matmul_alignment(rows: int, groups: int, *, implementation: str | None = None) -> int:
-    """The alignment that `grouped_matmul` works with itself, here, for so many rows in so many groups."""
+    """Return the alignment with which `grouped_matmul` makes no copy, on the current target.
+
+    Args:
+        rows: total number of rows.
+        groups: number of groups.
+        implementation: name of a backend, or None for the automatic choice.
+    """
     if implementation == "mosaic" or (implementation is None and mosaic.unsupported_target() is None):
         return mosaic.TILE_ROWS
     return xla.preferred_tile(rows, groups)

@@ -1,30 +1,28 @@
-"""Where groups of rows lie: one after the other, each from a multiple of an alignment on.
+"""Positions of groups of rows: contiguous, each starting at a multiple of an alignment.
 
-A kernel that works in tiles of rows wants every tile in one group. The rows between the end of a group and the start of
-the next are then padding. The number of rows is known while tracing, the sizes of the groups are not.
+A kernel that works in tiles of rows needs every tile to belong to one group. The rows between the end of a group and
+the start of the next are then padding. The number of rows is known while tracing, the sizes of the groups are not.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
 def aligned_rows(rows: int, groups: int, alignment: int) -> int:
-    """Rows that suffice for `rows` rows in `groups` groups of any sizes, each from a multiple of `alignment` on."""
+    """Return a number of rows that suffices for `rows` rows in `groups` groups of any sizes, with this alignment."""
     most = rows + min(groups, rows) * (alignment - 1)
     return most // alignment * alignment
 
 
 def group_bounds(sizes: jax.Array, alignment: int) -> tuple[jax.Array, jax.Array]:
-    """(first row of each group, its end with the padding), int32 [G] each."""
+    """Return the first row of each group, and its end including padding, int32 [G] each."""
     taken = (sizes + (alignment - 1)) // alignment * alignment
     ends = jnp.cumsum(taken, dtype=jnp.int32)
     return ends - taken, ends
 
 
 def group_of_tiles(sizes: jax.Array, alignment: int, tiles: int) -> tuple[jax.Array, jax.Array]:
-    """Of tiles of `alignment` rows: (group of each, int32 [tiles]; number of tiles that belong to a group, [])."""
+    """Return the group of each tile of `alignment` rows, int32 [tiles], and the number [] of tiles in groups."""
     ends = group_bounds(sizes, alignment)[1] // alignment
     first = jnp.arange(tiles, dtype=jnp.int32)
     group = jnp.searchsorted(ends, first, side="right", method="compare_all").astype(jnp.int32)
@@ -32,12 +30,12 @@ def group_of_tiles(sizes: jax.Array, alignment: int, tiles: int) -> tuple[jax.Ar
 
 
 def realign(x: jax.Array, sizes: jax.Array, old: int, new: int, rows: int) -> jax.Array:
-    """The rows [R, D] of groups aligned to `old` as [rows, D] aligned to `new`; what belongs to no group is 0."""
+    """Copy the rows [R, D] of groups aligned to `old` to [rows, D] aligned to `new`; 0 outside of every group."""
     starts, ends = group_bounds(sizes, new)
     row = jnp.arange(rows, dtype=jnp.int32)
     group = jnp.searchsorted(ends, row, side="right", method="compare_all")
     group = jnp.minimum(group, sizes.shape[0] - 1)
     offset = row - starts[group]
     found = (offset >= 0) & (offset < sizes[group])
-    source: Any = jnp.where(found, group_bounds(sizes, old)[0][group] + offset, x.shape[0])
+    source = jnp.where(found, group_bounds(sizes, old)[0][group] + offset, x.shape[0])
     return x.at[source].get(mode="fill", fill_value=0)

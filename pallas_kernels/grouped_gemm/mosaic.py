@@ -1,11 +1,11 @@
-"""The grouped matmul by our own Hopper kernels: one launch for all groups, whose sizes may be anything."""
+"""Backend of the grouped matmul on Hopper: one launch for all groups, of any sizes."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_gemm import products
 from pallas_kernels.grouped_gemm.mosaic_kernels import Kernels
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 from pallas_kernels.hopper import target as hopper
 from pallas_kernels.target import Target, current_target, multiprocessors
 
@@ -15,12 +15,12 @@ INTERPRET = False
 
 
 def unsupported_target(target: Target | None = None) -> str | None:
-    """Why the kernels do not run here at all."""
+    """Return why the kernels do not run on the target at all, or None."""
     return hopper.unsupported_target(target or current_target(), INTERPRET)
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """The first rule that the request breaks."""
+def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
+    """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target)
     if reason is not None:
         return reason
@@ -32,7 +32,7 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
-def multiply(request: Request) -> jax.Array:
-    """[R, F] in the dtype of x."""
+def multiply(request: GroupedMatmulRequest) -> jax.Array:
+    """Multiply the rows of each group with its matrix: [R, F] in the dtype of x."""
     programs = 2 if INTERPRET else multiprocessors()
     return products.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

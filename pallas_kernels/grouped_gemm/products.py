@@ -1,33 +1,44 @@
-"""The gradients, the same for every backend that works in tiles: three products, and rows laid out for them."""
+"""The gradients of the grouped matmul, for every backend that works in tiles: three matmuls, and aligned rows."""
 
 from functools import partial
 from typing import Protocol
 
 import jax
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.grouped_gemm.groups import aligned_rows, realign
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
 class Products(Protocol):
-    """What a backend computes; hashable. Rows are aligned to `tile`, and rows of x that belong to no group are 0."""
+    """The matmuls of a backend, hashable.
+
+    Groups of rows are aligned to `tile`, and rows of x outside of every group are 0.
+    """
 
     @property
     def tile(self) -> int:
-        """Rows of a tile, which belongs to one group."""
+        """Number of rows of a tile; each tile belongs to one group."""
         ...
 
-    def rows(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-        """[R, D] x [G, D, F] -> [R, F]; `transposed`: [R, F] x [G, D, F] -> [R, D]. Rows of no group are 0."""
+    def rows(
+        self, x: Float[Array, "R _"], weights: Float[Array, "G D F"], sizes: Int32[Array, " G"], transposed: bool
+    ) -> Float[Array, "R _"]:
+        """Multiply each row with its group's matrix, [R, D] x [G, D, F] -> [R, F]; rows outside of every group give 0.
+
+        With `transposed`: [R, F] x [G, D, F] -> [R, D].
+        """
         ...
 
-    def matrices(self, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-        """The sum over a group's rows of x [R, D] times y [R, F] -> [G, D, F]; empty groups are 0."""
+    def matrices(
+        self, x: Float[Array, "R D"], y: Float[Array, "R F"], sizes: Int32[Array, " G"]
+    ) -> Float[Array, "G D F"]:
+        """Return, for each group, the sum over its rows of x [R, D] times y [R, F], [G, D, F]; 0 for empty groups."""
         ...
 
 
-def multiply(products: Products, request: Request) -> jax.Array:
-    """The request by these products; groups that are not aligned to their tiles are copied to where they are."""
+def multiply(products: Products, request: GroupedMatmulRequest) -> jax.Array:
+    """Compute the request with these matmuls, copying groups to aligned rows if they are not aligned to the tiles."""
     return _multiply(products, request.alignment, request.x, request.weights, request.group_sizes)
 
 

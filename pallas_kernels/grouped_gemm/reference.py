@@ -1,24 +1,24 @@
-"""Every row times every group's matrix in float32, and a mask: the contract that every backend is tested against."""
+"""Every row times every group's matrix in float32, and a mask: the definition that every backend is tested against."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_gemm.groups import group_bounds
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Nothing: it costs G times the work."""
+def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
+    """Return None: the reference computes every call, with G times the work."""
     del request
     return None
 
 
-def multiply(request: Request) -> jax.Array:
-    """[R, F] in the dtype of x."""
+def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
+    """Return [R, F] in the dtype of x."""
     x, weights = request.x, request.weights
     starts, _ = group_bounds(request.group_sizes, request.alignment)
     row = jnp.arange(x.shape[0])[:, None]
-    mine = (row >= starts) & (row < starts + request.group_sizes)
+    in_group = (row >= starts) & (row < starts + request.group_sizes)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     products = jnp.einsum("rd,gdf->rgf", x.astype(dtype), weights.astype(dtype), precision="highest")
-    return jnp.where(mine[..., None], products, 0).sum(axis=1).astype(x.dtype)
+    return jnp.where(in_group[..., None], products, 0).sum(axis=1).astype(x.dtype)

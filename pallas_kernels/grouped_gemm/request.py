@@ -1,4 +1,4 @@
-"""What one call of the grouped matmul asks for, checked. Dimensions: R rows, G groups, D and F of the matrices."""
+"""A call of the grouped matmul with its arguments checked. Dims: R rows, G groups, D and F of the matrices."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,16 @@ from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call, its rules already checked: x [R, D], weights [G, D, F], group_sizes int32 [G]."""
+class GroupedMatmulRequest:
+    """A call with its arguments checked.
+
+    Attributes:
+        x: rows [R, D].
+        weights: [G, D, F].
+        group_sizes: int32 [G].
+        alignment: every group starts at a multiple of this row number.
+        target: the device that the call is lowered for.
+    """
 
     x: jax.Array
     weights: jax.Array
@@ -25,11 +33,11 @@ class Request:
         )
 
 
-def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, alignment: int) -> Request:
-    """Checks the arguments of `grouped_matmul`.
+def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, alignment: int) -> GroupedMatmulRequest:
+    """Check the arguments of `grouped_matmul`.
 
     Raises:
-        ValueError: a rule is broken; the message names it, the values and the way out.
+        ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
     x, weights, group_sizes = jnp.asarray(x), jnp.asarray(weights), jnp.asarray(group_sizes)
     shapes = f"got x {list(x.shape)}, weights {list(weights.shape)}, group_sizes {list(group_sizes.shape)}"
@@ -48,4 +56,4 @@ def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, align
         raise ValueError(f"group_sizes must be integers, got {group_sizes.dtype}")
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or x.shape[0] % alignment:
         raise ValueError(f"alignment must be at least 1 and divide the rows of x ({x.shape[0]}), got {alignment!r}")
-    return Request(x, weights, group_sizes.astype(jnp.int32), alignment, current_target())
+    return GroupedMatmulRequest(x, weights, group_sizes.astype(jnp.int32), alignment, current_target())

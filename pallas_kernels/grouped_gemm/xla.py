@@ -1,6 +1,6 @@
-"""A loop over tiles of rows, each times its group's matrix: memory and FLOPs of the rows, on any device.
+"""A loop over tiles of rows, each multiplied with its group's matrix: memory and FLOPs of the rows, on any device.
 
-(XLA's own `lax.ragged_dot` is, but for TPUs, a matmul of every row with every group's matrix and a mask.)
+(XLA's own `lax.ragged_dot` is, except on TPUs, a matmul of every row with every group's matrix, and a mask.)
 """
 
 from dataclasses import dataclass
@@ -8,30 +8,34 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_gemm import products
 from pallas_kernels.grouped_gemm.groups import group_of_tiles
-from pallas_kernels.grouped_gemm.request import Request
+from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest
 
 SMALLEST_TILE, LARGEST_TILE = 8, 512
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Nothing."""
+def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
+    """Return None: this backend computes every call."""
     del request
     return None
 
 
 def preferred_tile(rows: int, groups: int) -> int:
-    """A power of two near a quarter of a group's mean size: little padding, and matmuls not too small."""
+    """Return the rows of a tile: a power of two near a quarter of the mean group size.
+
+    That is a compromise between little padding and large matmuls.
+    """
     tile = SMALLEST_TILE
     while tile < LARGEST_TILE and 8 * tile * groups <= rows:
         tile *= 2
     return tile
 
 
-def multiply(request: Request) -> jax.Array:
-    """[R, F] in the dtype of x, float32 accumulation."""
+def multiply(request: GroupedMatmulRequest) -> Float[Array, "R F"]:
+    """Return [R, F] in the dtype of x, with float32 accumulation."""
     tile = request.alignment
     if not SMALLEST_TILE <= tile <= LARGEST_TILE:
         tile = preferred_tile(request.x.shape[0], request.weights.shape[0])
@@ -40,12 +44,12 @@ def multiply(request: Request) -> jax.Array:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The products of `products.Products` as scans over tiles of `tile` rows."""
+    """The matmuls of `products.Products` as scans over tiles of `tile` rows."""
 
     tile: int
 
     def rows(self, x: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-        """[R, D] -> [R, F], or [R, F] -> [R, D]."""
+        """Return [R, D] -> [R, F], or [R, F] -> [R, D] if `transposed`."""
         tiles = x.reshape(-1, self.tile, x.shape[1])
         groups, used = group_of_tiles(sizes, self.tile, tiles.shape[0])
         contracted = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -61,7 +65,7 @@ class Tiles:
         return out.reshape(x.shape[0], -1)
 
     def matrices(self, x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
-        """[R, D], [R, F] -> [G, D, F]; a group's sum is kept in float32."""
+        """Return [R, D], [R, F] -> [G, D, F]; the sum of a group is accumulated in float32."""
         tiles = x.shape[0] // self.tile
         groups, used = group_of_tiles(sizes, self.tile, tiles)
         accumulated = jnp.promote_types(x.dtype, jnp.float32)

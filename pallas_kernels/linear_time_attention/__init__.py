@@ -1,1 +1,1 @@
-"""Attention through feature maps, in time linear in the length: `api.linear_attention`, `api.performer_attention`."""
+"""Attention by feature maps in time linear in the length: `api.linear_attention` and `api.performer_attention`."""

@@ -6,16 +6,25 @@ exp(q . k) is the mean over w ~ N(0, 1) of exp(w . q - |q|^2 / 2) exp(w . k - |k
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.linear_time_attention.features import Features
 
 
-def random_projection(features: int, head_dim: int, *, seed: int = 0, orthogonal: bool = True) -> np.ndarray:
-    """Normal directions, float32 [features, head_dim].
+def random_projection(
+    features: int, head_dim: int, *, seed: int = 0, orthogonal: bool = True
+) -> Float32[np.ndarray, "{features} {head_dim}"]:
+    """Return normally distributed directions, float32 [features, head_dim].
 
     Args:
-        orthogonal: each run of `head_dim` directions is orthogonal, which lowers the estimate's variance; every
-            direction alone is distributed as without.
+        features: number of directions.
+        head_dim: their dimension.
+        seed: seed of the draw.
+        orthogonal: True to make each run of `head_dim` directions orthogonal, which lowers the variance of the
+            estimate; every single direction has the same distribution as without.
+
+    Raises:
+        ValueError: `features` or `head_dim` is less than 1.
     """
     if features < 1 or head_dim < 1:
         raise ValueError(f"features and head_dim must be at least 1; got {features} and {head_dim}")
@@ -32,27 +41,27 @@ def random_projection(features: int, head_dim: int, *, seed: int = 0, orthogonal
 
 
 class Favor:
-    """Features of exp(scale q . k), each scaled so that its largest is 1; their logarithms carry the rest.
+    """Features of exp(scale q . k), each scaled so that its largest element is 1, with the logarithm of the scale.
 
-    The scale of a key is its own: a maximum over several keys would let later ones touch earlier outputs.
+    Each key has a scale of its own: with a maximum over several keys, later ones would change earlier outputs.
 
     Args:
         projection: [F, H].
         scale: greater than 0.
     """
 
-    def __init__(self, projection: jax.Array | np.ndarray, scale: float):
+    def __init__(self, projection: Float[Array | np.ndarray, "F H"], scale: float):
         self.projection, self.scale = jnp.asarray(projection), scale
 
-    def query(self, x: jax.Array) -> Features:
+    def query(self, x: Float[Array, "*tokens H"]) -> Features:
         return self._features(x)
 
-    def key(self, x: jax.Array) -> Features:
+    def key(self, x: Float[Array, "*tokens H"]) -> Features:
         return self._features(x)
 
-    def _features(self, x: jax.Array) -> Features:
+    def _features(self, x: Float[Array, "*tokens H"]) -> Features:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        # Products of two bfloat16 numbers are exact in float32: the projection in the input's dtype costs nothing.
+        # Products of two bfloat16 numbers are exact in float32, so they need no higher precision.
         precision = "highest" if x.dtype == dtype else None
         projected = jnp.einsum(
             "...d,fd->...f", x, self.projection.astype(x.dtype), preferred_element_type=dtype, precision=precision

@@ -5,23 +5,24 @@ from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
 class Features(NamedTuple):
     """Features of queries or keys: phi = exp(log_weight) * values."""
 
     values: jax.Array
-    """[..., F]."""
+    """Array [..., F]."""
     log_weight: jax.Array | None = None
-    """[...], a constant to differentiation; None is 0. That of a query cancels in attention."""
+    """Array [...] without gradient; None stands for 0. For queries it cancels in attention."""
 
 
 class FeatureMap(Protocol):
-    """Makes features [..., F] of queries and keys [..., H], whatever the dims before are."""
+    """Map from queries and keys [..., H] to features [..., F], with any leading dims."""
 
-    def query(self, x: jax.Array) -> Features: ...
+    def query(self, x: Float[Array, "*tokens H"]) -> Features: ...
 
-    def key(self, x: jax.Array) -> Features: ...
+    def key(self, x: Float[Array, "*tokens H"]) -> Features: ...
 
 
 class Elementwise:
@@ -30,14 +31,14 @@ class Elementwise:
     def __init__(self, function: Callable[[jax.Array], jax.Array]):
         self.function = function
 
-    def query(self, x: jax.Array) -> Features:
+    def query(self, x: Float[Array, "*tokens H"]) -> Features:
         return Features(self.function(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype))
 
     key = query
 
 
-def elu_plus_one(x: jax.Array) -> jax.Array:
-    """elu(x) + 1, positive everywhere (Katharopoulos et al., arXiv:2006.16236)."""
+def elu_plus_one(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return elu(x) + 1, positive everywhere (Katharopoulos et al., arXiv:2006.16236)."""
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 

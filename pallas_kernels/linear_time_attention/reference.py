@@ -1,16 +1,17 @@
-"""Linear attention written out, pair by pair: the contract that every backend is tested against."""
+"""Linear attention written out, pair by pair: the definition that every backend is tested against."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.linear_time_attention.request import Request
+from pallas_kernels.linear_time_attention.request import LinearAttentionRequest
 from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
 
-def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
-    """out [B, T, N, H], and the state after the last token where `request.causal`.
+def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], LinearState | None]:
+    """Return out [B, T, N, H], and with `request.causal` the state after the last token.
 
-    It holds the whole [B, N, T, S] matrix of similarities, in float32 (float64 for float64 inputs), and is
+    The whole [B, N, T, S] matrix of similarities is materialised in float32 (float64 for float64 inputs) and
     differentiated by jax. A query whose similarities sum to 0 has the output 0.
     """
     dtype = jnp.promote_types(request.q.dtype, jnp.float32)
@@ -43,8 +44,8 @@ def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
     return out.astype(request.q.dtype), _last_state(request, key, weight, v) if request.causal else None
 
 
-def _visible(request: Request) -> jax.Array:
-    """Boolean [B or 1, 1, T, S]."""
+def _visible(request: LinearAttentionRequest) -> Bool[Array, "_ 1 T S"]:
+    """Return which keys are visible, boolean [B or 1, 1, T, S]."""
     visible = jnp.ones((1, 1, request.q.shape[1], request.k.shape[1]), bool)
     if request.causal:
         visible = jnp.tril(visible)
@@ -53,16 +54,16 @@ def _visible(request: Request) -> jax.Array:
     return visible
 
 
-def _last_state(request: Request, key: jax.Array, weight: jax.Array, v: jax.Array) -> LinearState:
-    """The sums over the keys of the last token's document."""
+def _last_state(request: LinearAttentionRequest, key: jax.Array, weight: jax.Array, v: jax.Array) -> LinearState:
+    """Return the sums over the keys of the last token's document."""
     start = request.state
     if request.documents is not None:
         last = request.documents[:, -1:]
         weight = jnp.where((request.documents == last)[..., None], weight, EMPTY)
         key = jnp.where((request.documents == last)[..., None, None], key, 0)
         if start is not None:
-            goes_on = (last == request.documents[:, :1])[..., 0]
-            start = jax.tree.map(lambda x: jnp.where(goes_on.reshape(-1, *[1] * (x.ndim - 1)), x, 0), start)
+            continues = (last == request.documents[:, :1])[..., 0]
+            start = jax.tree.map(lambda x: jnp.where(continues.reshape(-1, *[1] * (x.ndim - 1)), x, 0), start)
     log_scale = weight.max(axis=1)
     if start is not None:
         log_scale = jnp.maximum(log_scale, start.log_scale)

@@ -1,6 +1,6 @@
-"""What one call of linear attention asks for, checked.
+"""A call of linear attention with its arguments checked.
 
-Dimensions: B batch, T query length, S key length, N query heads, K key and value heads, H head dim, F features.
+Dims: B batch, T query length, S key length, N query heads, K key and value heads, H head dim, F features.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from pallas_kernels.target import Target, current_target
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call, its rules already checked.
+class LinearAttentionRequest:
+    """A call with its arguments checked.
 
     Attributes:
         q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.
-        feature_map: of queries and keys.
-        causal: a query sees no key after its position; T = S.
-        documents: int32 [B, T], equal for the tokens of a document, or None.
-        hidden: boolean [B, T], keys that no query sees, or None.
-        state: what came before, which belongs to the first document; None for nothing.
-        chunk: tokens that are computed together; None leaves it to the backend.
+        feature_map: map of queries and keys to features.
+        causal: True if a query sees no key after its position; then T = S.
+        documents: document numbers, int32 [B, T], or None.
+        hidden: boolean [B, T], True for keys that no query sees, or None.
+        state: sums over earlier tokens, which belong to the first document; None if there are none.
+        chunk: number of tokens per chunk; None leaves it to the backend.
         target: the device that the call is lowered for.
     """
 
@@ -60,27 +60,27 @@ def make_request(
     segment_ids: jax.Array | None,
     state: LinearState | None,
     chunk: int | None,
-) -> Request:
-    """Checks the arguments of `linear_attention`.
+) -> LinearAttentionRequest:
+    """Check the arguments of `linear_attention`.
 
     Raises:
-        ValueError: a rule is broken; the message names it, the values and the way out.
+        ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.
     """
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     check_arrays(q, k, v)
     if (causal or segment_ids is not None) and q.shape[1] != k.shape[1]:
         raise ValueError(
             f"causal linear attention, and any with segment_ids, needs T = S; got T {q.shape[1]}, S {k.shape[1]}; "
-            f"carry what came before in `state`"
+            f"pass the earlier tokens in `state`"
         )
     if state is not None and not causal:
-        raise ValueError("a state holds the keys before the queries, which only causal=True knows; give state=None")
+        raise ValueError("a state contains the keys before the queries, which needs causal=True; give state=None")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be a Python integer of at least 1, or None; got {chunk!r}")
     documents = hidden = None
     if segment_ids is not None:
         documents, hidden = _documents(jnp.asarray(segment_ids), k)
-    return Request(q, k, v, feature_map, bool(causal), documents, hidden, state, chunk, current_target())
+    return LinearAttentionRequest(q, k, v, feature_map, bool(causal), documents, hidden, state, chunk, current_target())
 
 
 def _documents(ids: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

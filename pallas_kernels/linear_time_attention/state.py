@@ -1,4 +1,4 @@
-"""What linear attention remembers of the keys seen so far: its size does not grow with their number."""
+"""The state of linear attention: sums over the keys seen so far, of a size that does not grow with their number."""
 
 from typing import NamedTuple
 
@@ -6,22 +6,29 @@ import jax
 import jax.numpy as jnp
 
 EMPTY = -1e30
-"""The logarithm of nothing: finite, so that differences of two of them are 0 and not nan."""
+"""Logarithm of an empty sum: finite, so that the difference of two of them is 0 and not nan."""
 
 
 class LinearState(NamedTuple):
-    """Sums over the keys seen, divided by exp(log_scale)."""
+    """Sums over the keys seen so far, divided by exp(log_scale)."""
 
     values: jax.Array
-    """[B, K, F, H] float32: features times values."""
+    """Sum of features times values, float32 [B, K, F, H]."""
     normalizer: jax.Array
-    """[B, K, F] float32: features."""
+    """Sum of features, float32 [B, K, F]."""
     log_scale: jax.Array
-    """[B, K] float32."""
+    """Logarithm of the scale, float32 [B, K]."""
 
 
 def empty_linear_state(batch: int, num_kv_heads: int, features: int, head_dim: int) -> LinearState:
-    """The state before any key. `features` is the last dim of what the feature map returns."""
+    """Return the state before the first token.
+
+    Args:
+        batch: B.
+        num_kv_heads: K.
+        features: F, the last dim of what the feature map returns.
+        head_dim: H.
+    """
     heads = (batch, num_kv_heads)
     return LinearState(
         jnp.zeros((*heads, features, head_dim), jnp.float32),

@@ -1,9 +1,9 @@
-"""Linear attention in chunks: masked products inside a chunk, a state between chunks; time and memory linear in T.
+"""Linear attention in chunks: masked matmuls within a chunk, a state between chunks; time and memory linear in T.
 
-out_t = sum_s w_s (phi(q_t) . phi(k_s)) v_s / sum_s w_s phi(q_t) . phi(k_s), over the keys s that t sees. The chunks are
-computed side by side; only their states depend on one another, and these are joined as a tree. All sums are float32.
+out_t = sum_s w_s (phi(q_t) . phi(k_s)) v_s / sum_s w_s phi(q_t) . phi(k_s), over the keys s that query t sees. All
+chunks are computed in parallel; only their states depend on one another, and a tree combines them. Sums are float32.
 
-Dimensions: n chunks of C tokens, G = N // K query heads on a key head. Heads and chunks lead, as in a batched matmul.
+Dims: n chunks of C tokens, G = N // K query heads per key head. Heads and chunks lead, as in a batched matmul.
 """
 
 import math
@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from pallas_kernels.linear_time_attention.request import Request
+from pallas_kernels.linear_time_attention.request import LinearAttentionRequest
 from pallas_kernels.linear_time_attention.state import EMPTY, LinearState
 
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 64, 256
@@ -20,7 +21,7 @@ _TINY = 1e-30
 
 
 class _Chunks(NamedTuple):
-    """The tokens of n chunks. Keys that nobody sees have the features 0 and the weight `EMPTY`."""
+    """The tokens of n chunks. Keys that no query sees have features 0 and the weight `EMPTY`."""
 
     query: jax.Array  # [B, K, n, G, C, F]
     key: jax.Array  # [B, K, n, C, F]
@@ -29,21 +30,21 @@ class _Chunks(NamedTuple):
     documents: jax.Array | None  # [B, 1, n, C]
 
 
-class _Before(NamedTuple):
-    """What each chunk finds: the state of the chunks before it, and which of its tokens that state belongs to."""
+class _StateBefore(NamedTuple):
+    """The state before each chunk, and which of its tokens it belongs to."""
 
     state: LinearState  # [B, K, n, ...]
     seen: jax.Array | None  # boolean [B, 1, n, C]; None where all
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Nothing: this backend computes every call."""
+def unsupported_reason(request: LinearAttentionRequest) -> str | None:
+    """Return None: this backend computes every call."""
     del request
     return None
 
 
-def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
-    """out [B, T, N, H], and the state after the last token where `request.causal`."""
+def attend(request: LinearAttentionRequest) -> tuple[Float[Array, "B T N H"], LinearState | None]:
+    """Return out [B, T, N, H], and with `request.causal` the state after the last token."""
 
     def compute(
         q: jax.Array, k: jax.Array, v: jax.Array, state: LinearState | None
@@ -61,29 +62,32 @@ def attend(request: Request) -> tuple[jax.Array, LinearState | None]:
         out = jnp.moveaxis(out, (2, 4), (1, 2))
         return out.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]].astype(q.dtype), last
 
-    # The backward computes features, scores and states again: kept, they would be many times the size of q, k and v.
+    # The backward recomputes features, scores and states: saved, they would be many times the size of q, k and v.
     return jax.checkpoint(compute)(request.q, request.k, request.v, request.state)
 
 
-def _cut(request: Request, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
-    """Features in chunks; a single one where every query sees all keys, of a length of its own for the queries."""
+def _cut(request: LinearAttentionRequest, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
+    """Return the features in chunks.
+
+    If every query sees all keys, there is one chunk, whose numbers of queries and keys may differ.
+    """
     features = jax.eval_shape(request.feature_map.key, k).values.shape[-1]
     if request.causal or request.documents is not None:
         chunk = query_chunk = min(request.chunk or _chunk(features, v.shape[-1]), q.shape[1])
     else:
         chunk, query_chunk = k.shape[1], q.shape[1]
-    # On a CPU XLA refuses to run some of the products in bfloat16.
+    # On a CPU XLA does not support some of the matmuls in bfloat16.
     dtype = jnp.promote_types(v.dtype, jnp.float32) if request.target.platform == "cpu" else v.dtype
     q = _split(q, query_chunk).reshape(q.shape[0], -1, query_chunk, k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
     k, v = _split(k, chunk), _split(v, chunk)
     key = request.feature_map.key(jnp.moveaxis(k, 3, 1))
     query = request.feature_map.query(jnp.moveaxis(q, (3, 4), (1, 3))).values
-    counts = _counting(request, chunk)
+    counted = _counting(request, chunk)
     values, log_weight = key.values, key.log_weight
-    if counts is not None:
-        values = jnp.where(counts[..., None], values, 0)
-        log_weight = None if log_weight is None else jnp.where(counts, log_weight, EMPTY)
-    # Without it XLA keeps the features in float32 as well.
+    if counted is not None:
+        values = jnp.where(counted[..., None], values, 0)
+        log_weight = None if log_weight is None else jnp.where(counted, log_weight, EMPTY)
+    # Without the barrier XLA also stores the features in float32.
     query, values = jax.lax.optimization_barrier((query, values))
     documents = request.documents
     return _Chunks(
@@ -96,47 +100,52 @@ def _cut(request: Request, q: jax.Array, k: jax.Array, v: jax.Array) -> _Chunks:
 
 
 def _chunk(features: int, head_dim: int) -> int:
-    """Scores inside of chunks take T x C, states T / C x F x H numbers: the power of two with the least of both."""
+    """Return the number of tokens per chunk: the power of two that minimises time.
+
+    Scores within chunks take T x C numbers, states T / C x F x H.
+    """
     balanced = 2 ** round(math.log2(math.sqrt(features * head_dim)))
     return max(_SHORTEST_CHUNK, min(_LONGEST_CHUNK, balanced))
 
 
 def _split(x: jax.Array, chunk: int, mode: str = "constant") -> jax.Array:
-    """[B, T, ...] -> [B, n, C, ...], the last chunk filled up."""
+    """Reshape [B, T, ...] to [B, n, C, ...], with the last chunk padded."""
     missing = -x.shape[1] % chunk
     if missing:
         x = jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), mode=mode)
     return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
 
 
-def _counting(request: Request, chunk: int) -> jax.Array | None:
-    """Boolean [B or 1, 1, n, C], the keys that are neither hidden nor fill up the last chunk; None where all are."""
+def _counting(request: LinearAttentionRequest, chunk: int) -> jax.Array | None:
+    """Return boolean [B or 1, 1, n, C], False for hidden keys and padding; None if it would be True everywhere."""
     length = request.k.shape[1]
     if request.hidden is None and length % chunk == 0:
         return None
-    counts = jnp.ones((1, length), bool) if request.hidden is None else ~request.hidden
-    return _split(counts, chunk)[:, None]
+    counted = jnp.ones((1, length), bool) if request.hidden is None else ~request.hidden
+    return _split(counted, chunk)[:, None]
 
 
-def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_Before, LinearState]:
-    """The state before each chunk, and after the last."""
+def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_StateBefore, LinearState]:
+    """Return the state before each chunk, and the state after the last."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
     batch, heads, count, _, features = chunks.key.shape
-    own, keeps, seen = None, jnp.ones((batch, 1, count), bool), None
+    in_last_document, continues, seen = None, jnp.ones((batch, 1, count), bool), None
     if chunks.documents is not None:
         first, last = chunks.documents[..., 0], chunks.documents[..., -1]
         previous = jnp.concatenate([first[..., :1], last[..., :-1]], axis=-1)
-        own = chunks.documents == last[..., None]
-        keeps = (first == last) & (first == previous)
+        in_last_document = chunks.documents == last[..., None]
+        continues = (first == last) & (first == previous)
         seen = chunks.documents == previous[..., None]
     log_scale, weight = jnp.zeros((batch, heads, count), dtype), None
     if chunks.log_weight is not None:
-        weight = chunks.log_weight if own is None else jnp.where(own, chunks.log_weight, EMPTY)
+        weight = (
+            chunks.log_weight if in_last_document is None else jnp.where(in_last_document, chunks.log_weight, EMPTY)
+        )
         log_scale = weight.max(axis=-1)
         weight = jnp.exp(weight - log_scale[..., None])
-    if own is not None:
-        weight = own.astype(dtype) if weight is None else jnp.where(own, weight, 0.0)
-    # Values are weighted and not keys, as they are fewer where there are many features.
+    if in_last_document is not None:
+        weight = in_last_document.astype(dtype) if weight is None else jnp.where(in_last_document, weight, 0.0)
+    # The weights multiply values and not keys: there are fewer values than features.
     key, v = chunks.key.astype(dtype), chunks.v
     if weight is not None:
         key, v = key * weight[..., None], (v * weight[..., None]).astype(v.dtype)
@@ -148,17 +157,18 @@ def _states(chunks: _Chunks, start: LinearState | None) -> tuple[_Before, Linear
         start = LinearState(jnp.zeros(shape, dtype), jnp.zeros(shape[:3], dtype), jnp.full(shape[:2], EMPTY, dtype))
     start = LinearState(*(x.astype(dtype) for x in start))
     start = start._replace(log_scale=jax.lax.stop_gradient(start.log_scale))
-    decay = jnp.broadcast_to(jnp.where(keeps, 0.0, EMPTY).astype(dtype), log_scale.shape)
+    decay = jnp.broadcast_to(jnp.where(continues, 0.0, EMPTY).astype(dtype), log_scale.shape)
     before = _before_each(new, decay, start)
-    last = _absorb(*(jax.tree.map(lambda x: x[:, :, -1], tree) for tree in (before, new, decay)))
-    return _Before(before, seen), last
+    last = _combine_states(*(jax.tree.map(lambda x: x[:, :, -1], tree) for tree in (before, new, decay)))
+    return _StateBefore(before, seen), last
 
 
 def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> LinearState:
-    """The state before each of n chunks, [B, K, n, ...], of which each adds `new` and leaves exp(decay) of it.
+    """Return the state before each of n chunks, [B, K, n, ...].
 
-    Neighbours are joined and the pairs solved first: 2 log2(n) steps over arrays that halve. (XLA crashes on the empty
-    arrays of `jax.lax.associative_scan`'s gradient in a `shard_map` inside of a loop over layers.)
+    Each chunk multiplies the state by exp(decay) and adds `new`. Neighbours are combined and the pairs solved first:
+    2 log2(n) steps over arrays that halve. (XLA crashes on the empty arrays in the gradient of
+    `jax.lax.associative_scan` in a `shard_map` inside a loop over layers.)
     """
     count = decay.shape[2]
     if count == 1:
@@ -170,8 +180,8 @@ def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> Line
     (first, decay_first), (second, decay_second) = (
         jax.tree.map(lambda x, i=i: x[:, :, i::2], (new, decay)) for i in range(2)
     )
-    before = _before_each(_absorb(first, second, decay_second), decay_first + decay_second, start)
-    between = _absorb(before, first, decay_first)
+    before = _before_each(_combine_states(first, second, decay_second), decay_first + decay_second, start)
+    between = _combine_states(before, first, decay_first)
 
     def interleave(even: jax.Array, odd: jax.Array) -> jax.Array:
         both = jnp.stack([even, odd], axis=3)
@@ -180,21 +190,21 @@ def _before_each(new: LinearState, decay: jax.Array, start: LinearState) -> Line
     return jax.tree.map(interleave, before, between)
 
 
-def _absorb(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
-    """exp(decay) times one state plus another, in the larger of their scales."""
+def _combine_states(state: LinearState, new: LinearState, decay: jax.Array) -> LinearState:
+    """Return exp(decay) times one state plus another, in the larger of their scales."""
     log_scale = jnp.maximum(state.log_scale + decay, new.log_scale)
-    keep, add = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
+    old_scale, new_scale = jnp.exp(state.log_scale + decay - log_scale), jnp.exp(new.log_scale - log_scale)
     return LinearState(
-        state.values * keep[..., None, None] + new.values * add[..., None, None],
-        state.normalizer * keep[..., None] + new.normalizer * add[..., None],
+        state.values * old_scale[..., None, None] + new.values * new_scale[..., None, None],
+        state.normalizer * old_scale[..., None] + new.normalizer * new_scale[..., None],
         log_scale,
     )
 
 
-def _outputs(chunks: _Chunks, befores: list[_Before], causal: bool) -> jax.Array:
-    """[B, K, n, G, C, H] in float32."""
+def _outputs(chunks: _Chunks, befores: list[_StateBefore], causal: bool) -> jax.Array:
+    """Return the outputs [B, K, n, G, C, H] in float32."""
     dtype = jnp.promote_types(chunks.v.dtype, jnp.float32)
-    # Rounded as they come, like the weights of any flash attention: the sums of weights and of values agree.
+    # The scores are rounded before both sums, as in any flash attention, so that the sums agree.
     rounded = dtype if chunks.v.dtype == jnp.float16 else chunks.v.dtype
     scores = jnp.einsum("bkngif,bknjf->bkngij", chunks.query, chunks.key, preferred_element_type=rounded)
     visible = jnp.ones((1, 1, 1, scores.shape[-1], scores.shape[-1]), bool)
@@ -222,21 +232,24 @@ def _outputs(chunks: _Chunks, befores: list[_Before], causal: bool) -> jax.Array
     return _normalise(out, total)
 
 
-def _where_seen(before: _Before, x: jax.Array, otherwise: float) -> jax.Array:
-    """x [B, K, n, C], or broadcast to it, for the tokens that the state belongs to."""
+def _where_seen(before: _StateBefore, x: jax.Array, otherwise: float) -> jax.Array:
+    """Return x [B, K, n, C], or broadcastable to it, with `otherwise` for tokens that the state does not belong to."""
     return x if before.seen is None else jnp.where(before.seen, x, otherwise)
 
 
 def _attend_all(chunks: _Chunks) -> jax.Array:
-    """Every query sees all keys, which are one chunk: [B, K, 1, G, T, H] in float32."""
+    """Return [B, K, 1, G, T, H] in float32, if every query sees all keys, which are one chunk."""
     _, state = _states(chunks, None)
     return _normalise(*_multiply(chunks.query, jax.tree.map(lambda x: x[:, :, None], state)))
 
 
 def _multiply(query: jax.Array, state: LinearState) -> tuple[jax.Array, jax.Array]:
-    """Queries times each chunk's state: [B, K, n, G, C, H] and the sums of the similarities [B, K, n, G, C]."""
+    """Multiply queries with each chunk's state.
+
+    Returns [B, K, n, G, C, H], and the sums of the similarities [B, K, n, G, C].
+    """
     wide = state.values.dtype
-    # float16 cannot hold sums over all keys.
+    # Sums over all keys may overflow float16.
     dtype = wide if query.dtype == jnp.float16 else query.dtype
     values = state.values.astype(dtype)
     out = jnp.einsum("bkngif,bknfh->bkngih", query.astype(dtype), values, preferred_element_type=wide)
@@ -244,19 +257,19 @@ def _multiply(query: jax.Array, state: LinearState) -> tuple[jax.Array, jax.Arra
 
 
 def _normalise(out: jax.Array, total: jax.Array) -> jax.Array:
-    """out / total, and 0 where the sum of the similarities is not greater than 0."""
-    some = total > _TINY
-    # Scaled first: the derivative of 1 / total holds a square, which would overflow.
-    scale = jax.lax.stop_gradient(jnp.where(some, 1.0 / jnp.where(some, total, 1.0), 0.0))
-    return out * scale[..., None] / jnp.where(some, total * scale, 1.0)[..., None]
+    """Return out / total, and 0 where the sum of the similarities is not greater than 0."""
+    positive = total > _TINY
+    # Scaled first: the derivative of 1 / total contains a square, which would overflow.
+    scale = jax.lax.stop_gradient(jnp.where(positive, 1.0 / jnp.where(positive, total, 1.0), 0.0))
+    return out * scale[..., None] / jnp.where(positive, total * scale, 1.0)[..., None]
 
 
 def _flip(chunks: _Chunks) -> _Chunks:
-    """The tokens in reverse order."""
+    """Reverse the order of the tokens."""
     flipped = jax.tree.map(lambda x: jnp.flip(x, axis=(2, 3)), chunks)
     return flipped._replace(query=jnp.flip(chunks.query, axis=(2, 4)))
 
 
-def _flip_before(before: _Before) -> _Before:
+def _flip_before(before: _StateBefore) -> _StateBefore:
     state = jax.tree.map(lambda x: jnp.flip(x, axis=2), before.state)
-    return _Before(state, None if before.seen is None else jnp.flip(before.seen, axis=(2, 3)))
+    return _StateBefore(state, None if before.seen is None else jnp.flip(before.seen, axis=(2, 3)))

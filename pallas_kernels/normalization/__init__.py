@@ -1,1 +1,1 @@
-"""RMSNorm and LayerNorm with one-pass gradients."""
+"""RMSNorm and LayerNorm with gradients in one pass over memory."""

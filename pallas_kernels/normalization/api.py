@@ -1,7 +1,7 @@
-"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467) and LayerNorm (Ba et al., arXiv:1607.06450), and what passes them by.
+"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467) and LayerNorm (Ba et al., arXiv:1607.06450).
 
-A residual stream goes on past the norm. Where a function returns its input beside the normalised values, its backward
-adds the gradients of both in the pass that it makes anyway.
+A residual stream continues past the norm. If a function also returns its input, the residual branch can use that
+result, and the backward adds the branch's gradient in the pass that it makes anyway.
 """
 
 import functools
@@ -9,46 +9,45 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.normalization import triton_launch as norm_triton
 
-Normalised = jax.Array | tuple[jax.Array, jax.Array]
 
-
-class Kind(NamedTuple):
+class NormOptions(NamedTuple):
     """The static part of a norm."""
 
     epsilon: float
     centered: bool = False
-    """LayerNorm, which takes the mean away first."""
+    """True for LayerNorm, which subtracts the mean first."""
     offset: float = 0.0
-    """Added to the weight."""
+    """Number added to the weight."""
 
 
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
+    x: Float[Array, "*rows D"],
+    weight: Float[Array, " D"] | None = None,
     *,
-    residual: jax.Array | None = None,
+    residual: Float[Array, "*rows D"] | None = None,
     epsilon: float = 1e-6,
     weight_offset: float = 0.0,
-    beside: bool = False,
-) -> Normalised:
-    """x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset) over the last dim, computed in float32.
+    return_input: bool = False,
+) -> Float[Array, "*rows D"] | tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Compute x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset) over the last dim, in float32.
 
-    Only x is kept for the backward.
+    Only x is saved for the backward.
 
     Args:
         x: [..., D].
-        weight: [D]; None for no scale.
-        residual: [..., D]; where given, x + residual is normalised and also returned.
+        weight: [D], or None for no scale.
+        residual: [..., D]; if given, x + residual is normalised, and returned too.
         epsilon: added to the mean square.
-        weight_offset: 1.0 for Gemma, whose weights are stored less one.
-        beside: also return x.
+        weight_offset: number added to the weight: 1.0 for Gemma, whose checkpoints contain weight - 1.
+        return_input: True to return x too, for a residual branch whose gradient is then added in the norm's backward.
 
     Returns:
-        The normalised [..., D] in the dtype of x; with `residual` the pair (normalised, x + residual), with `beside`
-        (normalised, x).
+        The normalised [..., D] in the dtype of x; with `residual` the pair (normalised, x + residual), with
+        `return_input` the pair (normalised, x).
 
     Raises:
         ValueError: the shapes do not fit.
@@ -56,34 +55,41 @@ def rms_norm(
     _check(x, weight)
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual must have the shape of x, {list(x.shape)}; got {list(residual.shape)}")
-    kind = Kind(epsilon, offset=weight_offset)
+    options = NormOptions(epsilon, offset=weight_offset)
     if residual is not None:
-        return _normalise_beside(kind, x + residual, weight, None)
-    return (_normalise_beside if beside else _normalise)(kind, x, weight, None)
+        return _normalise_and_return_input(options, x + residual, weight, None)
+    return (_normalise_and_return_input if return_input else _normalise)(options, x, weight, None)
 
 
 def layer_norm(
-    x: jax.Array, weight: jax.Array, bias: jax.Array, *, epsilon: float = 1e-5, beside: bool = False
-) -> Normalised:
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, computed in float32.
+    x: Float[Array, "*rows D"],
+    weight: Float[Array, " D"],
+    bias: Float[Array, " D"],
+    *,
+    epsilon: float = 1e-5,
+    return_input: bool = False,
+) -> Float[Array, "*rows D"] | tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Compute (x - mean) / sqrt(variance + epsilon) * weight + bias over the last dim, in float32.
 
-    Only x is kept for the backward.
+    Only x is saved for the backward.
 
     Args:
         x: [..., D].
         weight, bias: [D].
         epsilon: added to the variance.
-        beside: also return x.
+        return_input: True to return x too, for a residual branch whose gradient is then added in the norm's backward.
 
     Returns:
-        The normalised [..., D] in the dtype of x; with `beside` the pair (normalised, x).
+        The normalised [..., D] in the dtype of x; with `return_input` the pair (normalised, x).
 
     Raises:
         ValueError: the shapes do not fit.
     """
     _check(x, weight)
     _check(x, bias)
-    return (_normalise_beside if beside else _normalise)(Kind(epsilon, centered=True), x, weight, bias)
+    return (_normalise_and_return_input if return_input else _normalise)(
+        NormOptions(epsilon, centered=True), x, weight, bias
+    )
 
 
 def _check(x: jax.Array, weight: jax.Array | None) -> None:
@@ -92,66 +98,68 @@ def _check(x: jax.Array, weight: jax.Array | None) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalise(kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    return _forward_rule(kind, x, weight, bias)[0]
+def _normalise(options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> jax.Array:
+    return _forward_rule(options, x, weight, bias)[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normalise_beside(
-    kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None
+def _normalise_and_return_input(
+    options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward_rule(kind, x, weight, bias)[0], x
+    return _forward_rule(options, x, weight, bias)[0], x
 
 
-def _forward_rule(kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> tuple:
+def _forward_rule(options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> tuple:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if kind.centered:
+    if options.centered:
         wide = wide - wide.mean(axis=-1, keepdims=True)
-    out = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + kind.epsilon)
+    out = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + options.epsilon)
     if weight is not None:
-        out = out * (weight.astype(wide.dtype) + kind.offset)
+        out = out * (weight.astype(wide.dtype) + options.offset)
     if bias is not None:
         out = out + bias.astype(wide.dtype)
     return out.astype(x.dtype), (x, weight, bias)
 
 
-def _forward_rule_beside(kind: Kind, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None) -> tuple:
-    out, saved = _forward_rule(kind, x, weight, bias)
+def _forward_rule_with_input(
+    options: NormOptions, x: jax.Array, weight: jax.Array | None, bias: jax.Array | None
+) -> tuple:
+    out, saved = _forward_rule(options, x, weight, bias)
     return (out, x), saved
 
 
-def _backward_rule(kind: Kind, saved: tuple, d_out: jax.Array) -> tuple:
-    return _gradients(kind, saved, d_out, None)
+def _backward_rule(options: NormOptions, saved: tuple, d_out: jax.Array) -> tuple:
+    return _gradients(options, saved, d_out, None)
 
 
-def _backward_rule_beside(kind: Kind, saved: tuple, gradients: tuple) -> tuple:
-    return _gradients(kind, saved, *gradients)
+def _backward_rule_with_input(options: NormOptions, saved: tuple, gradients: tuple) -> tuple:
+    return _gradients(options, saved, *gradients)
 
 
-def _gradients(kind: Kind, saved: tuple, d_out: jax.Array, d_past: jax.Array | None) -> tuple:
-    """Of x, weight and bias; `d_past` is the gradient of x that does not come through the norm."""
+def _gradients(options: NormOptions, saved: tuple, d_out: jax.Array, d_residual: jax.Array | None) -> tuple:
+    """Return the gradients of x, weight and bias; `d_residual` is the gradient of x from the residual branch."""
     x, weight, bias = saved
-    if weight is not None and norm_triton.suits(x):
-        gain = weight.astype(jnp.float32) + kind.offset
-        d_x, sums = norm_triton.gradients(x, gain, d_out, d_past, kind.epsilon, kind.centered)
+    if weight is not None and norm_triton.kernel_applies(x):
+        gain = weight.astype(jnp.float32) + options.offset
+        d_x, sums = norm_triton.gradients(x, gain, d_out, d_residual, options.epsilon, options.centered)
         return d_x, sums[0].astype(weight.dtype), None if bias is None else sums[1].astype(bias.dtype)
-    # A use of the forward's sums here would split its one kernel into several. All sums over a row are of one pass.
+    # The barrier prevents XLA from sharing sums with the forward, whose one kernel it would then split into several.
     x, weight = jax.lax.optimization_barrier((x, weight))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     d_out, rows = d_out.astype(wide.dtype), tuple(range(x.ndim - 1))
     average = lambda values: jnp.mean(values, axis=-1, keepdims=True)  # noqa: E731
-    scaled = d_out if weight is None else d_out * (weight.astype(wide.dtype) + kind.offset)
+    scaled = d_out if weight is None else d_out * (weight.astype(wide.dtype) + options.offset)
     square, along = average(jnp.square(wide)), average(scaled * wide)
-    if kind.centered:
+    if options.centered:
         mean, ones = average(wide), average(scaled)
         square, along = jnp.maximum(square - mean * mean, 0), along - mean * ones
         wide, scaled = wide - mean, scaled - ones
-    inverse = jax.lax.rsqrt(square + kind.epsilon)
+    inverse = jax.lax.rsqrt(square + options.epsilon)
     d_x = inverse * (scaled - wide * (along * jnp.square(inverse)))
-    d_x = (d_x if d_past is None else d_x + d_past.astype(d_x.dtype)).astype(x.dtype)
+    d_x = (d_x if d_residual is None else d_x + d_residual.astype(d_x.dtype)).astype(x.dtype)
     d_weight = None if weight is None else (d_out * (wide * inverse)).sum(axis=rows).astype(weight.dtype)
     return d_x, d_weight, None if bias is None else d_out.sum(axis=rows).astype(bias.dtype)
 
 
 _normalise.defvjp(_forward_rule, _backward_rule)
-_normalise_beside.defvjp(_forward_rule_beside, _backward_rule_beside)
+_normalise_and_return_input.defvjp(_forward_rule_with_input, _backward_rule_with_input)

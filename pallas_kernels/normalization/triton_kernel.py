@@ -1,6 +1,6 @@
-"""The gradients of RMSNorm and LayerNorm in one pass over memory, and the gradient that passes the norm by added."""
+"""The gradients of RMSNorm and LayerNorm in one pass over memory, fused with the gradient of the residual branch."""
 
-# A constant of a kernel has to be annotated as constexpr, whose attributes no type checker knows.
+# Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
 # pyright: reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
@@ -8,31 +8,34 @@ import triton.language as tl
 
 @triton.jit
 def add_four(a, b, c, d, e, f, g, h):
-    """Four sums at once: the warps of a program meet once a row."""
+    """Return four sums at once, so that the warps of a program synchronise once per row."""
     return a + e, b + f, c + g, d + h
 
 
 @triton.jit
-def load_row(x, d_out, d_past, row, columns, plan: tl.constexpr):
-    """A row of each, zeros past the end; and what is taken from x (centered), so that its mean is small."""
+def load_row(x, d_out, d_residual, row, columns, plan: tl.constexpr):
+    """Load a row of each array, 0 past its end, and the pivot of the row.
+
+    The pivot is a value that is subtracted from x (if centered) so that its mean is small.
+    """
     here = (columns < plan.width) & (row < plan.rows)
     places = row * plan.width + columns
     value, gradient = tl.load(x + places, here, 0.0), tl.load(d_out + places, here, 0.0)
-    past = gradient
-    if plan.past:
-        past = tl.load(d_past + places, here, 0.0)
+    residual = gradient
+    if plan.has_residual:
+        residual = tl.load(d_residual + places, here, 0.0)
     pivot = 0.0
     if plan.centered:
         pivot = tl.load(x + row * plan.width, row < plan.rows, 0.0).to(tl.float32)
-    return value, gradient, past, pivot
+    return value, gradient, residual, pivot
 
 
 @triton.jit
-def gradient_kernel(x, gain, d_out, d_past, d_x, sums, plan: tl.constexpr):
-    """Rows `program_id`, + programs, ..., of which the next is read while one is computed.
+def gradient_kernel(x, gain, d_out, d_residual, d_x, sums, plan: tl.constexpr):
+    """Compute the gradients for rows `program_id`, + programs, ..., loading each row while the one before is computed.
 
-    x, d_out, d_past, d_x [rows, D], gain [D] float32; sums [1 or, centered, 2, programs, D] float32: of these
-    rows, the gradients of gain and bias.
+    x, d_out, d_residual and d_x are [rows, D], gain is [D] float32. Sums are float32 [1, or 2 if centered, programs,
+    D]: the gradients of gain (and bias) over the rows of each program.
     """
     width: tl.constexpr = plan.width
     padded: tl.constexpr = plan.padded
@@ -42,13 +45,17 @@ def gradient_kernel(x, gain, d_out, d_past, d_x, sums, plan: tl.constexpr):
     scale = tl.load(gain + columns, valid, 0.0)
     sum_gain, sum_bias = tl.zeros([padded], tl.float32), tl.zeros([padded], tl.float32)
     row = program.to(tl.int64)
-    next_value, next_gradient, next_past, next_pivot = load_row(x, d_out, d_past, row, columns, plan)
+    next_value, next_gradient, next_residual, next_pivot = load_row(x, d_out, d_residual, row, columns, plan)
     for _ in range(program, plan.rows, plan.programs):
-        value, gradient, past = next_value.to(tl.float32), next_gradient.to(tl.float32), next_past.to(tl.float32)
+        value, gradient, residual = (
+            next_value.to(tl.float32),
+            next_gradient.to(tl.float32),
+            next_residual.to(tl.float32),
+        )
         if plan.centered:
             value = tl.where(valid, value - next_pivot, 0.0)
         next_row = row + plan.programs
-        next_value, next_gradient, next_past, next_pivot = load_row(x, d_out, d_past, next_row, columns, plan)
+        next_value, next_gradient, next_residual, next_pivot = load_row(x, d_out, d_residual, next_row, columns, plan)
         scaled = gradient * scale
         square, along, total, ones = tl.reduce((value * value, scaled * value, value, scaled), 0, add_four)
         mean = 0.0
@@ -63,8 +70,8 @@ def gradient_kernel(x, gain, d_out, d_past, d_x, sums, plan: tl.constexpr):
             sum_bias += gradient
         sum_gain += gradient * normal
         change = (scaled - normal * (along * inverse)) * inverse
-        if plan.past:
-            change += past
+        if plan.has_residual:
+            change += residual
         tl.store(d_x + row * width + columns, change.to(d_x.dtype.element_ty), valid)
         row = next_row
     tl.store(sums + program * width + columns, sum_gain, valid)

@@ -1,6 +1,6 @@
 """The gradients of a norm by a Triton kernel, which reads every array once.
 
-As XLA fusions it is two passes: one for the sums over rows, one for the gradients, which needs them.
+XLA makes two passes: one for the sums over rows, and one for the gradients, which need these sums.
 """
 
 import dataclasses
@@ -15,53 +15,67 @@ _LEAST_CAPABILITY = (8, 0)
 _WIDEST = 8192
 _FEWEST_ROWS = 4096
 _WARPS = 12
-"""Of all programs on a multiprocessor: what their registers have room for."""
+"""Warps per multiprocessor over all programs, limited by registers."""
 _ELEMENTS = 512
-"""Of a row, that a warp has: sixteen a thread, of three arrays, twice."""
+"""Elements of a row per warp: sixteen per thread, of three arrays, twice."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The static part of a launch, as the kernel reads it."""
+class NormKernelPlan:
+    """The constants that the kernel is compiled for.
+
+    Attributes:
+        rows, width: shape of x.
+        centered: True for LayerNorm.
+        has_residual: True if there is a gradient of x from a residual branch.
+        epsilon: epsilon of the norm.
+        programs: number of programs.
+    """
 
     rows: int
     width: int
     centered: bool
-    past: bool
-    """Whether there is a gradient of x that does not come through the norm."""
+    has_residual: bool
     epsilon: float
     programs: int
 
     @property
     def padded(self) -> int:
+        """Smallest power of two not below the width."""
         return 1 << (self.width - 1).bit_length()
 
 
-def suits(x: jax.Array) -> bool:
-    """Whether the kernel is installed, and the target and the array [..., D] are its own."""
+def kernel_applies(x: jax.Array) -> bool:
+    """Return True if the kernel is installed, runs on the target, and is faster than XLA for x [..., D]."""
     capability = current_target().compute_capability
     installed = all(importlib.util.find_spec(name) for name in ("triton", "jax_triton"))
-    right = x.dtype.itemsize == 2 and x.shape[-1] % 8 == 0 and 256 <= x.shape[-1] <= _WIDEST
+    shape_fits = x.dtype.itemsize == 2 and x.shape[-1] % 8 == 0 and 256 <= x.shape[-1] <= _WIDEST
     large = x.size // max(x.shape[-1], 1) >= _FEWEST_ROWS
     return (
         installed
         and capability is not None
         and capability >= _LEAST_CAPABILITY
-        and right
+        and shape_fits
         and large
-        and not (automatic_axes())
+        and not automatic_axes()
     )
 
 
 def gradients(
-    x: jax.Array, gain: jax.Array, d_out: jax.Array, d_past: jax.Array | None, epsilon: float, centered: bool
+    x: jax.Array, gain: jax.Array, d_out: jax.Array, d_residual: jax.Array | None, epsilon: float, centered: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Of norm(x) * gain + bias, and of x beside it: d_x [..., D]; of gain and, centered, of bias [1 or 2, D] float32.
+    """Return the gradients of norm(x) * gain + bias.
 
     Args:
-      x, d_out, d_past: [..., D]; d_past is the gradient of x that does not come through the norm, if any.
-      gain: [D] float32.
-      centered: LayerNorm; else RMSNorm, which has no bias.
+        x, d_out: [..., D].
+        gain: [D] float32.
+        d_residual: gradient of x from a residual branch [..., D], or None.
+        epsilon: epsilon of the norm.
+        centered: True for LayerNorm, False for RMSNorm, which has no bias.
+
+    Returns:
+        d_x [..., D], residual branch included, and the gradients of gain and, if centered, of bias [1 or 2, D] in
+        float32.
     """
 
     @jax.custom_batching.sequential_vmap
@@ -70,7 +84,7 @@ def gradients(
         d_x, sums = _launch(gain, flat, epsilon, centered)
         return d_x.reshape(arrays[0].shape), sums.sum(1)
 
-    return launch(gain, x, d_out, *(() if d_past is None else (d_past.astype(x.dtype),)))
+    return launch(gain, x, d_out, *(() if d_residual is None else (d_residual.astype(x.dtype),)))
 
 
 def _launch(gain: jax.Array, arrays: list[jax.Array], epsilon: float, centered: bool) -> tuple[jax.Array, jax.Array]:
@@ -81,7 +95,7 @@ def _launch(gain: jax.Array, arrays: list[jax.Array], epsilon: float, centered: 
     x, d_out, *past = arrays
     rows, width = x.shape
     warps = max(1, (1 << (width - 1).bit_length()) // _ELEMENTS)
-    plan = Plan(rows, width, centered, bool(past), epsilon, max(1, _WARPS // warps) * multiprocessors())
+    plan = NormKernelPlan(rows, width, centered, bool(past), epsilon, max(1, _WARPS // warps) * multiprocessors())
     major, minor = current_target().compute_capability or (0, 0)
     return jax_triton.triton_call(
         x,

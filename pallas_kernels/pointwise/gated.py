@@ -1,14 +1,17 @@
-"""SwiGLU (Shazeer, arXiv:2002.05202): the gated activation of Llama's feed-forward."""
+"""SwiGLU (Shazeer, arXiv:2002.05202): the gated activation of Llama's feed-forward layer."""
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Values = Float[Array, "*shape"]
 
 
 @jax.custom_vjp
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(gate) * up, elementwise, computed in float32 and returned in the dtype of `gate`.
+def swiglu(gate: Values, up: Values) -> Values:
+    """Compute silu(gate) * up elementwise, in float32, returned in the dtype of `gate`.
 
-    Only the two inputs are kept for the backward.
+    Only the two inputs are saved for the backward.
 
     Args:
         gate, up: [..., F] of one shape and dtype.
@@ -30,8 +33,8 @@ def _forward_rule(gate: jax.Array, up: jax.Array) -> tuple:
     return (wide * jax.nn.sigmoid(wide) * up.astype(dtype)).astype(gate.dtype), (gate, up)
 
 
-def swiglu_gradients(gate: jax.Array, up: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The gradients of `gate` and `up` from that of `swiglu(gate, up)`; computed in float32."""
+def swiglu_gradients(gate: Values, up: Values, d_out: Values) -> tuple[Values, Values]:
+    """Return the gradients of `gate` and `up` from that of `swiglu(gate, up)`, computed in float32."""
     dtype = jnp.promote_types(gate.dtype, jnp.float32)
     wide, d_out = gate.astype(dtype), d_out.astype(dtype)
     sigmoid = jax.nn.sigmoid(wide)

@@ -1,15 +1,17 @@
 """Rotary position embedding (Su et al., arXiv:2104.09864) in the half-split convention of Llama."""
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
-def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates each pair (x[i], x[i + R / 2]) by its angle; the dims from R on pass unchanged.
+def apply_rotary(
+    x: Float[Array, "B T N H"], cos: Float[Array, "... T half"], sin: Float[Array, "... T half"]
+) -> Float[Array, "B T N H"]:
+    """Rotate each pair (x[i], x[i + R / 2]) by its angle; the dims from R on are unchanged.
 
     Args:
         x: [B, T, N, H].
-        cos, sin: [T, R / 2] or [B, T, R / 2] with R <= H, of the angles position * frequency.
+        cos, sin: [T, R / 2] or [B, T, R / 2] with R <= H, cosine and sine of the angles position * frequency.
 
     Returns:
         [B, T, N, H] in the dtype of x, computed in float32.

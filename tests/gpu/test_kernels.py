@@ -149,7 +149,7 @@ def test_a_norm_is_the_same_where_it_is_rounded(recipe):
 
     def run(within, cotangent, x, gain, w, states):
         def product(x, gain, w, states):
-            y, past = rms_norm(x, gain, epsilon=1e-5, beside=True)
+            y, past = rms_norm(x, gain, epsilon=1e-5, return_input=True)
             given = NormalisedInput(y, past, gain, 1e-5) if within else y
             return fp8_multiply(given, (w,), recipe=recipe, states=states)[0], past
 

@@ -10,7 +10,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
-from jaxstack.models.attention.key_cache import empty_cache, slot_positions, put, store
+from jaxstack.models.attention.key_cache import empty_cache, put, slot_positions, store
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention

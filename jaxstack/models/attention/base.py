@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.config.base import Component
-from jaxstack.parallel import current_rules
+from jaxstack.parallel import current_context
 from pallas_kernels import with_whole_sequences
 
 LayerCache: TypeAlias = Any
@@ -70,9 +70,9 @@ class CacheSlots(NamedTuple):
 
 
 def context_method() -> str | None:
-    """Return the method of context parallelism that the current axis rules ask for; None: chosen by shape."""
-    rules = current_rules()
-    return rules.context_method if rules else None
+    """Return the method of context parallelism that the current layout asks for; None: chosen by shape."""
+    context = current_context()
+    return context.layout.context_method if context else None
 
 
 class AttentionKind(Component):

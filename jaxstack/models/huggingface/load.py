@@ -40,11 +40,11 @@ def from_huggingface(
     Weights are read a slice at a time: host memory holds at most about a gibibyte, or one layer's largest tensor.
 
     Args:
-      config: default: `read_model_config(directory)`; another one may differ in what does not change the function,
-        such as `scan_layers`, `remat`, `dropout`.
-      mesh: where the weights go, sharded as in training; default: one device.
-      dtype: of the computation; weights are float32.
-      ignore: keys of config.json to pass over though jaxstack does not know them.
+      config: configuration of the model, which may differ from config.json only in settings that do not change the
+        function, such as `scan_layers`, `remat`, `dropout`; default: `read_model_config(directory)`.
+      mesh: devices that the weights are sharded over, as in training; default: one device.
+      dtype: dtype of the computation; weights are float32.
+      ignore: unknown keys of config.json that are allowed.
 
     Raises:
       ConfigError: a key of config.json is not supported, tensors are missing, not known or of another shape, files
@@ -141,7 +141,7 @@ def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: A
 
 
 def _chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
-    """Yield the part in chunks along its first dim, if the checkpoint has a tensor for each index of it, else at once."""
+    """Yield the part in chunks along its first dim if the checkpoint has a tensor per index of it, else at once."""
     shape = [cut.stop - cut.start for cut in index]
     row = 4 * math.prod(shape[1:])
     step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.leading_dims else shape[0]

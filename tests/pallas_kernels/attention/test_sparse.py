@@ -111,6 +111,7 @@ def test_a_packed_document_is_as_if_alone(backend):
         np.testing.assert_allclose(together[:, part], run_jitted(attend, q[:, part], None), atol=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -190,6 +191,7 @@ def test_a_full_layout_is_full_attention():
     np.testing.assert_allclose(ours, run_jitted(lambda q: flash_attention(q, q, q, causal=False), q), atol=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
@@ -206,6 +208,7 @@ def test_block_sparse_wrong_layouts_name_the_rule(layout, options, message):
         block_sparse_attention(q, q, q, **{"layout": layout, "block_size": 16, **options})
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_traced_layout_and_too_many_queries_are_refused():
     q = jnp.ones((1, 40, 1, 8))
     with pytest.raises(ValueError, match="known while tracing"):
@@ -231,12 +234,12 @@ def test_backends_that_know_bands_only_refuse(attend):
     (choice,) = choices
     assert choice.backend == "xla"
     reasons = dict(choice.refused)
-    assert "block layouts" in reasons["cudnn"] and "one run of keys" in reasons["triton"]
+    assert "block layouts" in reasons["cudnn"] and "one range of keys" in reasons["triton"]
 
 
 def test_a_backend_asked_for_by_name_refuses_what_it_cannot_mask():
     q = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
-    with pytest.raises(NotSupported, match="one run of keys a query.*4 global tokens"):
+    with pytest.raises(NotSupported, match="one range of keys per query.*4 global tokens"):
         longformer_attention(q, q, q, window=8, global_tokens=4, implementation="triton")
 
 

@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels import NotSupported, linear_cross_entropy_sum, lowering_platform, record_choices
 from pallas_kernels.cross_entropy.logits import log_sum_exp, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import Options
-from pallas_kernels.cross_entropy.triton_launch import Plan
+from pallas_kernels.cross_entropy.triton_launch import RowKernelPlan
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
@@ -32,7 +32,7 @@ def interpret(z_loss: float) -> None:
     weights = np.array([1, 0.5, 2, 1, 1, 1], np.float32)
 
     buffer, losses = Array(logits.copy(), "fp16"), Array(np.ones(rows, np.float32), "fp32")
-    plan = Plan(vocabulary, 16, options.ignore_index, z_loss)
+    plan = RowKernelPlan(vocabulary, 16, options.ignore_index, z_loss)
     gradient_kernel[(rows,)](buffer, Array(labels, "i32"), Array(weights, "fp32"), buffer, losses, plan=plan)
 
     lse, chosen = log_sum_exp(jnp.asarray(logits), labels, options)

@@ -22,8 +22,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.fp8 import blockwise, triton
 from pallas_kernels.fp8.formats import E4M3, E5M2, power_of_two_scale
-from pallas_kernels.fp8.sources import GIVEN, NORM, SWIGLU, SWIGLU_GRADIENTS
-from pallas_kernels.fp8.state import Seen, state_gradient
+from pallas_kernels.fp8.sources import IDENTITY, NORM, SWIGLU, SWIGLU_GRADIENTS
+from pallas_kernels.fp8.state import AmaxHistory, state_gradient
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
@@ -39,8 +39,8 @@ def interpret() -> None:
     shapes = [(size, E4M3), ((3, 256), np.float32), (size[::-1], E4M3), ((2, 384), np.float32)]
 
     def run(x):
-        plain = jax.tree.leaves(blockwise.quantize_both(GIVEN, [jnp.asarray(x, jnp.float32)]))
-        found = launch("quantize_kernel", triton.Plan(*size, limit=448.0), shapes, x)
+        plain = jax.tree.leaves(blockwise.quantize_both(IDENTITY, [jnp.asarray(x, jnp.float32)]))
+        found = launch("quantize_kernel", triton.QuantizePlan(*size, limit=448.0), shapes, x)
         return list(zip(found, [np.asarray(array).astype(np.float32) for array in plain], strict=True))
 
     x = random.normal(size=size) * np.exp2(random.integers(-40, 40, (256, 1)) + random.integers(-9, 9, (1, 384)))
@@ -63,14 +63,14 @@ def interpret_sources(random, size):
     arrays = [jnp.asarray(array, jnp.float32) for array in held]
     normed = [arrays[0], jnp.linspace(0.5, 3, size[0]), jnp.linspace(-2, 2, size[1])]
     for source, given, scales, dtype in (
-        (GIVEN, arrays[:1], [0.5], E4M3),
-        (GIVEN, arrays[:1], [0.5], E5M2),
+        (IDENTITY, arrays[:1], [0.5], E4M3),
+        (IDENTITY, arrays[:1], [0.5], E5M2),
         (SWIGLU, arrays[:2], [0.25], np.float32),
         (SWIGLU_GRADIENTS, arrays, [2.0, 0.125], np.float32),
         (NORM, normed, [4.0], np.float32),
     ):
-        tolerance, limit = 0 if source is GIVEN else 1e-5, 57344.0 if dtype is E5M2 else 448.0
-        plan = triton.Plan(*size, source.width, limit, first=3, seen=3)
+        tolerance, limit = 0 if source is IDENTITY else 1e-5, 57344.0 if dtype is E5M2 else 448.0
+        plan = triton.QuantizePlan(*size, source.width, limit, history_start=3, history=3)
         # Of what was seen only the last three are this role's.
         histories = [[9e9, 9e9, 9e9, limit / scale / 2, 0, limit / scale] for scale in scales]
         shapes = [(size, dtype), (size[::-1], dtype), ((plan.programs,), np.float32), ((1,), np.float32)] * len(scales)
@@ -82,7 +82,7 @@ def interpret_sources(random, size):
             np.testing.assert_array_equal(turned, values.T)
             np.testing.assert_allclose(maxima.max(), jnp.abs(wanted).max(), 1e-5)
             assert inverse == 1 / scale
-    plan = triton.Plan(*size, limit=448.0, unseen=448.0 * 4)
+    plan = triton.QuantizePlan(*size, limit=448.0, default_amax=448.0 * 4)
     shapes = [(size, E4M3), (size[::-1], E4M3), ((plan.programs,), np.float32), ((1,), np.float32)]
     assert launch("cast_kernel", plan, shapes, arrays[0], [0.0])[3] == 4, "nothing seen yet"
 
@@ -97,7 +97,7 @@ def interpret_tiles(random, size):
         (SWIGLU_GRADIENTS, arrays, 57344.0),
         (NORM, normed, 448.0),
     ):
-        plan = triton.Plan(*size, source.width, limit)
+        plan = triton.QuantizePlan(*size, source.width, limit)
         results, rows = source.compute(*given), 128
         shapes = [(size, np.float32), ((plan.programs,), np.float32)] * len(results)
         found = launch(source.tiles_kernel, plan, shapes, *given)
@@ -107,7 +107,7 @@ def interpret_tiles(random, size):
             scales = power_of_two_scale(blocks, E4M3 if limit == 448 else E5M2)
             scales = np.repeat(np.repeat(scales, rows, 0), plan.width, 1)
             np.testing.assert_allclose(values, wanted * scales, 1e-5, 1e-5)
-    plan, x = triton.Plan(*size, 64, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
+    plan, x = triton.QuantizePlan(*size, 64, limit=448.0), random.choice([-1.75, -1.0, 1.25, 1.5], size)
     maxima = np.exp2(random.integers(-9, 9, plan.programs)) * 448
     wanted = x * np.repeat(np.repeat(maxima.reshape(-1, plan.column_tiles), 128, 0), 64, 1) / 448 / 16
     shapes = [(size, E5M2), (size[::-1], E5M2), ((1,), np.float32)]
@@ -125,7 +125,7 @@ def interpret_blocks(random, size):
     for source, given in ((SWIGLU, held[:2]), (SWIGLU_GRADIENTS, held), (NORM, normed)):
         results = source.compute(*given)
         shapes = [(size, np.float32), (groups[0], np.float32), (size[::-1], np.float32), (groups[1], np.float32)]
-        found = launch(source.blocks_kernel, triton.Plan(*size, limit=448.0), shapes * len(results), *given)
+        found = launch(source.blocks_kernel, triton.QuantizePlan(*size, limit=448.0), shapes * len(results), *given)
         for index, wanted in enumerate(results):
             values, inverse, turned, turned_inverse = found[4 * index : 4 * index + 4]
             np.testing.assert_array_equal(inverse, blockwise.quantize_rows(wanted).inverse_scale)
@@ -135,7 +135,7 @@ def interpret_blocks(random, size):
             np.testing.assert_allclose(turned * np.repeat(turned_inverse.T, 128, 1), wanted.T, 2.0**-7, 1e-6)
     wanted = blockwise.quantize_weight(held[0])
     shapes = [(size, np.float32), (size[::-1], np.float32), (wanted.inverse_scale.shape, np.float32)]
-    values, turned, inverse = launch("weight_kernel", triton.Plan(*size, limit=448.0), shapes, held[0])
+    values, turned, inverse = launch("weight_kernel", triton.QuantizePlan(*size, limit=448.0), shapes, held[0])
     np.testing.assert_array_equal(inverse, wanted.inverse_scale)
     np.testing.assert_array_equal(values * np.repeat(np.repeat(inverse, 128, 0), 128, 1), held[0])
     np.testing.assert_array_equal(turned, values.T)
@@ -144,7 +144,7 @@ def interpret_blocks(random, size):
 def interpret_maxima(random):
     """As the plain form: more than are read at once, as few as one."""
     maxima = [np.abs(random.normal(size=count)).astype(np.float32) for count in (5000, 1, 130)]
-    (found,) = launch("maxima_kernel", triton.Maxima(5000, 1, 130, seen=5), [((3, 5), np.float32)], *maxima)
+    (found,) = launch("maxima_kernel", triton.MaximaPlan(5000, 1, 130, history=5), [((3, 5), np.float32)], *maxima)
     np.testing.assert_array_equal(found, state_gradient(jnp.ones((3, 5)), [jnp.asarray(x) for x in maxima]))
 
 
@@ -170,9 +170,9 @@ def test_the_kernel_rounds_bit_by_bit_as_the_plain_form():
 @needs_triton
 def test_compiled_for_hopper_it_reads_the_array_once():
     x, state = jax.ShapeDtypeStruct((512, 384), jnp.bfloat16), jax.ShapeDtypeStruct((3, 16), jnp.float32)
-    cast = lambda x, state: triton.cast_both(GIVEN, [x], E5M2, [Seen(state, 2)])[0]  # noqa: E731
+    cast = lambda x, state: triton.cast_both(IDENTITY, [x], E5M2, [AmaxHistory(state, 2)])[0]  # noqa: E731
     with lowering_platform("cuda"):
-        blocks = compile_for_hopper(lambda x: triton.quantize_both(GIVEN, [x]), x).as_text()
+        blocks = compile_for_hopper(lambda x: triton.quantize_both(IDENTITY, [x]), x).as_text()
         whole = compile_for_hopper(cast, x, state).as_text()
     for text in (blocks, whole):
         assert text.count('custom_call_target="triton_kernel_call"') == 1 and " fusion(" not in text
@@ -183,8 +183,8 @@ def test_compiled_for_hopper_it_reads_the_array_once():
 def test_other_shapes_are_rounded_by_xla(shape):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     with lowering_platform("cuda"):
-        blocks = compile_for_hopper(lambda x: triton.quantize_both(GIVEN, [x]), x).as_text()
-        whole = compile_for_hopper(lambda x: triton.cast_both(GIVEN, [x], E4M3, [None]), x).as_text()
+        blocks = compile_for_hopper(lambda x: triton.quantize_both(IDENTITY, [x]), x).as_text()
+        whole = compile_for_hopper(lambda x: triton.cast_both(IDENTITY, [x], E4M3, [None]), x).as_text()
     assert "triton_kernel_call" not in blocks + whole
 
 
@@ -232,7 +232,7 @@ def test_a_normalised_input_is_written_in_fp8_only(recipe):
 
     def both(x, gain, w, state):
         def product(x, gain, w, state):
-            y, past = rms_norm(x, gain, epsilon=1e-5, beside=True)
+            y, past = rms_norm(x, gain, epsilon=1e-5, return_input=True)
             states = (state,) if recipe == "delayed" else None
             return fp8_multiply(NormalisedInput(y, past, gain, 1e-5), (w,), recipe=recipe, states=states)[0], past
 

@@ -43,7 +43,7 @@ def test_gradient_is_that_of_the_forward(name):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)
@@ -89,6 +89,7 @@ def test_few_pieces_are_in_shared_memory_of_many_inputs():
     assert [mosaic_kernel._slots(product, count) for count in (1, 2)] == [4, 2]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("name", "count", "width", "message"),
     [("swish", 1, 8, "must be one of"), ("swiglu", 1, 8, "takes 2 inputs"), ("gelu_tanh", 1, 16, "as many rows")],

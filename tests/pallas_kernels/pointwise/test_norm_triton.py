@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import layer_norm, lowering_platform, rms_norm
-from pallas_kernels.normalization.triton_launch import Plan
+from pallas_kernels.normalization.triton_launch import NormKernelPlan
 from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
@@ -19,8 +19,8 @@ WIDTH = 48
 def norm(centered, x, gain, bias):
     """(normalised, x)."""
     if centered:
-        return layer_norm(x, gain, bias, epsilon=1e-5, beside=True)
-    return rms_norm(x, gain, epsilon=1e-5, beside=True)
+        return layer_norm(x, gain, bias, epsilon=1e-5, return_input=True)
+    return rms_norm(x, gain, epsilon=1e-5, return_input=True)
 
 
 def interpret(centered: bool, past: bool) -> None:
@@ -32,7 +32,7 @@ def interpret(centered: bool, past: bool) -> None:
     x, d_out, d_past = (random.normal(size=(rows, WIDTH)).astype(np.float16) for _ in range(3))
     x = (x * np.exp2(random.integers(-4, 5, (rows, 1))) + random.normal(size=(rows, 1))).astype(np.float16)
     gain, bias = (1 + random.normal(size=WIDTH)).astype(np.float32), np.ones(WIDTH, np.float32)
-    plan = Plan(rows, WIDTH, centered, past, 1e-5, 3)
+    plan = NormKernelPlan(rows, WIDTH, centered, past, 1e-5, 3)
     sums = np.full((1 + centered, 3, WIDTH), np.nan, np.float32)
     given = [Array(x, "fp16"), Array(gain, "fp32"), Array(d_out, "fp16"), Array(d_past, "fp16")]
     found = [Array(np.full_like(x, np.nan), "fp16"), Array(sums, "fp32")]

@@ -1,0 +1,56 @@
+"""Shape and type checks of function signatures during the tests.
+
+`install` makes Python's import system check the jaxtyping annotations of the modules in `CHECKED` at every call, by
+beartype. Users never pay for this: outside of the tests annotations are only read by people and by type checkers.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+CHECKED = (
+    "pallas_kernels.attention.api",
+    "pallas_kernels.attention.context",
+    "pallas_kernels.attention.patterns",
+    "pallas_kernels.attention.reference",
+    "pallas_kernels.attention.sparse",
+    "pallas_kernels.attention.ulysses",
+    "pallas_kernels.cross_entropy.api",
+    "pallas_kernels.cross_entropy.reference",
+    "pallas_kernels.fp8.api",
+    "pallas_kernels.fp8.state",
+    "pallas_kernels.fused_mlp.api",
+    "pallas_kernels.grouped_gemm.api",
+    "pallas_kernels.grouped_gemm.reference",
+    "pallas_kernels.linear_time_attention.api",
+    "pallas_kernels.linear_time_attention.favor",
+    "pallas_kernels.linear_time_attention.features",
+    "pallas_kernels.linear_time_attention.reference",
+    "pallas_kernels.linear_time_attention.state",
+    "pallas_kernels.normalization.api",
+    "pallas_kernels.pointwise",
+)
+"""Modules, or packages with all of their modules, whose annotations are checked.
+
+Modules with kernels that Triton or Mosaic compiles from their source are left out: a decorated function is not that
+source any more.
+"""
+
+
+def install() -> None:
+    """Check the modules in `CHECKED`. Must be called before any of them is imported."""
+    from jaxtyping import install_import_hook
+
+    install_import_hook(CHECKED, "beartype.beartype")
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Switch the checks off, to see what a function itself says about wrong arguments."""
+    import jaxtyping
+
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
