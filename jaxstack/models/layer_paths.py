@@ -1,16 +1,18 @@
 """Path rules for dense layers, by the numbers of the model's layers, whether or not a scan runs them."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxstack.errors import ConfigError
 from jaxstack.tree_rules import Rules, match
 
 
+@runtime_checkable
 class _Stack(Protocol):
     def layer_numbers(self, index: int) -> Sequence[int]: ...
 
 
+@runtime_checkable
 class _Model(Protocol):
     @property
     def decoder(self) -> _Stack: ...

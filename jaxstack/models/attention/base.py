@@ -5,7 +5,7 @@ Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 
 import dataclasses
 from abc import abstractmethod
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ class AttentionKind(Component):
         """Initialize the parameter that a layer of this kind has besides its projections; None: it has none."""
         return None
 
-    def with_weight(self, *weight: jax.Array) -> Self:
+    def with_weight(self, *weight: jax.Array) -> "AttentionKind":
         """Return this kind with the array of a layer's parameter, where it has one."""
         return self
 

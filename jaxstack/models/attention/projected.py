@@ -3,7 +3,7 @@
 Dims: B batch, T query length, N heads, K kv heads, H head_dim, M blocks, R summaries per block.
 """
 
-from typing import Literal, NamedTuple, Self, cast
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class ProjectedAttention(AttentionKind):
         value = jax.random.normal(rngs.params(), shape, jnp.float32) * self.block_size**-0.5
         return nnx.Param(value, logical_axes=(None, "position", None))
 
-    def with_weight(self, *weight: jax.Array) -> Self:
+    def with_weight(self, *weight: jax.Array) -> "ProjectedAttention":
         kind = self.model_copy()
         kind._weight = weight[0]
         return kind

@@ -1,7 +1,7 @@
 """Base class of attention with a state of fixed size, which is its cache."""
 
 from abc import abstractmethod
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jaxstack.parallel import shard
 from pallas_kernels import LinearState, empty_linear_state
 
 
+@runtime_checkable
 class LinearOperation(Protocol):
     """A function like `linear_attention`; with `state` it returns the new state too."""
 
