@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.table_choice import NameIn
 from jaxstack.run_config import RunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -62,8 +63,9 @@ def choices(annotation: Any) -> list[str]:
 def meaning(key: str, field: FieldInfo) -> str:
     """Return the docstring, with the choices that it does not mention, and a link."""
     text = " ".join((field.description or "").split()).replace("|", "\\|")
-    unnamed = [choice for choice in choices(field.annotation) if not re.search(rf"\b{re.escape(choice)}\b", text)]
-    named = ", ".join(f"`{choice}`" for choice in choices(field.annotation)) if unnamed else ""
+    words = choices(field.annotation) or [name for m in field.metadata if isinstance(m, NameIn) for name in m.names]
+    unnamed = [word for word in words if not re.search(rf"\b{re.escape(word)}\b", text)]
+    named = ", ".join(f"`{word}`" for word in words) if unnamed else ""
     parts = [f"{named}." if named else "", text, f"See {SEE[key]}." if key in SEE else ""]
     return " ".join(filter(None, parts))
 

@@ -22,7 +22,7 @@ from jaxstack.gradients.microbatches import GradientSums
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import Batch, Loss, LossSum
 from jaxstack.models import Transformer
-from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition, shared_inputs
+from jaxstack.models.stages import inputs_of_layers, is_stacked, loss_of_outputs, repetition_of, shared_inputs
 from jaxstack.parallel.context import ShardingContext, TracedParameters
 from jaxstack.parallel.exchange import Dims
 from jaxstack.parallel.pipeline.execute import StageFunctions, execute
@@ -231,7 +231,7 @@ class _Functions:
         arrays = iter(shared)
         inputs = jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in leaves])
         with self._layer_context.entered():
-            x, own = repetition(self._merge(None))(weights, x, inputs, index)
+            x, own = repetition_of(self._merge(None))(weights, x, inputs, index)
         return x, own if self._train else None  # router losses belong to training alone
 
     def _merge(self, ends: Any) -> Transformer:

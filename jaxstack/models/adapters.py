@@ -1,17 +1,20 @@
 """Low-rank adapters of dense layers: LoRA (Hu et al. 2021, arXiv:2106.09685), DoRA (Liu et al. 2024, arXiv:2402.09353).
 
-A layer x W becomes x W + s (x A) B with s = alpha / rank, A [in, rank] random and B [rank, out] zero, so that training
-starts at the layer as it was. DoRA gives each output a length of its own: the result times m / |W + s A B|, norms over
-the inputs, m [out] at first |W|; the norm counts as a constant in the gradient (section 4.3 of the paper).
+LoRA replaces a layer x W by x W + s (x A) B with s = alpha / rank, A [in, rank] random and B [rank, out] zero, so that
+training starts from the unchanged layer. DoRA also learns the magnitude of each output: it multiplies the result by
+m / |W + s A B|, with norms over the inputs and m [out] starting at |W|; the norm is a constant in the gradient (section
+4.3 of the paper).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Key
 from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
@@ -21,37 +24,40 @@ from jaxstack.models.linear import Linear, multiply
 from jaxstack.tree_rules import check_patterns
 from pallas_kernels import QuantizedWeight
 
+Module = TypeVar("Module", bound=nnx.Module)
+
 
 class AdapterRule(PathRule):
-    """The adapter of dense layers whose weight has such a path, as decoder/layers/3/mlp/down_proj/kernel."""
+    """Adapter of the dense layers whose weight has a matching path, as decoder/layers/3/mlp/down_proj/kernel."""
 
     method: Literal["lora", "dora"] = "lora"
     rank: int = Field(default=16, ge=1)
     alpha: float | None = Field(default=None, gt=0)
-    """What the adapter adds is scaled by alpha / rank; left out: by 1."""
+    """The adapter's output is multiplied by alpha / rank; left out: by 1."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Of the adapter's input, while training."""
+    """Dropout rate of the adapter's input during training."""
 
 
 class AdapterConfig(Component):
-    """The adapters of a model. With any, all other parameters are frozen, unless `optimizer.groups` say otherwise."""
+    """Adapters of a model. With adapters, all other parameters are frozen unless `optimizer.groups` says otherwise."""
 
     rules: tuple[AdapterRule, ...] = ()
-    """The first whose path is found in that of a dense layer's weight decides on its adapter; without, it has none."""
+    """The first rule whose path occurs in the path of a dense layer's weight decides on its adapter; without a matching
+    rule it has none."""
 
 
 class Adapter(nnx.Module):
-    """What `rule` adds to a dense layer; a stack of layers gets a stack of adapters."""
+    """Adapter of one dense layer, or of a stack of layers."""
 
     def __init__(self, layer: Linear, rule: AdapterRule, rngs: nnx.Rngs):
         kernel, known = layer.kernel, layer.kernel.get_metadata()
         axes, stacked = known["logical_axes"], int(known["logical_axes"][:1] == ("layers",))
         cut = stacked + layer.contracted
         (stack, inputs, outputs), rank = _cut(kernel.shape, stacked, cut), rule.rank
-        own = {"sum_where_used": True} if known.get("sum_where_used") else {}
+        metadata = {"sum_where_used": True} if known.get("sum_where_used") else {}
 
         def parameter(value: jax.Array, *axes: str) -> nnx.Param:
-            return nnx.Param(value, logical_axes=axes, **own)
+            return nnx.Param(value, logical_axes=axes, **metadata)
 
         a = jax.random.normal(rngs.params(), (*stack, *inputs, rank)) * math.prod(inputs) ** -0.5
         self.a = parameter(a, *axes[:cut], "rank")
@@ -64,36 +70,38 @@ class Adapter(nnx.Module):
         self.dropout = rule.dropout
         self.contracted, self.stacked = layer.contracted, stacked
         self.key: jax.Array | None = nnx.data(None)
-        """Draws the dropout mask; set for one pass by `seed_adapters`."""
+        """Key of the dropout mask, which `seed_adapters` sets for one forward pass."""
 
-    def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array | QuantizedWeight) -> jax.Array:
-        """The layer's result for x [..., in], from y [..., out], which is x times its kernel."""
+    def __call__(
+        self, x: Float[Array, "..."], y: Float[Array, "..."], kernel: jax.Array | QuantizedWeight
+    ) -> Float[Array, "..."]:
+        """Return the adapted product for x [..., in], given y [..., out] = x times the kernel."""
         x = drop(x, self.dropout, self.key)
         a, b = (p[...].astype(y.dtype) for p in (self.a, self.b))
-        low = multiply(jax.lax.dot_general, x.astype(y.dtype), a, self.contracted)
-        y = y + multiply(jax.lax.dot_general, low, b, 1) * self.scale
+        projected = multiply(jax.lax.dot_general, x.astype(y.dtype), a, self.contracted)
+        y = y + multiply(jax.lax.dot_general, projected, b, 1) * self.scale
         if self.magnitude is None:
             return y
         value = kernel.carrier if isinstance(kernel, QuantizedWeight) else kernel
-        moved = jax.lax.stop_gradient(_moved(value, a, b, self.scale, 0))
-        return y * (self.magnitude[...] / _column_norms(moved, self.contracted)).astype(y.dtype)
+        adapted = jax.lax.stop_gradient(_adapted_kernel(value, a, b, self.scale, 0))
+        return y * (self.magnitude[...] / _column_norms(adapted, self.contracted)).astype(y.dtype)
 
     def measure(self, layer: Linear) -> None:
-        """Sets the magnitudes, where there are some, to those of the layer's present weight and this adapter."""
+        """Set the magnitudes of DoRA to the norms of the layer's present weight with this adapter."""
         if self.magnitude is not None:
-            moved = _moved(layer.kernel[...], self.a[...], self.b[...], self.scale, self.stacked)
-            self.magnitude[...] = _column_norms(moved, self.contracted, self.stacked)
+            adapted = _adapted_kernel(layer.kernel[...], self.a[...], self.b[...], self.scale, self.stacked)
+            self.magnitude[...] = _column_norms(adapted, self.contracted, self.stacked)
 
-    def merge(self, kernel: Any, a: Any, b: Any, magnitude: Any = None) -> jax.Array:
-        """The kernel [..., in, out], float32, of the layer that computes without an adapter what it does with this one.
+    def merge(self, kernel: ArrayLike, a: ArrayLike, b: ArrayLike, magnitude: ArrayLike | None = None) -> jax.Array:
+        """Return the float32 kernel [..., in, out] with which the layer computes the same without an adapter.
 
-        The arrays are those of an adapter of this form, which may be abstract itself.
+        The arrays are passed in because this adapter may be abstract.
         """
-        moved = _moved(kernel, a, b, self.scale, self.stacked)
+        adapted = _adapted_kernel(kernel, a, b, self.scale, self.stacked)
         if magnitude is None:
-            return moved
-        ratio = jnp.asarray(magnitude) / _column_norms(moved, self.contracted, self.stacked)
-        return moved * jnp.expand_dims(ratio, tuple(range(self.stacked, self.stacked + self.contracted)))
+            return adapted
+        ratio = jnp.asarray(magnitude) / _column_norms(adapted, self.contracted, self.stacked)
+        return adapted * jnp.expand_dims(ratio, tuple(range(self.stacked, self.stacked + self.contracted)))
 
 
 def _cut(shape: Sequence[int], *cuts: int) -> list[tuple[int, ...]]:
@@ -101,8 +109,8 @@ def _cut(shape: Sequence[int], *cuts: int) -> list[tuple[int, ...]]:
     return [tuple(shape[start:end]) for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def _moved(kernel: Any, a: Any, b: Any, scale: float, stacked: int) -> jax.Array:
-    """W + s A B, float32, of one layer or of a stack."""
+def _adapted_kernel(kernel: ArrayLike, a: ArrayLike, b: ArrayLike, scale: float, stacked: int) -> jax.Array:
+    """Return W + s A B in float32, for one layer or a stack."""
     batch = tuple(range(stacked))
     dims = (((jnp.ndim(a) - 1,), (stacked,)), (batch, batch))
     product = jax.lax.dot_general(
@@ -112,20 +120,20 @@ def _moved(kernel: Any, a: Any, b: Any, scale: float, stacked: int) -> jax.Array
 
 
 def _column_norms(kernel: jax.Array, contracted: int, stacked: int = 0) -> jax.Array:
-    """Norms over the inputs [..., out], float32."""
+    """Return the norms [..., out] over the inputs, float32."""
     inputs = tuple(range(stacked, stacked + contracted))
     return jnp.sqrt(jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=inputs))
 
 
-def add_adapters(model: Any, rules: Sequence[AdapterRule], rngs: nnx.Rngs) -> Any:
-    """Gives a Transformer's dense layers the adapters of the first rule that matches; changed in place.
+def add_adapters(model: Module, rules: Sequence[AdapterRule], rngs: nnx.Rngs) -> Module:
+    """Add to each dense layer of a Transformer the adapter of the first matching rule, in place.
 
     Raises:
-      ConfigError: a rule tells apart layers that one scan runs, or matches no dense layer.
+      ConfigError: a rule matches no dense layer, or only some of the layers that one scan runs.
     """
     table, seen = [*((rule.path, rule) for rule in rules), (".*", None)], {}
     for path, layer in _dense_layers(model):
-        names = weight_paths(model, path)
+        names = weight_paths(cast(Any, model), path)
         seen.update(dict.fromkeys(names, 0))
         rule = choose_for_all(names, table, "adapters.rules", "get another adapter")
         layer.adapter = nnx.data(None if rule is None else Adapter(layer, rule, rngs))
@@ -134,35 +142,35 @@ def add_adapters(model: Any, rules: Sequence[AdapterRule], rngs: nnx.Rngs) -> An
     return model
 
 
-def merge_adapters(model: Any) -> Any:
-    """The model without adapters that computes the same, in float32; changed in place."""
+def merge_adapters(model: Module) -> Module:
+    """Merge the adapters into the weights, in float32 and in place."""
     for layer in adapted_layers(model).values():
-        known: Adapter = layer.adapter
-        magnitude = None if known.magnitude is None else known.magnitude[...]
-        layer.kernel[...] = known.merge(layer.kernel[...], known.a[...], known.b[...], magnitude)
+        adapter: Adapter = layer.adapter
+        magnitude = None if adapter.magnitude is None else adapter.magnitude[...]
+        layer.kernel[...] = adapter.merge(layer.kernel[...], adapter.a[...], adapter.b[...], magnitude)
         layer.adapter = nnx.data(None)
     return model
 
 
-def measure_magnitudes(model: Any) -> Any:
-    """DoRA's magnitudes set to the norms of the present weights; changed in place."""
+def measure_magnitudes(model: Module) -> Module:
+    """Set the magnitudes of DoRA to the norms of the present weights, in place."""
     for layer in adapted_layers(model).values():
         layer.adapter.measure(layer)
     return model
 
 
-def adapted_layers(model: Any) -> dict[str, Linear]:
-    """The dense layers that have an adapter, by the path of the layer in the module."""
+def adapted_layers(model: nnx.Module) -> dict[str, Linear]:
+    """Return the dense layers that have an adapter, by their path in the module."""
     return {"/".join(map(str, path)): layer for path, layer in _dense_layers(model) if layer.adapter is not None}
 
 
-def seed_adapters(module: Any, key: jax.Array | None) -> Any:
-    """Sets what draws the masks of the adapters' dropout in one pass; without a key there is no dropout."""
+def seed_adapters(module: Module, key: Key[Array, "..."] | None) -> Module:
+    """Set the keys of the adapters' dropout for one forward pass, in place; without a key there is no dropout."""
     if key is not None:
         for index, layer in enumerate(adapted_layers(module).values()):
             layer.adapter.key = fold_key(key, index)
     return module
 
 
-def _dense_layers(model: Any) -> list[tuple[tuple[Any, ...], Linear]]:
+def _dense_layers(model: nnx.Module) -> list[tuple[tuple[Any, ...], Linear]]:
     return [(path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Linear)]

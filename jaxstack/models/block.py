@@ -1,31 +1,36 @@
-"""One Transformer layer: attention and MLP around the residual stream."""
+"""One Transformer layer: attention and a feed-forward sublayer, each added to the residual stream."""
 
-from typing import Any
+from typing import cast
 
 import jax
 from flax import nnx
+from jaxtyping import Array, Float, Key
 
-from jaxstack.models.attention.layer import Attention, Context
+from jaxstack.models.attention.base import LayerCache
+from jaxstack.models.attention_layer import Attention, Context
 from jaxstack.models.chunks import apply_in_chunks, count_chunks
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
-from jaxstack.models.linear import add
-from jaxstack.models.mlp import MLPS
-from jaxstack.models.moe.layer import MoE
-from jaxstack.models.norm import NORMS, Norm, as_input, beside
+from jaxstack.models.mlp import MLPS, PlainMLP
+from jaxstack.models.moe_layer import MoE
+from jaxstack.models.norm import Norm, make_norm
 from jaxstack.models.remat import MATMULS_SAVED
-from jaxstack.parallel import keep, shard
+from jaxstack.models.residual import add_to_residual, normalize, shard_residual
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms` each sublayer's result is normalised too.
+    """x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
-    `mixture`: the MLP is a mixture of experts.
+    With `config.post_norms` the output of each sublayer is normalized too, before it is added.
+
+    Args:
+      window: keys that a query sees, itself included; None: all before it.
+      mixture: True if the feed-forward sublayer is a mixture of experts.
     """
 
     def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs, *, mixture: bool = False):
         def norm() -> Norm:
-            return NORMS[config.norm](config.hidden_size, config.norm_eps)
+            return make_norm(config.norm, config.hidden_size, config.norm_eps)
 
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(config, window, rngs)
@@ -33,50 +38,57 @@ class Block(nnx.Module):
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_post_norm = norm() if config.post_norms else None
         self.dropout = config.dropout
-        self.width = None if mixture or config.remat in MATMULS_SAVED else config.feed_forward_size
+        self.chunked_width = None if mixture or config.remat in MATMULS_SAVED else config.feed_forward_size
+        """Width of the activations that decides into how many chunks the MLP is cut; None: it is never cut."""
 
     def __call__(
-        self, x: jax.Array, context: Context, cache: Any = None, key: jax.Array | None = None
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
-        """x [B, T, D] -> ([B, T, D], cache, the router's losses summed over tokens, or None for a dense block).
+        self,
+        x: Float[Array, "B T D"],
+        context: Context,
+        cache: LayerCache | None = None,
+        key: Key[Array, "..."] | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None, Float[Array, ""] | None]:
+        """Apply the layer to the residual stream.
 
-        `key`, one or one for each token, draws the dropout masks; without it there is no dropout.
+        Args:
+          context: what all layers of this forward pass share.
+          cache: this layer's cache while decoding.
+          key: draws the dropout masks: one key, or [B, T], one for each token; None: no dropout.
+
+        Returns:
+          The residual stream, the cache with this call's tokens, and the router's losses summed over tokens (None for
+          a dense block).
         """
-        keys = split_key(key if self.dropout else None)
+        attention_key, mlp_key = split_key(key if self.dropout else None)
         with jax.named_scope("attention"):
-            y, x = beside(self.attention_norm, x)
-            y, cache = self.attention(as_input(self.attention_norm, _residual(y), x), context, cache)
-            x = self._join(x, y, self.attention_post_norm, keys[0])
+            normalized, x = normalize(self.attention_norm, x)
+            update, cache = self.attention(normalized, context, cache)
+            x = self._add(x, update, self.attention_post_norm, attention_key)
         with jax.named_scope("mlp"):
-            y, x, router_loss = self._feed_forward(x, decoding=cache is not None)
-            x = self._join(x, y, self.mlp_post_norm, keys[1])
+            update, x, router_loss = self._feed_forward(x, decoding=cache is not None)
+            x = self._add(x, update, self.mlp_post_norm, mlp_key)
         return x, cache, router_loss
 
     def _feed_forward(self, x: jax.Array, *, decoding: bool) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """What is added to x, x, and the router's losses."""
-        modules = [self.mlp_norm, self.mlp]
-        count = 1 if self.width is None else count_chunks(modules, x, self.width)
+        """Return mlp(norm(x)), the residual stream to add it to, and the router's losses."""
+        modules = cast(tuple[Norm, PlainMLP], (self.mlp_norm, self.mlp))
+        count = 1 if self.chunked_width is None else count_chunks(modules, x, self.chunked_width)
         if count > 1:
             return apply_in_chunks(_apply_mlp, modules, x, count), x, None
-        y, x = beside(self.mlp_norm, x)
-        y, router_loss = _residual(y), None
+        normalized, x = normalize(self.mlp_norm, x)
         if isinstance(self.mlp, MoE):
-            y, router_loss = self.mlp(y, decoding=decoding)
-        else:
-            y = self.mlp(as_input(self.mlp_norm, y, x))
-        return y, x, router_loss
+            update, router_loss = self.mlp(normalized, decoding=decoding)
+            return update, x, router_loss
+        return self.mlp(normalized), x, None
 
-    def _join(self, x: jax.Array, y: jax.Array, norm: Norm | None, key: jax.Array | None) -> jax.Array:
-        y = _residual(y)
-        if norm is not None:
-            y = norm(y)
-        return keep(_residual(add(drop(y, self.dropout, key), x)))
+    def _add(self, x: jax.Array, update: jax.Array, post_norm: Norm | None, key: jax.Array | None) -> jax.Array:
+        """Return x + dropout(post_norm(update))."""
+        update = shard_residual(update)
+        if post_norm is not None:
+            update = post_norm(update)
+        return add_to_residual(x, drop(update, self.dropout, key))
 
 
-def _apply_mlp(modules: list[Any], x: jax.Array) -> jax.Array:
+def _apply_mlp(modules: tuple[Norm, PlainMLP], x: jax.Array) -> jax.Array:
     norm, mlp = modules
-    return mlp(_residual(norm(x)))
-
-
-def _residual(x: jax.Array) -> jax.Array:
-    return shard(x, "batch", "residual_length", "act_embed")
+    return mlp(shard_residual(norm(x)))

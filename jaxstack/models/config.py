@@ -1,26 +1,33 @@
-"""The shape of a decoder-only Transformer. Field names follow Hugging Face's config.json where one exists."""
+"""Configuration of a decoder-only Transformer. Field names follow Hugging Face's config.json where one exists."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
+from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.attention import AnyAttention, SoftmaxAttention
-from jaxstack.models.attention.base import AttentionSpec
+from jaxstack.models.attention.base import AttentionSpec, ScoreOptions
 from jaxstack.models.moe.config import MoEConfig
+from jaxstack.models.norm import NORMS
+from jaxstack.models.table_choice import NameIn
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
 class RopeScaling(Component):
-    """How rotary frequencies are stretched for contexts longer than the one trained on."""
+    """Scaling of rotary frequencies for contexts longer than the one trained on."""
 
     rope_type: Literal["linear", "llama3"]
-    """`linear`: positions divided by `factor`; `llama3`: by wavelength, as in Llama 3.1."""
+    """`linear`: divide all frequencies by `factor`; `llama3`: depending on their wavelength, as in Llama 3.1."""
     factor: float = Field(gt=0)
+    """Ratio of the new context to the original one."""
     low_freq_factor: float = 1.0
+    """With `llama3`: frequencies of fewer turns than this over the original context are divided by `factor`."""
     high_freq_factor: float = 4.0
+    """With `llama3`: frequencies of more turns than this over the original context are unchanged."""
     original_max_position_embeddings: int = 8192
+    """Context of the original training, in tokens."""
 
     @model_validator(mode="after")
     def _check(self) -> "RopeScaling":
@@ -32,95 +39,98 @@ class RopeScaling(Component):
 
 
 class ModelConfig(Component):
-    """One decoder-only Transformer; the families differ by these components, not by code."""
+    """Shape and components of a decoder-only Transformer; model families differ by these settings, not by code."""
 
     preset: str | None = None
-    """Name of a shipped shape whose values the other keys override in a configuration file; see
-    `jaxstack/models/presets/`. In Python: `preset_config(name, **changes)`."""
+    """Name of a shipped configuration (`jaxstack/models/presets/`), which the other keys override. In Python:
+    `preset_config(name, **changes)`."""
     vocab_size: int | None = Field(default=None, ge=2)
-    """Rows of the embedding; left out: the tokenizer's vocabulary, padded to a multiple of 64."""
+    """Number of rows of the embedding; left out: the tokenizer's vocabulary, padded to a multiple of 64."""
     hidden_size: int = Field(default=256, ge=1)
     """Width of the residual stream."""
     num_layers: int = Field(default=4, ge=1)
-    """Layers."""
+    """Number of layers."""
     num_heads: int = Field(default=4, ge=1)
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int | None = Field(default=None, ge=1)
-    """Key/value heads (grouped-query attention); left out: num_heads."""
+    """Number of key/value heads (grouped-query attention); left out: num_heads."""
     head_dim: int | None = Field(default=None, ge=1)
-    """Left out: hidden_size / num_heads."""
+    """Width of a head; left out: hidden_size / num_heads."""
     intermediate_size: int | None = Field(default=None, ge=1)
-    """Left out: 4 x hidden_size for a plain MLP, 8/3 of it rounded up to a multiple of 64 for a gated one."""
+    """Width of the feed-forward sublayers; left out: 4 x hidden_size for a plain MLP, 8/3 x hidden_size rounded up to a
+    multiple of 64 for a gated one."""
     max_position_embeddings: int | None = Field(default=None, ge=1)
-    """Longest sequence; needed for learned positions, otherwise only a bound that is checked."""
+    """Longest sequence in tokens; required for learned positions, otherwise only checked."""
 
-    norm: Literal["rms_norm", "rms_norm_unit_offset", "layer_norm"] = "rms_norm"
-    """`rms_norm`, `rms_norm_unit_offset` (Gemma), `layer_norm`."""
+    norm: Annotated[str, NameIn(NORMS)] = "rms_norm"
+    """Norm before each sublayer and the head; `rms_norm_unit_offset` is Gemma's."""
     norm_eps: float = Field(default=1e-5, gt=0)
-    """Added to the variance."""
+    """Epsilon of the norms, added to the variance."""
     post_norms: bool = False
-    """Also normalise what each sublayer returns, before it joins the residual (Gemma 2)."""
+    """Also normalize the output of each sublayer, before it is added to the residual stream (Gemma 2)."""
     qk_norm: bool = False
-    """RMS-normalise every query and key head (Qwen 3); with `norm: rms_norm_unit_offset` by that norm (Gemma 3)."""
+    """Normalize query and key heads by RMSNorm (Qwen 3), or by `norm` if that is rms_norm_unit_offset (Gemma 3)."""
 
     positions: Literal["rope", "learned", "none"] = "rope"
-    """`rope`, `learned`, `none`."""
+    """Position encoding: `rope` (rotary), `learned` (a table), or `none`."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """`{rope_type: linear, factor: 4.0}`, or `rope_type: llama3` with the keys of Llama 3.1."""
     rope_local_base_freq: float | None = Field(default=None, gt=0)
-    """`rope_theta` of the sliding_attention layers, which are then not scaled (Gemma 3); left out: as all others."""
+    """`rope_theta` of the sliding_attention layers, which `rope_scaling` then does not apply to (Gemma 3); left out:
+    `rope_theta`."""
 
     attention: AnyAttention = SoftmaxAttention()
-    """Attention kind of all layers, by `name`."""
+    """Attention kind of all layers, chosen by `name`."""
     layer_types: tuple[LayerType, ...] = ("full_attention",)
-    """With softmax attention, whether each layer sees all keys or a window; repeated over the depth."""
+    """Type of each layer, repeated over the depth; sliding_attention, a causal window, needs softmax attention."""
     sliding_window: int | None = Field(default=None, ge=1)
-    """Keys that a query of a sliding_attention layer sees, itself included."""
+    """Number of keys that a query of a sliding_attention layer sees, itself included."""
     qkv_bias: bool = False
-    """Biases on queries, keys and values."""
+    """Add biases to queries, keys and values."""
     output_bias: bool = False
-    """Bias of the attention's output projection."""
+    """Add a bias to the attention's output projection."""
     attn_logit_softcapping: float | None = Field(default=None, gt=0)
-    """Cap c of the attention scores, c tanh(score / c)."""
+    """Soft cap c of the attention scores, c tanh(score / c); left out: none."""
     query_pre_attn_scalar: float | None = Field(default=None, gt=0)
-    """Attention scores are divided by its square root; left out: head_dim."""
+    """Attention scores are divided by the square root of this; left out: head_dim."""
 
     mlp: Literal["gated", "plain"] = "gated"
-    """`gated` (SwiGLU, GeGLU) or `plain`."""
-    hidden_act: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
-    """`silu`, `gelu`, `gelu_tanh`, `relu`, `relu_squared`."""
+    """Feed-forward sublayers: `gated` (SwiGLU, GeGLU) or `plain`."""
+    hidden_act: Annotated[str, NameIn(ACTIVATIONS)] = "silu"
+    """Activation of the feed-forward sublayers."""
     mlp_bias: bool = False
-    """Biases in the MLP."""
+    """Add biases to the feed-forward sublayers."""
     moe: MoEConfig | None = None
-    """A mixture of experts in place of the feed-forward sublayers; left out: all of them are dense."""
+    """Mixture of experts in place of the feed-forward sublayers; left out: all of them are dense."""
 
     tie_word_embeddings: bool = False
-    """The head uses the embedding's table."""
+    """Use the embedding's table as the output head."""
     scale_embeddings: bool = False
     """Multiply embeddings by sqrt(hidden_size) (Gemma)."""
     final_logit_softcapping: float | None = Field(default=None, gt=0)
-    """Cap of the logits."""
+    """Soft cap c of the logits, c tanh(logit / c); left out: none."""
 
     initialization: Literal["normal", "depth_scaled", "fan_in"] = "depth_scaled"
-    """`normal`: std initializer_range everywhere; `depth_scaled`: the same, residual projections by 1/sqrt(2 layers)
-    (GPT-2); `fan_in`: std 1/sqrt(inputs), residual projections depth-scaled too."""
+    """Standard deviation of initial matrices. `normal`: initializer_range; `depth_scaled`: the same, but residual
+    projections times 1/sqrt(2 num_layers) (GPT-2); `fan_in`: 1/sqrt(inputs), residual projections depth-scaled too."""
     initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the initial embeddings, and of matrices unless `initialization` is fan_in."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On embeddings and on what each sublayer adds to the residual."""
+    """Dropout rate of the embeddings and of each sublayer's output."""
 
     attention_implementation: str | None = None
-    """Attention backend by name; left out: the first of the table that can do it. An explicit one never falls back."""
+    """Attention backend by name, which never falls back to another; left out: the first that supports the call."""
     scan_layers: bool = True
-    """One compiled layer run in a loop (compiles fast) instead of all layers unrolled (runs fastest)."""
+    """Run the layers as a loop over one compiled layer, which compiles fast; unrolled layers (false) run fastest."""
     unscanned_end_layers: int = Field(default=0, ge=0)
-    """Of the layers at each end, how many stay out of the loop of `scan_layers`; with FP8, which leaves the first and
-    the last layer in bfloat16, 1 where it is left out."""
+    """Number of layers at each end that are not part of the loop of `scan_layers`. Left out: 0, or 1 with FP8, which
+    leaves the first and the last layer in bfloat16."""
     remat: Literal["none", "full", "save_attention", "save_dots", "offload", "save_attention_offload"] = "none"
-    """What the backward pass finds saved: everything; layer inputs only; also attention outputs; also matmul outputs;
-    layer inputs in host memory; these and, on the device, attention outputs."""
+    """Activations saved for the backward pass; the others are recomputed. `none`: all are saved; `full`: layer inputs
+    only; `save_attention`: also attention outputs; `save_dots`: also matmul outputs; `offload`: layer inputs, in host
+    memory; `save_attention_offload`: these and, on the device, attention outputs."""
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
@@ -147,22 +157,22 @@ class ModelConfig(Component):
             )
         if self.moe is not None and self.mlp_bias:
             raise ValueError("mlp_bias must be false with moe: experts have no biases.")
-        self.attention.check(self)
+        self.attention.check(ScoreOptions(self.layer_types, self.attn_logit_softcapping, self.query_pre_attn_scalar))
         return self
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads with the default filled in."""
+        """Number of key/value heads, with the default filled in."""
         return self.num_kv_heads or self.num_heads
 
     @property
     def width_per_head(self) -> int:
-        """head_dim with the default filled in."""
+        """`head_dim`, with the default filled in."""
         return self.head_dim or self.hidden_size // self.num_heads
 
     @property
     def feed_forward_size(self) -> int:
-        """intermediate_size with the default filled in."""
+        """`intermediate_size`, with the default filled in."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         if self.mlp == "plain":
@@ -171,21 +181,21 @@ class ModelConfig(Component):
 
     @property
     def expert_size(self) -> int:
-        """moe.moe_intermediate_size with the default filled in."""
+        """`moe.moe_intermediate_size`, with the default filled in."""
         size = self.moe.moe_intermediate_size if self.moe is not None else None
         return size or self.feed_forward_size
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether the feed-forward sublayer of the layer of this index, from 0, is a mixture of experts."""
+        """Return True if the layer of this index, counted from 0, has a mixture of experts."""
         return self.moe is not None and self.moe.is_mixture(layer)
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied with."""
+        """Factor of the attention scores."""
         return (self.query_pre_attn_scalar or self.width_per_head) ** -0.5
 
     def heads(self, window: int | None) -> AttentionSpec:
-        """What a layer with this window gives its attention kind."""
+        """Return the heads and scores of a layer with this window."""
         return AttentionSpec(
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
@@ -197,33 +207,33 @@ class ModelConfig(Component):
         )
 
     def windows(self) -> tuple[int | None, ...]:
-        """Per layer, the keys that a query sees (None: all before it)."""
+        """Return per layer the number of keys that a query sees; None: all before it."""
         kinds = [self.layer_types[i % len(self.layer_types)] for i in range(self.num_layers)]
         return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
     def layer_kinds(self) -> list[tuple[int | None, bool]]:
-        """Per layer, its window and whether it is a mixture of experts: layers of one kind have one structure."""
+        """Return per layer its window and True if it is a mixture of experts; equal pairs mean equal structure."""
         return [(window, self.is_mixture(layer)) for layer, window in enumerate(self.windows())]
 
     @property
     def layer_pattern(self) -> tuple[int, int]:
-        """(layers before it, length) of the pattern that, repeated, gives the rest; that with the fewest single layers.
+        """Start and length of the repeated pattern of layer kinds, chosen to leave the fewest single layers.
 
-        The last repetition may be cut short, and ends before the `ends`.
+        The pattern is followed by the layers of an incomplete repetition and by the `end_layers`.
         """
-        kinds = self.layer_kinds()[self.ends : self.num_layers - self.ends]
+        kinds = self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers]
 
-        def repeats_after(kinds: list[Any]) -> int:
+        def period_of(kinds: list[tuple[int | None, bool]]) -> int:
             fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
             return next(fits, len(kinds))
 
-        found = [(lead, repeats_after(kinds[lead:])) for lead in range(len(kinds))]
-        lead, period = min(found, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
-        return self.ends + lead, period
+        candidates = [(start, period_of(kinds[start:])) for start in range(len(kinds))]
+        start, period = min(candidates, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+        return self.end_layers + start, period
 
     @property
-    def ends(self) -> int:
-        """`unscanned_end_layers`, but for what a model of so few layers has not."""
+    def end_layers(self) -> int:
+        """`unscanned_end_layers`, clamped so that at least one layer is left to scan."""
         return min(self.unscanned_end_layers, (self.num_layers - 1) // 2)
 
 

@@ -1,8 +1,8 @@
-"""Parameters and model FLOPs, computed from the configuration alone.
+"""Number of parameters and model FLOPs, computed from the configuration alone.
 
-FLOPs follow the convention that is printed with every run: 6 x matmul parameters (the input embedding not counted, the
-output head counted) plus attention, which its kind counts: full causal attention at half of 12 x layers x sequence x
-(heads x head_dim), a token.
+FLOPs per token follow the convention that is printed with every run: 6 x matmul parameters (without the input
+embedding, with the output head) plus those of the attention kind, for full causal attention half of 12 x layers x
+sequence x (heads x head_dim).
 """
 
 import dataclasses
@@ -10,13 +10,18 @@ import math
 from collections.abc import Mapping, Sequence
 
 from jaxstack.models.config import ModelConfig
+from jaxstack.models.norm import count_norm_parameters, head_norm
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterCount:
-    """Numbers of parameters. `matmul` are those that multiply a token's activations (head included, tied or not).
+    """Numbers of parameters of a model.
 
-    Of a mixture of experts `total` counts all, `active` and `matmul` those that compute a token.
+    Attributes:
+      total: all parameters.
+      embedding: token and position tables.
+      matmul: matrices that multiply a token's activations: the head, tied or not, and the experts of one token.
+      active: parameters that take part in the computation of one token; less than `total` with experts.
     """
 
     total: int
@@ -26,50 +31,55 @@ class ParameterCount:
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
-    """Counts the parameters of `Transformer(config)`; `vocab_size` must be set."""
+    """Count the parameters of `Transformer(config)`.
+
+    Raises:
+      ValueError: `config.vocab_size` is None.
+    """
     if config.vocab_size is None:
         raise ValueError("ModelConfig.vocab_size must be set to count parameters.")
     d, h, layers = config.hidden_size, config.width_per_head, config.num_layers
     n, k = config.num_heads, config.kv_heads
-    norm = d * (2 if config.norm == "layer_norm" else 1)
+    norm = count_norm_parameters(config.norm, d)
+    head_norms = 2 * count_norm_parameters(head_norm(config.norm), h) if config.qk_norm else 0
     attention = d * n * h + 2 * d * k * h + n * h * d
     vectors = norm * (4 if config.post_norms else 2)
-    vectors += (n + 2 * k) * h * config.qkv_bias + d * config.output_bias + 2 * h * config.qk_norm
+    vectors += (n + 2 * k) * h * config.qkv_bias + d * config.output_bias + head_norms
     embedding = head = config.vocab_size * d
     rows = (config.max_position_embeddings or 0) if config.positions == "learned" else 0
     vectors += config.attention.count_weight()
     outside = embedding + rows * d + norm + (0 if config.tie_word_embeddings else head)
     mixtures = sum(map(config.is_mixture, range(layers)))
     dense, routed = _dense_mlp(config), _mixture(config)
-    held = (layers - mixtures) * sum(dense) + mixtures * (routed[0] + routed[2])
+    stored = (layers - mixtures) * sum(dense) + mixtures * (routed[0] + routed[2])
     used = (layers - mixtures) * sum(dense) + mixtures * (routed[1] + routed[2])
     common = layers * (attention + vectors) + outside
     matmul = layers * attention + (layers - mixtures) * dense[0] + mixtures * routed[1] + head
-    return ParameterCount(common + held, embedding + rows * d, matmul, common + used)
+    return ParameterCount(common + stored, embedding + rows * d, matmul, common + used)
 
 
 def _dense_mlp(config: ModelConfig) -> tuple[int, int]:
-    """(matrices, biases) of a dense feed-forward sublayer."""
+    """Return the parameters of a dense feed-forward sublayer: (matrices, biases)."""
     d, f, inner = config.hidden_size, config.feed_forward_size, 2 if config.mlp == "gated" else 1
     return d * f * (inner + 1), (f * inner + d) * config.mlp_bias
 
 
 def _mixture(config: ModelConfig) -> tuple[int, int, int]:
-    """(matrices, those that compute a token, vectors) of a mixture of experts; zeros without one."""
+    """Return the parameters of a mixture of experts: (matrices, those that compute one token, vectors)."""
     moe = config.moe
     if moe is None:
         return 0, 0, 0
     expert = config.hidden_size * config.expert_size * (3 if config.mlp == "gated" else 2)
     always = config.hidden_size * moe.num_experts + moe.n_shared_experts * expert
-    held, used = (always + experts * expert for experts in (moe.num_experts, moe.num_experts_per_tok))
-    return held, used, moe.num_experts * moe.balance_bias
+    stored, used = (always + experts * expert for experts in (moe.num_experts, moe.num_experts_per_tok))
+    return stored, used, moe.num_experts * moe.balance_bias
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward FLOPs a trained token costs; recomputation is not counted.
+    """Return forward and backward FLOPs per trained token, without recomputation.
 
-    Softmax attention counts the keys that a query sees on average: T / 2, with a window w - w^2 / 2T, in a block-sparse
-    layout those of its blocks. Linear attention and Performer count their recurrence, whatever the length.
+    Softmax attention counts the keys that a query sees on average: T / 2, with a window w it is w - w^2 / 2T, in a
+    block-sparse layout the keys of its blocks. Linear attention and Performer count their recurrence at any length.
     """
     layers = (config.heads(window) for window in config.windows())
     attention = sum(config.attention.flops_per_token(heads, sequence_length) for heads in layers)
@@ -77,17 +87,19 @@ def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 def flops_saved_per_token(config: ModelConfig, frozen: Mapping[str, tuple[Sequence[str], Sequence[int]]]) -> float:
-    """What a step does not compute of `model_flops_per_token`: the gradients of frozen matrices, 2 FLOPs a parameter.
+    """Return the part of `model_flops_per_token` that a step saves because parameters are frozen.
+
+    The gradient of a frozen matrix is not computed, which saves 2 FLOPs per parameter and token.
 
     Args:
-      frozen: path -> logical axes and shape of the frozen parameters.
+      frozen: logical axes and shape of the frozen parameters, by path.
     """
     head = "embedding/table" if config.tie_word_embeddings else "head"
 
-    def used(path: str, axes: Sequence[str]) -> float:
-        """The share of a matrix that multiplies a token."""
+    def used_share(path: str, axes: Sequence[str]) -> float:
+        """Return the share of a matrix that multiplies one token's activations."""
         if config.moe is not None and "expert" in axes:
             return config.moe.num_experts_per_tok / config.moe.num_experts
         return float(path.endswith("/kernel") or path == head)
 
-    return 2.0 * sum(math.prod(shape) * used(path, axes) for path, (axes, shape) in frozen.items())
+    return 2.0 * sum(math.prod(shape) * used_share(path, axes) for path, (axes, shape) in frozen.items())

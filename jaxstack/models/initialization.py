@@ -1,4 +1,4 @@
-"""Initial weights, as the families' papers have them."""
+"""Initial weights, as in the papers of the model families."""
 
 from collections.abc import Callable
 
@@ -12,9 +12,12 @@ Initializer = Callable[[jax.Array, tuple[int, ...], int], jax.Array]
 
 
 def make_initializer(config: ModelConfig, *, residual: bool = False) -> Initializer:
-    """The initializer of a matrix; `residual` for one whose output joins the residual stream.
+    """Return the initializer of a matrix.
 
-    Sources: GPT-2 (Radford et al. 2019, section 2.3) for the depth scaling; `fan_in` is LeCun et al. 1998.
+    The depth scaling is GPT-2's (Radford et al. 2019, section 2.3); `fan_in` is LeCun et al. 1998.
+
+    Args:
+      residual: True for a matrix whose output is added to the residual stream.
     """
     depth = (2 * config.num_layers) ** -0.5 if residual and config.initialization != "normal" else 1.0
 
@@ -26,7 +29,7 @@ def make_initializer(config: ModelConfig, *, residual: bool = False) -> Initiali
 
 
 def embedding_initializer(config: ModelConfig) -> Initializer:
-    """Rows of std `initializer_range`: a tied head then starts with small logits too."""
+    """Return the initializer of a table: std `initializer_range`, so that a tied head starts with small logits."""
 
     def initialize(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
         return jax.random.normal(key, shape, jnp.float32) * config.initializer_range

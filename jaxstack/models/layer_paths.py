@@ -1,35 +1,54 @@
-"""Path rules for dense layers: they go by the numbers of the model's layers, whichever of these one scan runs."""
+"""Path rules for dense layers, by the numbers of the model's layers, whether or not a scan runs them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxstack.errors import ConfigError
 from jaxstack.tree_rules import Rules, match
 
 
-def weight_paths(model: Any, path: Sequence[Any]) -> list[str]:
-    """The path of a dense layer's weight in each layer of the model that this layer of the module stands for."""
+@runtime_checkable
+class _Stack(Protocol):
+    def layer_numbers(self, index: int) -> Sequence[int]: ...
+
+
+@runtime_checkable
+class _Model(Protocol):
+    @property
+    def decoder(self) -> _Stack: ...
+
+
+Value = TypeVar("Value")
+
+
+def weight_paths(model: _Model, path: Sequence[str | int]) -> list[str]:
+    """Return the paths of the weights that a dense layer of the module holds, one for each layer of the model.
+
+    Args:
+      path: path of the dense layer in the module, which may be part of a stack of layers.
+    """
     if tuple(path[:2]) != ("decoder", "layers"):
         return ["/".join(map(str, (*path, "kernel")))]
-    numbers = model.decoder.numbers(int(path[2]))
+    numbers = model.decoder.layer_numbers(int(path[2]))
     return ["/".join(map(str, ("decoder", "layers", number, *path[3:], "kernel"))) for number in numbers]
 
 
-def choose_for_all(names: Sequence[str], rules: Rules[Any], section: str, what: str) -> Any:
-    """The value that the rules give to all of these weights, which one scan runs.
+def choose_for_all(names: Sequence[str], rules: Rules[Value], section: str, what: str) -> Value:
+    """Return the value that path rules give to all of these weights, which one scan runs.
 
     Args:
-      section, what: of the configuration, and what a value other than None and False means, for the message.
+      section: key of the configuration, for the message.
+      what: meaning of a value other than None and False, for the message.
 
     Raises:
-      ConfigError: they give several.
+      ConfigError: the rules give different values to them.
     """
     chosen = [match(name, rules) for name in names]
     if any(value != chosen[0] for value in chosen):
         yes = next(name for name, value in zip(names, chosen, strict=True) if value)
         no = next(name for name, value in zip(names, chosen, strict=True) if value != match(yes, rules))
         raise ConfigError(
-            f"{section}: {yes} is to {what} and {no} is not, but one scan runs both; keep as many layers at each end "
+            f"{section}: {yes} is to {what} and {no} is not, but one scan runs both; take as many layers at each end "
             "out of it by model.unscanned_end_layers, set model.scan_layers to false, or drop the layer's number."
         )
     return chosen[0]

@@ -1,24 +1,32 @@
-"""The one dense layer: any dims in, any dims out, logical axes on its kernel, a replaceable dot_general."""
+"""The dense layer: any input dims, any output dims, logical axes on its kernel, and a replaceable dot_general.
+
+Dims: B batch, T sequence, D model, F feed-forward.
+"""
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxstack.models.initialization import Initializer
-from jaxstack.parallel import gather_project, gather_project_scatter, keep, project_scatter, shard
+from jaxstack.models.norm import LayerInput, array_of
+from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
 from jaxstack.parallel.context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import NormalisedInput, QuantizedWeight, activated_matmul, swiglu
 from pallas_kernels.target import current_target
 
-Input = jax.Array | NormalisedInput
-"""Of a layer: an array, which a norm may have left to the layer to compute."""
+Kernel: TypeAlias = jax.Array | QuantizedWeight
+"""A layer's matrix, which in FP8 may have been quantized before it was gathered."""
+
+DotGeneral = Callable[..., jax.Array]
+"""A function like `jax.lax.dot_general`."""
 
 
 class Linear(nnx.Module):
@@ -27,6 +35,7 @@ class Linear(nnx.Module):
     Args:
       inputs, outputs: sizes of the contracted and of the produced dims.
       axes: logical axes of the kernel, inputs first.
+      bias: True if the layer has a bias.
       dot_general: the matmul itself; precision recipes replace it.
     """
 
@@ -39,7 +48,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         initialize: Initializer,
         bias: bool = False,
-        dot_general: Callable[..., jax.Array] = jax.lax.dot_general,
+        dot_general: DotGeneral = jax.lax.dot_general,
     ):
         shape = (*inputs, *outputs)
         self.kernel = nnx.Param(initialize(rngs.params(), shape, math.prod(inputs)), logical_axes=axes)
@@ -47,154 +56,99 @@ class Linear(nnx.Module):
         self.contracted = len(inputs)
         self.dot_general = dot_general
         self.scaling: nnx.Variable | None = nnx.data(None)
+        """FP8 scaling state, for recipes that have one."""
         self.adapter: Any = nnx.data(None)
-        """Changes the product before the bias is added: see `jaxstack.models.adapters`."""
+        """`jaxstack.models.adapters.Adapter`, which changes the product before the bias is added; None: no adapter."""
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         return apply_together(x, self)[0]
 
-    def finish(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The result for x, from its product y with the kernel."""
+    def finish(self, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the layer's output for x, given y = x times the kernel."""
         return self.add_bias(y if self.adapter is None else self.adapter(x, y, self.kernel.get_value()))
 
-    def add_bias(self, y: jax.Array) -> jax.Array:
-        """y plus the bias, where there is one."""
+    def add_bias(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return y plus the bias, if the layer has one."""
         if self.bias is None:
             return y
         bias = self.bias[...].astype(y.dtype)
         if is_sharded():
             return y + bias
-        # With the matmul's own two dims XLA makes it part of the matmul.
+        # With the matmul's own two dims XLA fuses the addition into the matmul.
         return (y.reshape(-1, bias.size) + bias.reshape(-1)).reshape(y.shape)
 
 
-def apply_together(x: Input, *layers: Linear) -> list[jax.Array]:
-    """The layers' results for one input.
+def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
+    """Return the outputs of several layers for one input.
 
-    On a CPU as a single wide matmul, which reads x once. On a GPU that costs more than it saves: the gradients would
-    have to be copied side by side first (16 of 600 ms for llama3-1b on an H200).
+    On a CPU they are computed by one wide matmul, which reads x once. On a GPU that costs more than it saves: the
+    gradients would have to be concatenated first (16 of 600 ms for llama3-1b on an H200).
     """
     contracted, dot_general = layers[0].contracted, layers[0].dot_general
     if any(layer.dot_general != dot_general for layer in layers):
         return [apply_together(x, layer)[0] for layer in layers]
     if isinstance(dot_general, Fp8Matmul):
         return _apply_fp8(x, layers, dot_general)
-    x = keep(_computed(x))
-    kernels: list[Any] = [layer.kernel[...].astype(x.dtype) for layer in layers]
-    wide = len(layers) > 1 and not is_sharded() and current_target().platform == "cpu"
-    if wide:
-        width = math.prod(kernels[0].shape[:contracted])
-        flat = [kernel.reshape(width, -1) for kernel in kernels]
-        rows = x.shape[: x.ndim - contracted]
-        y = multiply(dot_general, x.reshape(*rows, width), jnp.concatenate(flat, axis=1), 1)
-        ends = np.cumsum([kernel.shape[1] for kernel in flat])[:-1]
-        shapes = [(*rows, *kernel.shape[contracted:]) for kernel in kernels]
-        results = [part.reshape(shape) for part, shape in zip(jnp.split(y, ends, axis=-1), shapes, strict=True)]
+    x = save_for_backward(array_of(x))
+    kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
+    if len(layers) > 1 and not is_sharded() and current_target().platform == "cpu":
+        results = _multiply_wide(dot_general, x, kernels, contracted)
     else:
-        inputs: Any = fan_out(x, len(layers))
+        inputs = cast(tuple[jax.Array, ...], fan_out(x, len(layers)))
         results = [multiply(dot_general, x, k, contracted) for x, k in zip(inputs, kernels, strict=True)]
     return [layer.finish(x, y) for layer, y in zip(layers, results, strict=True)]
 
 
-def apply_gathered(x: Input, *layers: Linear) -> list[jax.Array]:
-    """`apply_together` for what reads the residual stream [B, T, D]."""
-    whole = _computed(x)
-    results = gather_project(whole, _kernels(whole, layers), _unsuitable(layers))
+def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
+    """Return `apply_together` for layers that read the residual stream [B, T, D], which may have to be gathered."""
+    whole = array_of(x)
+    results = gather_project(whole, _cast_kernels(whole, layers), _no_overlap_reason(layers))
     if results is None:
         return apply_together(x, *layers)
     return [layer.add_bias(y) for layer, y in zip(layers, results, strict=True)]
 
 
-def apply_scattered(y: jax.Array, layer: Linear) -> jax.Array:
-    """layer(y) for what is added to the residual stream."""
-    (kernel,) = _kernels(y, (layer,))
-    out = project_scatter(y, kernel, _unsuitable((layer,)))
+def apply_scattered(y: Float[Array, "B T ..."], layer: Linear) -> Float[Array, "B T D"]:
+    """Return layer(y) for an output that is added to the residual stream, which may have to be scattered."""
+    (kernel,) = _cast_kernels(y, (layer,))
+    out = project_scatter(y, kernel, _no_overlap_reason((layer,)))
     return layer(y) if out is None else layer.add_bias(out)
 
 
 def apply_mlp(
-    x: Input, firsts: tuple[Linear, ...], between: Callable[..., jax.Array], last: Linear, activation: str | None
-) -> jax.Array:
-    """last(between(*firsts(x))) from and to the residual stream.
+    x: LayerInput,
+    first_layers: tuple[Linear, ...],
+    activation: Callable[..., jax.Array],
+    last: Linear,
+    fused_name: str | None,
+) -> Float[Array, "B T D"]:
+    """Return last(activation(*first_layers(x))), from and to the residual stream.
 
-    `between` is elementwise; `activation` is what `activated_matmul` calls it, if it knows it.
+    Args:
+      activation: elementwise function of the first layers' outputs.
+      fused_name: name of the activation in `activated_matmul`; None: that kernel does not support it.
     """
-    whole = _computed(x)
-    biases = [None if layer.bias is None else layer.bias[...].astype(whole.dtype) for layer in firsts]
-    kernels = _kernels(whole, (*firsts, last))
+    whole = array_of(x)
+    biases = [None if layer.bias is None else layer.bias[...].astype(whole.dtype) for layer in first_layers]
+    kernels = _cast_kernels(whole, (*first_layers, last))
     pairs = list(zip(kernels[:-1], biases, strict=True))
-    out = gather_project_scatter(whole, pairs, between, kernels[-1], _unsuitable((*firsts, last)))
+    reason = _no_overlap_reason((*first_layers, last))
+    out = gather_project_scatter(whole, pairs, activation, kernels[-1], reason)
     if out is not None:
         return last.add_bias(out)
-    if between is swiglu and _in_one_fp8(*firsts, last):
-        return last.add_bias(_apply_fp8_mlp(x, (*firsts, last)))
-    inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *firsts)]
-    if activation is None or is_sharded() or _unsuitable((last,)) is not None:
-        return last(between(*inner))
-    return last.add_bias(activated_matmul(inner, kernels[-1], activation))
+    matmul = last.dot_general
+    if activation is swiglu and isinstance(matmul, Fp8Matmul) and _is_fp8_mlp(matmul, first_layers, last):
+        return last.add_bias(_apply_fp8_mlp(x, (*first_layers, last), matmul))
+    inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *first_layers)]
+    if fused_name is None or is_sharded() or _no_overlap_reason((last,)) is not None:
+        return last(activation(*inner))
+    return last.add_bias(activated_matmul(inner, kernels[-1], fused_name))
 
 
-def _unsuitable(layers: tuple[Linear, ...]) -> str | None:
-    if any(layer.adapter is not None for layer in layers):
-        return "the layers have adapters"
-    if all(layer.dot_general is jax.lax.dot_general for layer in layers):
-        return None
-    return f"the matmuls are those of a precision recipe ({layers[0].dot_general})"
+def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Return x + y; if one of them is the output of a matmul, it should be x.
 
-
-def _kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[Any]:
-    values = _stored_kernels(layers)
-    return [value if isinstance(value, QuantizedWeight) else value.astype(x.dtype) for value in values]
-
-
-def _stored_kernels(layers: tuple[Linear, ...]) -> list[Any]:
-    return [layer.kernel.get_value() for layer in layers]
-
-
-def _apply_fp8(x: Input, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
-    """The layers' results, with the input quantised once; kernels may come quantised (`gather_weights`)."""
-    contracted, kernels = layers[0].contracted, _stored_kernels(layers)
-    states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
-    whole = keep(_computed(x))
-    rows = whole.shape[: whole.ndim - contracted]
-    outputs = [kernel.shape[contracted:] for kernel in kernels]
-    if is_sharded():
-        x = whole
-    else:
-        width = math.prod(whole.shape[len(rows) :])
-        x, kernels, contracted = _kept(x).reshape(-1, width), [k.reshape(width, -1) for k in kernels], 1
-    results = matmul.together(x, kernels, contracted, states)
-    shaped = zip(layers, results, outputs, strict=True)
-    return [layer.finish(whole, y.reshape(*rows, *dims)) for layer, y, dims in shaped]
-
-
-def _in_one_fp8(*layers: Linear) -> bool:
-    """Whether three layers make an FP8 MLP of one piece: one recipe, nothing but SwiGLU between the products."""
-    matmul = layers[-1].dot_general
-    plain = all(layer.adapter is None and layer.contracted == 1 for layer in layers)
-    between = all(layer.bias is None for layer in layers[:-1])
-    alike = isinstance(matmul, Fp8Matmul) and all(layer.dot_general == matmul for layer in layers)
-    return alike and plain and between and not is_sharded()
-
-
-def _apply_fp8_mlp(x: Input, layers: tuple[Linear, ...]) -> jax.Array:
-    states = [None if layer.scaling is None else layer.scaling[...] for layer in layers]
-    out = layers[-1].dot_general.swiglu_mlp(_kept(x).reshape(-1, x.shape[-1]), _stored_kernels(layers), states)
-    return out.reshape(*x.shape[:-1], -1)
-
-
-def _computed(x: Input) -> jax.Array:
-    return x.carrier if isinstance(x, NormalisedInput) else x
-
-
-def _kept(x: Input) -> Input:
-    return x if isinstance(x, NormalisedInput) else keep(x)
-
-
-def add(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x + y [..., D]; the one that a matmul gives is better x.
-
-    With the matmul's own two dims XLA adds y while it multiplies, and does not copy y before.
+    With the matmul's own two dims XLA adds y within the matmul, without copying y first.
     """
     if is_sharded():
         return x + y
@@ -203,10 +157,10 @@ def add(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def fan_out(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """x for each of `count` matmuls. Each of their gradients but the first is a sum that the next matmul adds to.
+def fan_out(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
+    """Return x for each of `count` matmuls, so that each matmul of the backward pass adds to the sum of those before.
 
-    In JAX's own order the sum comes first in every addition: XLA then takes only the first sum into a matmul.
+    In JAX's own order the sum is the first operand of every addition, and XLA fuses only the first into a matmul.
     """
     return (x,) * count
 
@@ -218,15 +172,17 @@ def _fan_out_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> 
     return (total,)
 
 
-# The same array for all: results of another call would each be kept for the backward pass of a pipeline's stage.
+# All results are the same array: those of another call would each be saved for the backward pass of a pipeline stage.
 fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 
 
-def multiply(dot_general: Callable[..., jax.Array], x: jax.Array, kernel: jax.Array, contracted: int) -> jax.Array:
-    """x [..., in] times kernel, whose output dims follow its inputs, of which x has `contracted`.
+def multiply(
+    dot_general: DotGeneral, x: Float[Array, "..."], kernel: Float[Array, "..."], contracted: int
+) -> Float[Array, "..."]:
+    """Return x [..., in] times kernel [in, out], where `in` are `contracted` dims.
 
-    Without sharding as a plain two-dimensional matmul: of a batched one XLA's CPU backend transposes the activations
-    for the weight gradient. Sharded dims must stay apart.
+    Without sharding this is a plain two-dimensional matmul: for the weight gradient of a batched one XLA's CPU backend
+    transposes the activations. Sharded dims must stay separate.
     """
     rows, outputs = x.shape[: x.ndim - contracted], kernel.shape[contracted:]
     if not is_sharded():
@@ -234,3 +190,74 @@ def multiply(dot_general: Callable[..., jax.Array], x: jax.Array, kernel: jax.Ar
         x, kernel, contracted = x.reshape(-1, width), kernel.reshape(width, -1), 1
     dims = (tuple(range(x.ndim - contracted, x.ndim)), tuple(range(contracted)))
     return dot_general(x, kernel, (dims, ((), ()))).reshape(*rows, *outputs)
+
+
+def _multiply_wide(
+    dot_general: DotGeneral, x: jax.Array, kernels: Sequence[jax.Array], contracted: int
+) -> list[jax.Array]:
+    """Return x times each kernel, computed by one matmul with all of them."""
+    width = math.prod(kernels[0].shape[:contracted])
+    flat = [kernel.reshape(width, -1) for kernel in kernels]
+    rows = x.shape[: x.ndim - contracted]
+    y = multiply(dot_general, x.reshape(*rows, width), jnp.concatenate(flat, axis=1), 1)
+    boundaries = np.cumsum([kernel.shape[1] for kernel in flat])[:-1]
+    shapes = [(*rows, *kernel.shape[contracted:]) for kernel in kernels]
+    return [part.reshape(shape) for part, shape in zip(jnp.split(y, boundaries, axis=-1), shapes, strict=True)]
+
+
+def _no_overlap_reason(layers: tuple[Linear, ...]) -> str | None:
+    """Return why kernels that fuse the plain matmul of these layers with other work cannot be used, or None."""
+    if any(layer.adapter is not None for layer in layers):
+        return "the layers have adapters"
+    if all(layer.dot_general is jax.lax.dot_general for layer in layers):
+        return None
+    return f"the matmuls are those of a precision recipe ({layers[0].dot_general})"
+
+
+def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
+    """Return the kernels in the dtype of x; quantized ones unchanged, for a recipe's layers are never overlapped."""
+    values = _stored_kernels(layers)
+    return [cast(jax.Array, v) if isinstance(v, QuantizedWeight) else v.astype(x.dtype) for v in values]
+
+
+def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:
+    return [layer.kernel.get_value() for layer in layers]
+
+
+def _scaling_states(layers: tuple[Linear, ...]) -> list[jax.Array | None]:
+    return [None if layer.scaling is None else layer.scaling[...] for layer in layers]
+
+
+def _save_input(x: LayerInput) -> LayerInput:
+    return x if isinstance(x, NormalisedInput) else save_for_backward(x)
+
+
+def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
+    """Return the layers' outputs, quantizing the input once; kernels may come quantized from `gather_weights`."""
+    contracted, kernels = layers[0].contracted, _stored_kernels(layers)
+    states = _scaling_states(layers)
+    whole = save_for_backward(array_of(x))
+    rows = whole.shape[: whole.ndim - contracted]
+    outputs = [kernel.shape[contracted:] for kernel in kernels]
+    if is_sharded():
+        x = whole
+    else:
+        width = math.prod(whole.shape[len(rows) :])
+        x, kernels, contracted = _save_input(x).reshape(-1, width), [k.reshape(width, -1) for k in kernels], 1
+    results = matmul.together(x, kernels, contracted, states)
+    shaped = zip(layers, results, outputs, strict=True)
+    return [layer.finish(whole, y.reshape(*rows, *dims)) for layer, y, dims in shaped]
+
+
+def _is_fp8_mlp(matmul: Fp8Matmul, first_layers: tuple[Linear, ...], last: Linear) -> bool:
+    """Return True if one FP8 function can compute the MLP: one recipe, and only SwiGLU between its matmuls."""
+    layers = (*first_layers, last)
+    plain = all(layer.adapter is None and layer.contracted == 1 for layer in layers)
+    unbiased = all(layer.bias is None for layer in first_layers)
+    return all(layer.dot_general == matmul for layer in layers) and plain and unbiased and not is_sharded()
+
+
+def _apply_fp8_mlp(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> jax.Array:
+    rows = _save_input(x).reshape(-1, x.shape[-1])
+    out = matmul.swiglu_mlp(rows, _stored_kernels(layers), _scaling_states(layers))
+    return out.reshape(*x.shape[:-1], -1)

@@ -1,4 +1,4 @@
-"""Which matmuls of a Transformer run in FP8."""
+"""Selection of the matmuls of a Transformer that run in FP8."""
 
 from typing import Any
 
@@ -13,23 +13,23 @@ from jaxstack.precision.recipe import Fp8Matmul, use_fp8
 from jaxstack.tree_rules import check_patterns
 
 _PRODUCTS = 3
-"""Matmuls of a layer in a step: forward, gradient of the input, gradient of the weight."""
+"""Matmuls of a dense layer in a train step: forward, gradient of the input, gradient of the weight."""
 
 
 def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
-    """The model with its dense layers' matmuls as `precision` says; changed in place.
+    """Set the matmuls of the model's dense layers to those of `precision`, in place.
 
-    The first and the last layer stay as they are unless a rule says otherwise, in a model of three layers or more where
-    no scan runs them together with others (`ModelConfig.unscanned_end_layers`; a pipeline's stages always do).
+    The first and the last of at least three layers are not changed unless a rule says so or a scan runs them together
+    with others (see `ModelConfig.unscanned_end_layers`; the stages of a pipeline always do).
 
     Raises:
-      ConfigError: a rule tells apart layers that one scan runs, or matches no weight.
+      ConfigError: a rule matches no weight, or only some of the layers that one scan runs.
     """
     model.precision = precision
     if precision.fp8 == "none":
         return model
     matmul, seen = Fp8Matmul(precision.fp8, precision.fp8_gradients), {}
-    rules = precision.path_rules(_ends(model.decoder))
+    rules = precision.path_rules(_unscanned_end_layers(model.decoder))
 
     def choose(path: tuple[Any, ...]) -> Fp8Matmul | None:
         names = weight_paths(model, path)
@@ -42,12 +42,16 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
 
 
 def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: bool) -> str:
-    """Which layers run in FP8, in words ("" without it); `staged`: in a pipeline."""
+    """Describe which layers run in FP8; "" without FP8.
+
+    Args:
+      staged: True if the layers are stages of a pipeline.
+    """
     if precision.fp8 == "none":
         return ""
     if precision.fp8_rules:
         layers = "the layers that precision.fp8_rules name"
-    elif config.num_layers > 2 and (config.ends or not (config.scan_layers or staged)):
+    elif config.num_layers > 2 and (config.end_layers or not (config.scan_layers or staged)):
         layers = "all layers but the first and the last"
     elif config.num_layers > 2 and staged:
         layers = "all layers (model.unscanned_end_layers=1 leaves out the first and the last, as without a pipeline)"
@@ -57,7 +61,7 @@ def describe_fp8(config: ModelConfig, precision: PrecisionConfig, *, staged: boo
 
 
 def count_fp8_matmuls(model: nnx.Module) -> int:
-    """How many FP8 matmuls a forward and backward pass needs at least."""
+    """Return how many FP8 matmuls a forward and backward pass needs at least."""
     count = 0
     for _, node in nnx.iter_modules(model):
         layer: Any = node
@@ -67,9 +71,9 @@ def count_fp8_matmuls(model: nnx.Module) -> int:
     return _PRODUCTS * count
 
 
-def _ends(stack: Stack) -> list[int]:
-    """The first and the last of at least three layers, where they are layers of the module of their own."""
-    numbers = [stack.numbers(index) for index in range(len(stack.layers))]
-    alone = {found[0] for found in numbers if len(found) == 1}
+def _unscanned_end_layers(stack: Stack) -> list[int]:
+    """Return the numbers of the first and the last of at least three layers, as far as no scan runs them."""
+    numbers = [stack.layer_numbers(index) for index in range(len(stack.layers))]
+    single = {found[0] for found in numbers if len(found) == 1}
     count = sum(map(len, numbers))
-    return sorted(alone & {0, count - 1}) if count > 2 else []
+    return sorted(single & {0, count - 1}) if count > 2 else []

@@ -1,40 +1,27 @@
-"""Feed-forward sublayers."""
+"""Dense feed-forward sublayers, plain and gated."""
 
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float
 
+from jaxstack.models.activations import ACTIVATIONS, Activation
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
-from jaxstack.models.linear import Input, Linear, apply_mlp
+from jaxstack.models.linear import Linear, apply_mlp
+from jaxstack.models.norm import LayerInput
 from pallas_kernels import swiglu
 from pallas_kernels.target import current_target
 
 
-def exact_gelu(x: jax.Array) -> jax.Array:
-    """x times the normal distribution function (Hendrycks & Gimpel 2016), by erf: jax.nn's erfc costs twice as much."""
-    return 0.5 * x * (1 + jax.lax.erf(x * np.sqrt(0.5).astype(x.dtype)))
-
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": exact_gelu,
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-}
-
-
-def _recomputed(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """On a GPU, whose memory is slower than its arithmetic, the gradient keeps what goes in, not its parts as well."""
+def _recomputed(activation: Activation) -> Activation:
+    """Return the activation, recomputed in the backward pass on a GPU, where saving its intermediates costs more."""
     return activation if current_target().platform == "cpu" else jax.checkpoint(activation)
 
 
 class PlainMLP(nnx.Module):
-    """down(act(up(x))), as in GPT-2."""
+    """Feed-forward sublayer down(act(up(x))), as in GPT-2."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         d, f, bias = config.hidden_size, config.feed_forward_size, config.mlp_bias
@@ -42,15 +29,16 @@ class PlainMLP(nnx.Module):
         self.up_proj = Linear((d,), (f,), ("embed", "mlp"), rngs=rngs, initialize=inner, bias=bias)
         self.down_proj = Linear((f,), (d,), ("mlp", "embed"), rngs=rngs, initialize=outer, bias=bias)
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.name = config.hidden_act if config.hidden_act == "gelu_tanh" else None
-        """What `activated_matmul` calls the activation, if it knows it."""
+        self.fused_name = config.hidden_act if config.hidden_act == "gelu_tanh" else None
+        """Name of the activation in `activated_matmul`; None: that kernel does not support it."""
 
-    def __call__(self, x: Input) -> jax.Array:
-        return apply_mlp(x, (self.up_proj,), _recomputed(self.activation), self.down_proj, self.name)
+    def __call__(self, x: LayerInput) -> Float[Array, "B T D"]:
+        """Return the sublayer's output for x [B, T, D]."""
+        return apply_mlp(x, (self.up_proj,), _recomputed(self.activation), self.down_proj, self.fused_name)
 
 
 class GatedMLP(PlainMLP):
-    """down(act(gate(x)) * up(x)): SwiGLU with silu, GeGLU with gelu (Shazeer 2020)."""
+    """Feed-forward sublayer down(act(gate(x)) * up(x)): SwiGLU with silu, GeGLU with gelu (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
@@ -58,15 +46,17 @@ class GatedMLP(PlainMLP):
         self.gate_proj = Linear(
             (d,), (f,), ("embed", "mlp"), rngs=rngs, initialize=make_initializer(config), bias=config.mlp_bias
         )
-        self.name = "swiglu" if config.hidden_act == "silu" else None
+        self.fused_name = "swiglu" if config.hidden_act == "silu" else None
 
-    def __call__(self, x: Input) -> jax.Array:
-        return apply_mlp(x, (self.gate_proj, self.up_proj), self._join, self.down_proj, self.name)
+    def __call__(self, x: LayerInput) -> Float[Array, "B T D"]:
+        """Return the sublayer's output for x [B, T, D]."""
+        return apply_mlp(x, (self.gate_proj, self.up_proj), self._multiply_gate, self.down_proj, self.fused_name)
 
     @property
-    def _join(self) -> Callable[..., jax.Array]:
-        # Its gradient keeps the two inputs only; what XLA would keep of the plain product is one array more.
+    def _multiply_gate(self) -> Callable[..., jax.Array]:
+        # The gradient of `swiglu` saves its two inputs only; for the plain product XLA would save a third array.
         return swiglu if self.activation is jax.nn.silu else lambda gate, up: self.activation(gate) * up
 
 
-MLPS = {"gated": GatedMLP, "plain": PlainMLP}
+MLPS: dict[str, type[PlainMLP]] = {"gated": GatedMLP, "plain": PlainMLP}
+"""Feed-forward sublayers by the names of `ModelConfig.mlp`."""

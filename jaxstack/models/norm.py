@@ -1,38 +1,34 @@
-"""Normalisation over the last dim, in float32, returned in the dtype of the input."""
+"""Normalization over the last dim, computed in float32 and returned in the dtype of the input."""
 
-from typing import Protocol, cast
+import functools
+import math
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from pallas_kernels import NormalisedInput, layer_norm, rms_norm
 
-Pair = tuple[jax.Array, jax.Array]
+LayerInput = jax.Array | NormalisedInput
+"""Input of a dense layer: an array, or an RMSNorm that the layer may recompute while it rounds to FP8."""
 
 
+def array_of(x: LayerInput) -> jax.Array:
+    """Return the array of a sublayer's input."""
+    return x.carrier if isinstance(x, NormalisedInput) else x
+
+
+@runtime_checkable
 class Norm(Protocol):
     """A norm is built with `(size, eps)` and maps [..., size] to [..., size]."""
 
     def __call__(self, x: jax.Array) -> jax.Array: ...
 
 
-def beside(norm: Norm, x: jax.Array) -> Pair:
-    """The normalised x, and x: what goes on past the norm. Where a norm has a method `beside`, which returns both, x's
-    gradient joins the norm's in one pass."""
-    own = getattr(norm, "beside", None)
-    return (norm(x), x) if own is None else own(x)
-
-
-def as_input(norm: Norm, y: jax.Array, x: jax.Array) -> jax.Array | NormalisedInput:
-    """y = norm(x) for dense layers, which in FP8 compute an RMSNorm again while they round it, and then need no y."""
-    if not isinstance(norm, RMSNorm):
-        return y
-    return NormalisedInput(y, x, norm.scale[...] + norm.offset, norm.eps)
-
-
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale (Zhang & Sennrich 2019)."""
+    """x / rms(x) * scale (Zhang & Sennrich 2019, arXiv:1910.07467)."""
 
     offset = 0.0
 
@@ -40,12 +36,19 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=("norm",))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return cast(jax.Array, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset))
 
-    def beside(self, x: jax.Array) -> Pair:
-        """(norm(x), x)."""
-        return cast(Pair, rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, return_input=True))
+    def with_residual(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
+        """Return (norm(x), x); the gradient of the second result is added within the norm's backward kernel."""
+        return cast(
+            tuple[jax.Array, jax.Array],
+            rms_norm(x, self.scale[...], epsilon=self.eps, weight_offset=self.offset, return_input=True),
+        )
+
+    def as_layer_input(self, normalized: Float[Array, "... D"], x: Float[Array, "... D"]) -> NormalisedInput:
+        """Return `normalized` = norm(x) with what an FP8 layer needs to recompute it while it rounds."""
+        return NormalisedInput(normalized, x, self.scale[...] + self.offset, self.eps)
 
 
 class UnitOffsetRMSNorm(RMSNorm):
@@ -59,19 +62,48 @@ class UnitOffsetRMSNorm(RMSNorm):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / std * scale + bias (Ba et al. 2016)."""
+    """(x - mean) / std * scale + bias (Ba et al. 2016, arXiv:1607.06450)."""
 
     def __init__(self, size: int, eps: float):
         self.scale = nnx.Param(jnp.ones(size, jnp.float32), logical_axes=("norm",))
         self.bias = nnx.Param(jnp.zeros(size, jnp.float32), logical_axes=("norm",))
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         return cast(jax.Array, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps))
 
-    def beside(self, x: jax.Array) -> Pair:
-        """(norm(x), x)."""
-        return cast(Pair, layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, return_input=True))
+    def with_residual(self, x: Float[Array, "... D"]) -> tuple[Float[Array, "... D"], Float[Array, "... D"]]:
+        """Return (norm(x), x); the gradient of the second result is added within the norm's backward kernel."""
+        return cast(
+            tuple[jax.Array, jax.Array],
+            layer_norm(x, self.scale[...], self.bias[...], epsilon=self.eps, return_input=True),
+        )
 
 
-NORMS = {"rms_norm": RMSNorm, "rms_norm_unit_offset": UnitOffsetRMSNorm, "layer_norm": LayerNorm}
+NORMS: dict[str, type[nnx.Module]] = {
+    "rms_norm": RMSNorm,
+    "rms_norm_unit_offset": UnitOffsetRMSNorm,
+    "layer_norm": LayerNorm,
+}
+"""Norms by the name that `ModelConfig.norm` has for them. A new norm is a class and a row here."""
+
+
+def make_norm(name: str, size: int, eps: float) -> Norm:
+    """Build a norm of the table over a last dim of `size`."""
+    return cast(Norm, NORMS[name](size, eps))  # pyright: ignore[reportCallIssue]
+
+
+def head_norm(name: str) -> str:
+    """Return the name of the norm of query and key heads in a model whose norm is `name`."""
+    return "rms_norm" if name == "layer_norm" else name
+
+
+def count_norm_parameters(name: str, size: int) -> int:
+    """Return the number of parameters of a norm over a last dim of `size`."""
+    return _count_parameters(NORMS[name], size)
+
+
+@functools.cache
+def _count_parameters(kind: type[nnx.Module], size: int) -> int:
+    state = nnx.state(nnx.eval_shape(lambda: kind(size, 1e-5)), nnx.Param)  # pyright: ignore[reportCallIssue]
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))

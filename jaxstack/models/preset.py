@@ -1,4 +1,4 @@
-"""The shipped model shapes: one short YAML file each."""
+"""Presets: model configurations that are shipped, one short YAML file each."""
 
 from pathlib import Path
 from typing import Any
@@ -7,16 +7,19 @@ from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError, nearest
 from jaxstack.models.config import ModelConfig
 
-_FOLDER = Path(__file__).parent / "presets"
+_DIRECTORY = Path(__file__).parent / "presets"
 
 
 def preset_names() -> list[str]:
-    """Names of the shipped presets, sorted."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+    """Return the names of the shipped presets, sorted."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
 
 
 def preset_config(name: str, **changes: Any) -> ModelConfig:
-    """A preset as a `ModelConfig`, with single fields changed.
+    """Return a preset as a `ModelConfig`.
+
+    Args:
+      changes: fields that differ from the preset.
 
     Raises:
       ConfigError: there is no such preset, or a change breaks a rule.
@@ -25,11 +28,11 @@ def preset_config(name: str, **changes: Any) -> ModelConfig:
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The `model:` section of a preset as plain data.
+    """Return the `model:` section of a preset as plain data.
 
     Raises:
       ConfigError: there is no such preset.
     """
     if not isinstance(name, str) or name not in preset_names():
         raise ConfigError(f"model.preset: there is no preset {name!r}; {nearest(str(name), preset_names())}")
-    return load_yaml(_FOLDER / f"{name}.yaml")
+    return load_yaml(_DIRECTORY / f"{name}.yaml")

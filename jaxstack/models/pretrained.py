@@ -1,4 +1,4 @@
-"""What a directory that a run starts from says of the new run: `run.init_from`."""
+"""Model and tokenizer settings taken from `run.init_from`: a run directory or a Hugging Face checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -9,57 +9,62 @@ from jaxstack.models.adapters import AdapterConfig, AdapterRule
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import read_model_config
 
-_RUN, _HUGGING_FACE = "config.yaml", "config.json"
+_RUN_CONFIG, _HUGGING_FACE_CONFIG = "config.yaml", "config.json"
 
 
 def is_run(directory: str | Path) -> bool:
-    """Whether it is a run directory (False: a Hugging Face checkpoint).
+    """Return True for a run directory, False for a Hugging Face checkpoint.
 
     Raises:
-      ConfigError: it is neither.
+      ConfigError: the directory is neither.
     """
-    if (Path(directory) / _RUN).is_file():
+    if (Path(directory) / _RUN_CONFIG).is_file():
         return True
-    if (Path(directory) / _HUGGING_FACE).is_file():
+    if (Path(directory) / _HUGGING_FACE_CONFIG).is_file():
         return False
     raise ConfigError(
-        f"{directory} is neither a run directory (with {_RUN}) nor a Hugging Face checkpoint (with {_HUGGING_FACE})."
+        f"{directory} is neither a run directory (with {_RUN_CONFIG}) nor a Hugging Face checkpoint "
+        f"(with {_HUGGING_FACE_CONFIG})."
     )
 
 
 def read_model(directory: str | Path) -> ModelConfig:
-    """The model of a run directory or a Hugging Face checkpoint.
+    """Return the model configuration of a run directory or a Hugging Face checkpoint.
 
     Raises:
-      ConfigError: there is none, or it cannot be read.
+      ConfigError: the directory has none, or it cannot be read.
     """
     if not is_run(directory):
         return read_model_config(directory)
-    path = Path(directory) / _RUN
+    path = Path(directory) / _RUN_CONFIG
     return build_component(ModelConfig, load_yaml(path).get("model") or {}, str(path))
 
 
 def read_adapters(run: str | Path) -> tuple[AdapterRule, ...]:
-    """The adapters that the model of a run directory has beside the weights.
+    """Return the adapter rules of the model in a run directory.
 
     Raises:
       ConfigError: they cannot be read.
     """
-    path = Path(run) / _RUN
+    path = Path(run) / _RUN_CONFIG
     return build_component(AdapterConfig, load_yaml(path).get("adapters") or {}, str(path)).rules
 
 
 def fill_in(tree: dict[str, Any], directory: str) -> dict[str, Any]:
-    """The configuration with the model and the tokenizer of the starting point, where it does not say otherwise.
+    """Add the model and tokenizer settings of `directory` to a configuration; keys that it has already win.
 
-    A directory that is gone changes nothing: the run may have a checkpoint of its own by now.
+    A directory that no longer exists changes nothing: the run may have its own checkpoint by now.
+
+    Args:
+      tree: the configuration as nested dicts.
+      directory: run directory or Hugging Face checkpoint, `run.init_from`.
     """
     path = Path(directory).expanduser()
-    if not (path / _RUN).is_file() and not (path / _HUGGING_FACE).is_file():
+    if not (path / _RUN_CONFIG).is_file() and not (path / _HUGGING_FACE_CONFIG).is_file():
         return tree
     model, data = tree.get("model") or {}, tree.get("data") or {}
     if isinstance(model, dict) and model.get("preset") is None:
-        # How layers are stacked is the new run's own: with FP8 the first and the last stay out of the scan.
+        # How layers are stacked is for the new run to decide: FP8 keeps the first and the last layer out of the scan.
         known = read_model(path).model_dump(mode="json", exclude={"unscanned_end_layers"})
         tree = {**tree, "model": merge_trees(known, model)}
     folder, file = (path / "tokenizer", "jaxstack_tokenizer.json") if is_run(path) else (path, "tokenizer.json")

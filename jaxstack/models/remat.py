@@ -1,15 +1,19 @@
-"""What the backward pass of a layer finds saved: the named policies of `ModelConfig.remat`."""
+"""Policies of `ModelConfig.remat`: which activations of a layer are saved for the backward pass."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from jaxstack.parallel import gathers_shards, save_all_but_gathered
 from pallas_kernels import save_attention
 
 LAYER_INPUT = "block_input"
-"""The name, of `checkpoint_name`, that a layer gives its input."""
+"""Name by which policies recognize the input of a layer."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _policies = jax.checkpoint_policies
 _offload_inputs = _policies.save_and_offload_only_these_names(
@@ -20,7 +24,7 @@ _offload_inputs = _policies.save_and_offload_only_these_names(
 )
 
 
-def _offload_inputs_beside_attention(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
+def _offload_inputs_save_attention(primitive: Any, *arguments: Any, **parameters: Any) -> Any:
     return save_attention(primitive, *arguments, **parameters) or _offload_inputs(primitive, *arguments, **parameters)
 
 
@@ -30,17 +34,26 @@ POLICIES: dict[str, Callable[..., Any]] = {
     "save_attention": save_attention,
     "save_dots": _policies.save_from_both_policies(_policies.dots_with_no_batch_dims_saveable, save_attention),
     "offload": _offload_inputs,
-    "save_attention_offload": _offload_inputs_beside_attention,
+    "save_attention_offload": _offload_inputs_save_attention,
 }
 OFFLOADED = ("offload", "save_attention_offload")
-"""Policies that keep a layer's input in the memory of the host."""
+"""Policies that store the layer inputs in host memory."""
 MATMULS_SAVED = ("none", "save_dots")
-"""Policies that keep the MLP's activations."""
+"""Policies that save the activations of the feed-forward sublayer."""
 
 
-def rematerialise(body: Callable[..., Any], policy: str, *, scanned: bool) -> Callable[..., Any]:
-    """`body` under `jax.checkpoint` with one of `POLICIES`."""
+def name_layer_input(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Mark x as the input of a layer for the policies."""
+    return checkpoint_name(x, LAYER_INPUT)
+
+
+def rematerialise(body: Function, policy: str, *, scanned: bool) -> Function:
+    """Return `body` under `jax.checkpoint` with one of `POLICIES`.
+
+    Args:
+      scanned: True if `body` is the body of a scan.
+    """
     if policy == "none" and not gathers_shards():
         return body
     # Inside a scan the loop itself keeps XLA from merging the recomputation with the original.
-    return jax.checkpoint(body, policy=POLICIES[policy], prevent_cse=not scanned)
+    return cast(Function, jax.checkpoint(body, policy=POLICIES[policy], prevent_cse=not scanned))

@@ -1,7 +1,7 @@
-"""Parameters of one model in another stacking of its layers: scanned, unrolled, or with single layers at the ends."""
+"""Conversion of parameters between stackings of the layers: scanned, unrolled, or with single layers at the ends."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,50 +11,55 @@ from jax.sharding import NamedSharding
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.transformer import Transformer
 
+Params: TypeAlias = dict[str, Any]
+"""Parameters as nested dicts of arrays."""
 
-def restack(params: Any, source: ModelConfig, target: ModelConfig) -> Any:
-    """The parameters of `Transformer(source)`, nested dicts, as those of `Transformer(target)`.
 
-    The models may differ in `scan_layers` and `unscanned_end_layers`.
+def restack(params: Params, source: ModelConfig, target: ModelConfig) -> Params:
+    """Convert the parameters of `Transformer(source)` to those of `Transformer(target)`.
+
+    Args:
+      params: nested dicts of arrays.
+      source, target: configurations that differ only in `scan_layers` and `unscanned_end_layers`.
     """
     return _restack(params, source, target, lambda x, row: x[row], jnp.stack)
 
 
-def restack_shapes(abstract: Any, source: ModelConfig, target: ModelConfig) -> Any:
-    """`restack` of abstract arrays with shardings, which stay as they are but for the dim of the layers."""
+def restack_shapes(abstract: Params, source: ModelConfig, target: ModelConfig) -> Params:
+    """Apply `restack` to abstract arrays; their shardings change only in the dim of layers."""
     return _restack(abstract, source, target, _take_shape, _stack_shapes)
 
 
 def same_stacking(source: ModelConfig, target: ModelConfig) -> bool:
-    """Whether `restack` would change nothing."""
-    return _parts(source) == _parts(target)
+    """Return True if `restack` would change nothing."""
+    return _layer_groups(source) == _layer_groups(target)
 
 
-def _parts(config: ModelConfig) -> list[tuple[list[int], bool]]:
-    """Of each entry of `Stack.layers`, which layers of the model it holds, and whether they are stacked."""
+def _layer_groups(config: ModelConfig) -> list[tuple[list[int], bool]]:
+    """Return for each entry of `Stack.layers` the numbers of its layers, and True if they are stacked."""
     decoder = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder
-    return [(list(decoder.numbers(index)), index in decoder.scanned) for index in range(len(decoder.layers))]
+    return [(list(decoder.layer_numbers(index)), index in decoder.scanned) for index in range(len(decoder.layers))]
 
 
 def _restack(
-    params: Any,
+    params: Params,
     source: ModelConfig,
     target: ModelConfig,
     take: Callable[[Any, int], Any],
     stack: Callable[[Sequence[Any]], Any],
-) -> Any:
-    kept, layers = params["decoder"]["layers"], {}
-    for index, (numbers, stacked) in enumerate(_parts(source)):
+) -> Params:
+    source_layers, layers = params["decoder"]["layers"], {}
+    for index, (numbers, stacked) in enumerate(_layer_groups(source)):
         for row, number in enumerate(numbers):
-            part = kept[str(index)]
+            part = source_layers[str(index)]
             layers[number] = jax.tree.map(lambda x, row=row: take(x, row), part) if stacked else part
-    made = {
+    target_layers = {
         str(index): jax.tree.map(lambda *parts: stack(parts), *(layers[number] for number in numbers))
         if stacked
         else layers[numbers[0]]
-        for index, (numbers, stacked) in enumerate(_parts(target))
+        for index, (numbers, stacked) in enumerate(_layer_groups(target))
     }
-    return {**params, "decoder": {**params["decoder"], "layers": made}}
+    return {**params, "decoder": {**params["decoder"], "layers": target_layers}}
 
 
 def _take_shape(x: jax.ShapeDtypeStruct, row: int) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,7 @@
-"""A Transformer cut for a pipeline: what comes before its stacked layers, one repetition of them, and what comes after.
+"""A Transformer cut for a pipeline: the part before the scanned layers, one repetition of them, and the part after.
 
-The ends run the user's own loss function on the model with a stand-in where the stacked layers are: it hands out what
-reached it, or takes up a given residual stream.
+The first and last part run the user's own loss function on a model in which a stand-in replaces the layers. The
+stand-in stops with the residual stream that enters the scanned layers, or continues from one that left them.
 """
 
 from collections.abc import Callable
@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
-from jaxstack.models.attention.layer import Context
+from jaxstack.models.attention_layer import Context
+from jaxstack.models.layer_weights import Weights, gather_layers
 from jaxstack.models.remat import rematerialise
-from jaxstack.models.stack import Caches, Stack, add_losses, gather_layers
+from jaxstack.models.stack import Caches, RouterLoss, Stack, add_losses
 from jaxstack.models.transformer import Transformer
 
 RunLoss = Callable[[Transformer], Any]
@@ -21,103 +23,121 @@ RunLoss = Callable[[Transformer], Any]
 
 
 class LayerInputs(NamedTuple):
-    """What all layers of a microbatch share."""
+    """Inputs that all layers of a microbatch share."""
 
     context: Context
     key: jax.Array | None
 
 
-def is_stacked(path: Any, variable: Any) -> bool:
-    """An NNX filter: the parameters of the stacked layers."""
+RunRepetition = Callable[[Weights, jax.Array, LayerInputs, jax.Array], tuple[jax.Array, RouterLoss]]
+"""(weights of one repetition, x [B, T, D], shared inputs, its number) -> (x, its router losses)."""
+
+
+def is_stacked(path: tuple[Any, ...], variable: object) -> bool:
+    """Select the parameters of the scanned layers; an NNX filter."""
     axes = variable.get_metadata().get("logical_axes") if isinstance(variable, nnx.Variable) else None
     return bool(axes) and axes[0] == "layers"
 
 
-class _Reached(Exception):
-    def __init__(self, x: jax.Array, loss: jax.Array | None, inputs: LayerInputs):
+class _LayersReached(Exception):
+    """Carries the residual stream out of the model, past the rest of the user's loss function."""
+
+    def __init__(self, x: jax.Array, loss: RouterLoss, inputs: LayerInputs):
         super().__init__()
         self.x, self.loss, self.inputs = x, loss, inputs
 
 
-class _Outlet(nnx.Module):
-    """In the layers' place: stops, with what reached the stacked ones of `stack`, or all without it."""
+class _StopBeforeScan(nnx.Module):
+    """Stand-in for the layers that stops before the scanned ones.
+
+    Args:
+      stack: runs its single layers before the scan first; None: stop at once.
+    """
 
     def __init__(self, stack: Stack | None = None):
         self.stack = stack
 
-    def __call__(self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any) -> Any:
-        losses: list[Any] = []
+    def __call__(
+        self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> tuple[jax.Array, Caches, RouterLoss]:
+        losses: list[RouterLoss] = []
         if self.stack is not None:
-            x, _, losses = self.stack.leading(x, context, caches, key, dtype)
-        raise _Reached(x, add_losses(losses), LayerInputs(context, key))
+            x, _, losses = self.stack.run_before_scan(x, context, caches, key, dtype)
+        raise _LayersReached(x, add_losses(losses), LayerInputs(context, key))
 
 
-class _Inlet(nnx.Module):
-    """In the layers' place: goes on with what came out of the stacked ones."""
+class _ContinueAfterScan(nnx.Module):
+    """Stand-in for the layers that continues from a residual stream which left the scanned ones."""
 
     def __init__(self, stack: Stack, x: jax.Array):
         self.stack, self.x = stack, nnx.data(x)
 
-    def __call__(self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: Any) -> Any:
-        return self.stack.remainder(self.x, context, caches, key, dtype, ([], []))
+    def __call__(
+        self, x: jax.Array, context: Context, caches: Caches, key: jax.Array | None, dtype: jax.typing.DTypeLike
+    ) -> tuple[jax.Array, Caches, RouterLoss]:
+        x, _, losses = self.stack.run_after_scan(self.x, context, caches, key, dtype)
+        return x, None, add_losses(losses)
 
 
-class _NoLookup(nnx.Module):
-    """In the embedding's place where nobody reads what it finds; the head may still be tied to its table."""
+class _ZeroEmbedding(nnx.Module):
+    """Stand-in for the embedding whose output is not used; the head may still be tied to its table."""
 
     def __init__(self, table: nnx.Param, size: int):
         self.table, self.size = table, size
 
-    def __call__(self, ids: jax.Array, dtype: Any) -> jax.Array:
+    def __call__(self, ids: Int[Array, "B T"], dtype: jax.typing.DTypeLike) -> Float[Array, "B T D"]:
         return jnp.zeros((*ids.shape, self.size), dtype)
 
 
-def _no_lookup(model: Transformer) -> _NoLookup:
-    return _NoLookup(model.embedding.table, model.config.hidden_size)
-
-
-def _replace(model: Transformer, **parts: Any) -> None:
-    for name, part in parts.items():
-        setattr(model, name, part)
-
-
-def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[jax.Array, jax.Array | None]:
-    """(the residual stream that enters the stacked layers, router losses of those before) of `run` on the model."""
-    reached = _reach(model, run, _Outlet(model.decoder))
+def inputs_of_layers(model: Transformer, run: RunLoss) -> tuple[Float[Array, "B T D"], RouterLoss]:
+    """Return the residual stream that enters the scanned layers, and the router losses of the layers before them."""
+    reached = _run_to_layers(model, run, _StopBeforeScan(model.decoder))
     return reached.x, reached.loss
 
 
-def _reach(model: Transformer, run: RunLoss, outlet: _Outlet) -> _Reached:
-    _replace(model, decoder=outlet)
+def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
+    """Return the inputs that the layers share, without embedding anything."""
+    _replace(model, embedding=_zero_embedding(model), position_embedding=None)
+    return _run_to_layers(model, run, _StopBeforeScan()).inputs
+
+
+def loss_of_outputs(model: Transformer, run: RunLoss, x: Float[Array, "B T D"]) -> Any:
+    """Return the result of `run` for a residual stream that leaves the scanned layers."""
+    _replace(model, decoder=_ContinueAfterScan(model.decoder, x), embedding=_zero_embedding(model))
+    _replace(model, position_embedding=None)
+    return run(model)
+
+
+def repetition_of(model: Transformer) -> RunRepetition:
+    """Return the function that runs one repetition of the scanned layers.
+
+    Its weights are an NNX state of the parameters that `is_stacked` selects, without the dim of layers.
+    """
+    stack, dtype = model.decoder, model.dtype
+
+    def run(
+        weights: Weights, x: jax.Array, inputs: LayerInputs, number: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
+        gathered = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
+        x, (_, losses) = stack.run_repetition(x, gathered, inputs.context, None, inputs.key, number)
+        return x, add_losses(losses)
+
+    return rematerialise(run, stack.remat, scanned=True)
+
+
+def _run_to_layers(model: Transformer, run: RunLoss, stand_in: _StopBeforeScan) -> _LayersReached:
+    _replace(model, decoder=stand_in)
     try:
         run(model)
-    except _Reached as reached:
+    except _LayersReached as reached:
         return reached
     raise TypeError("the loss function never ran the layers of the model.")
 
 
-def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
-    """What the layers share when `run` is run on the model; nothing is embedded."""
-    _replace(model, embedding=_no_lookup(model), position_embedding=None)
-    return _reach(model, run, _Outlet()).inputs
+def _zero_embedding(model: Transformer) -> _ZeroEmbedding:
+    return _ZeroEmbedding(model.embedding.table, model.config.hidden_size)
 
 
-def loss_of_outputs(model: Transformer, run: RunLoss, x: jax.Array) -> Any:
-    """The result of `run` for a residual stream x [B, T, D] that leaves the stacked layers."""
-    _replace(model, decoder=_Inlet(model.decoder, x), embedding=_no_lookup(model), position_embedding=None)
-    return run(model)
-
-
-def repetition(model: Transformer) -> Callable[[Any, jax.Array, LayerInputs, jax.Array], tuple[jax.Array, Any]]:
-    """One repetition of the stacked layers: (their parameters, x, shared inputs, its index) -> (x, loss of its own).
-
-    The parameters are an NNX state of those that `is_stacked` selects, without the dim of the layers.
-    """
-    stack, dtype = model.decoder, model.dtype
-
-    def run(weights: Any, x: jax.Array, inputs: LayerInputs, index: jax.Array) -> tuple[jax.Array, Any]:
-        whole = gather_layers([weights["decoder"]["layers"][i] for i in stack.scanned], dtype)
-        x, (_, losses) = stack.repetition(x, whole, inputs.context, None, inputs.key, index)
-        return x, add_losses(losses)
-
-    return rematerialise(run, stack.remat, scanned=True)
+def _replace(model: Transformer, **parts: nnx.Module | None) -> None:
+    for name, part in parts.items():
+        setattr(model, name, part)

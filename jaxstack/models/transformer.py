@@ -1,31 +1,37 @@
 """The decoder-only Transformer: embedding, layers, final norm, head."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.attention.base import CacheSlots
-from jaxstack.models.attention.layer import Angles, Context
+from jaxstack.models.attention.base import CacheSlots, LayerCache, SegmentIds
+from jaxstack.models.attention_layer import Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
 from jaxstack.models.initialization import embedding_initializer, make_initializer
-from jaxstack.models.norm import NORMS
-from jaxstack.models.rope import rope_angles, rope_frequencies
-from jaxstack.models.stack import Caches, Stack
+from jaxstack.models.norm import make_norm
+from jaxstack.models.residual import shard_residual
+from jaxstack.models.rope import Angles, rope_angles, rope_frequencies
+from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig
 
 HEAD_AXES = ("embed", "vocab")
+"""Logical axes of the output head."""
 
 
 class Cache(nnx.Pytree):
-    """What all layers keep for decoding: `layers` as `Stack.layers`, and how many tokens of each row, `seen` [B]."""
+    """The caches of all layers while decoding.
 
-    def __init__(self, layers: list[Any], seen: jax.Array):
+    Attributes:
+      layers: one cache for each entry of `Stack.layers`.
+      seen: number of tokens of each row in the cache, [B].
+    """
+
+    def __init__(self, layers: list[LayerCache], seen: Int[Array, " B"]):
         self.layers = nnx.data(layers)
         self.seen = nnx.data(seen)
 
@@ -34,18 +40,18 @@ class Transformer(nnx.Module):
     """A decoder-only language model.
 
     Args:
-      config: its shape; `vocab_size` must be set.
+      config: shape and components; `vocab_size` must be set.
       rngs: source of the initial weights.
-      dtype: of the computation (weights are stored in float32 and cast when used).
+      dtype: dtype of the computation; weights are stored in float32 and cast where they are used.
 
     Raises:
       ValueError: `config.vocab_size` is None.
     """
 
     gathers_weights = True
-    """Every matrix passes `gather_parameter` where it is used, so a train step may give it this device's shards."""
+    """Declares that every matrix passes `gather_parameter` where it is used, so that a train step may pass shards."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: Any = jnp.float32):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: jax.typing.DTypeLike = jnp.float32):
         if config.vocab_size is None:
             raise ValueError("ModelConfig.vocab_size must be set to build a Transformer.")
         vocab, d = config.vocab_size, config.hidden_size
@@ -54,45 +60,48 @@ class Transformer(nnx.Module):
         rows = config.max_position_embeddings if config.positions == "learned" else None
         self.position_embedding = Embedding(rows, d, ("position", "embed"), embed, rngs) if rows else None
         self.decoder = Stack(config, rngs)
-        self.final_norm = NORMS[config.norm](d, config.norm_eps)
+        self.final_norm = make_norm(config.norm, d, config.norm_eps)
         head = None if config.tie_word_embeddings else make_initializer(config)(rngs.params(), (d, vocab), d)
         self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
         self.config, self.dtype = config, dtype
         self.precision = PrecisionConfig()
-        """Which matmuls run in FP8; `in_fp8` sets it."""
+        """Precision of the matmuls, as set by `in_fp8`."""
 
     @property
     def drops_tokens(self) -> bool:
-        """Whether it draws dropout masks, for which a train step gives every token a key."""
+        """True if dropout masks are drawn, for which a train step passes a key for every token."""
         return self.config.dropout > 0 or any(layer.adapter.dropout for layer in adapted_layers(self).values())
 
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: Int[Array, "B T"],
         *,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits, float32 [B, T, V], of tokens int32 [B, T]. See `hidden` for the arguments."""
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: SegmentIds = None,
+        dropout_key: Key[Array, "..."] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Return the logits of the next token at each position, float32. See `hidden` for the arguments."""
         x = self.hidden(tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key)
         return self.logits(x)
 
     def hidden(
         self,
-        tokens: jax.Array,
+        tokens: Int[Array, "B T"],
         *,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """What the head reads, [B, T, D] in the compute dtype.
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: SegmentIds = None,
+        dropout_key: Key[Array, "..."] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Return the input of the head, in the compute dtype.
 
         Args:
-          tokens: int32 [B, T].
-          positions: int32 [B, T]; default 0..T-1.
-          segment_ids: int32 [B, T]; a token attends only to its own segment. Default: one segment.
-          dropout_key: draws dropout masks: one key, or [B, T], one for each token; without it there is no dropout.
+          tokens: int32 token ids.
+          positions: int32 positions; None: 0..T-1.
+          segment_ids: int32 number of each token's document, within which it attends; None: each row is one document.
+          dropout_key: draws dropout masks: one key, or [B, T], one for each token; None: no dropout.
+
+        Raises:
+          ValueError: the mesh splits sequences over `context`, and `positions` are not given.
         """
         return self.hidden_and_router_loss(
             tokens, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
@@ -100,13 +109,13 @@ class Transformer(nnx.Module):
 
     def hidden_and_router_loss(
         self,
-        tokens: jax.Array,
+        tokens: Int[Array, "B T"],
         *,
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """`hidden`, and the losses of all routers summed over the tokens, [] float32; None without experts."""
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: SegmentIds = None,
+        dropout_key: Key[Array, "..."] | None = None,
+    ) -> tuple[Float[Array, "B T D"], RouterLoss]:
+        """Return `hidden`, and the losses of all routers summed over tokens (None without experts)."""
         counted = positions is None
         if positions is None and splits_length():
             raise ValueError(
@@ -120,13 +129,15 @@ class Transformer(nnx.Module):
         x, _, router_loss = self._run(tokens, context, None, dropout_key)
         return x, router_loss
 
-    def prefill(self, tokens: jax.Array, lengths: jax.Array, room: int) -> tuple[jax.Array, Cache]:
-        """Logits float32 [B, V] after each row's last token, and the cache.
+    def prefill(
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], room: int
+    ) -> tuple[Float[Array, "B V"], Cache]:
+        """Run the prompts; return the float32 logits after each row's last token, and the cache.
 
         Args:
-          tokens: int32 [B, T], each row filled up at its end.
-          lengths: int32 [B], how many tokens of each row are its own; at least 1.
-          room: tokens of a row that the cache is for, at least T.
+          tokens: int32 token ids, each row padded at its end.
+          lengths: number of tokens of each row without padding, at least 1.
+          room: tokens per row that the cache has room for, at least T.
         """
         numbers = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         slots = CacheSlots(jnp.where(numbers < lengths[:, None], numbers, -1), jnp.zeros_like(lengths), first=True)
@@ -137,13 +148,15 @@ class Transformer(nnx.Module):
         last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)[:, 0]
         return self.logits(last), Cache(layers or [], slots.seen_after)
 
-    def decode(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Logits float32 [B, T, V] of T further tokens, and the cache with them.
+    def decode(
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache
+    ) -> tuple[Float[Array, "B T V"], Cache]:
+        """Run T further tokens of each row; return their float32 logits, and the cache with them.
 
         Args:
-          tokens, positions: int32 [B, T]; a row's positions go on where the cache ends, -1 marks padding, which
-            nothing attends to.
-          cache: from `make_cache` or `prefill`, with room for them.
+          tokens: int32 token ids.
+          positions: int32 positions, which continue those in the cache; -1 marks padding, which nothing attends to.
+          cache: from `make_cache` or `prefill`, with room for the tokens.
         """
         angles, local = self._angles(positions)
         slots = CacheSlots(positions, cache.seen)
@@ -152,10 +165,10 @@ class Transformer(nnx.Module):
         return self.logits(x), Cache(layers or [], slots.seen_after)
 
     def make_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `length` tokens of each of `batch` sequences; layers with a window keep no more."""
+        """Return an empty cache for `length` tokens in each of `batch` rows, or fewer in layers with a window."""
         stack = self.decoder
 
-        def empty(index: int) -> Any:
+        def empty(index: int) -> LayerCache:
             layer = stack.layers[index].attention
             cache = layer.kind.make_cache(layer.heads, batch, length, self.dtype)
             if index not in stack.scanned:
@@ -165,27 +178,29 @@ class Transformer(nnx.Module):
         layers = [empty(index) for index in range(len(stack.layers))]
         return Cache(layers, jnp.zeros(batch, jnp.int32))
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """hidden [..., D] -> float32 [..., V], soft-capped where the model has a cap."""
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Return the float32 logits of the head's inputs, soft-capped if the model has a cap."""
         logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
         cap = self.config.final_logit_softcapping
         return jnp.tanh(logits / cap) * cap if cap else logits
 
-    def output_weight(self) -> jax.Array:
-        """The head's matrix [D, V] in the compute dtype, whole over `fsdp`."""
+    def output_weight(self) -> Float[Array, "D V"]:
+        """Return the head's matrix in the compute dtype, gathered over `fsdp`."""
         return gather_parameter(self.stored_output_weight(), self.dtype)
 
     def stored_output_weight(self) -> nnx.Variable:
-        """The head's float32 matrix [D, V] as it is stored (the embedding's transpose where tied)."""
+        """Return the head's stored float32 matrix [D, V]; the embedding's transpose if they are tied."""
         if self.head is not None:
             return self.head
         table = self.embedding.table
-        whole = table.get_metadata().get("whole_shape", table.shape)
-        # Without a barrier XLA turns and casts the table once, and looks up the tokens' rows there, as columns.
-        return table.copy(jax.lax.optimization_barrier(table[...]).T, logical_axes=HEAD_AXES, whole_shape=whole[::-1])
+        whole_shape = table.get_metadata().get("whole_shape", table.shape)
+        # Without a barrier XLA transposes and casts the table once, and looks tokens up in its columns.
+        return table.copy(
+            jax.lax.optimization_barrier(table[...]).T, logical_axes=HEAD_AXES, whole_shape=whole_shape[::-1]
+        )
 
-    def _angles(self, positions: jax.Array) -> tuple[Angles, Angles]:
-        """The rotations of all layers, and those of layers with a window where they are others."""
+    def _angles(self, positions: jax.Array) -> tuple[Angles | None, Angles | None]:
+        """Return the rotations of all layers, and those of layers with a window if they differ."""
         config, positions = self.config, jnp.maximum(positions, 0)
         if config.positions != "rope":
             return None, None
@@ -196,7 +211,7 @@ class Transformer(nnx.Module):
         return angles, rope_angles(positions, rope_frequencies(config.width_per_head, config.rope_local_base_freq))
 
     def _position_rows(self, context: Context) -> jax.Array:
-        """Rows of the learned position table: [B, T, D], or [T, D] where positions simply count, without a gather."""
+        """Return rows of the learned position table: [B, T, D], or without a gather [T, D] if positions are 0..T-1."""
         assert self.position_embedding is not None
         if context.counted:
             return self.position_embedding.weight(self.dtype)[: context.positions.shape[1]]
@@ -204,7 +219,8 @@ class Transformer(nnx.Module):
 
     def _run(
         self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
-    ) -> tuple[jax.Array, Caches, jax.Array | None]:
+    ) -> tuple[jax.Array, Caches, RouterLoss]:
+        """Return the head's input [B, T, D], the caches, and the router losses."""
         config = self.config
         with jax.named_scope("embedding"):
             x = self.embedding(tokens, self.dtype)
@@ -212,10 +228,10 @@ class Transformer(nnx.Module):
                 x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
             if self.position_embedding is not None:
                 x = x + self._position_rows(context)
-            keys = split_key(key)
-            x = shard(drop(x, config.dropout, keys[0]), "batch", "residual_length", "act_embed")
+            embedding_key, layers_key = split_key(key)
+            x = shard_residual(drop(x, config.dropout, embedding_key))
         with jax.named_scope("layers"):
-            x, caches, router_loss = self.decoder(x, context, caches, keys[1], self.dtype)
+            x, caches, router_loss = self.decoder(x, context, caches, layers_key, self.dtype)
         with jax.named_scope("final_norm"):
-            x = shard(self.final_norm(x), "batch", "residual_length", "act_embed")
+            x = shard_residual(self.final_norm(x))
         return shard(x, "batch", "length", "act_embed"), caches, router_loss

@@ -1,4 +1,4 @@
-"""Parameters of stacked layers as those of single ones."""
+"""Conversion of stacked layers to single ones, for decoding."""
 
 from typing import Any
 
@@ -9,16 +9,19 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.transformer import Transformer
 
 
-def unroll_layers(config: ModelConfig, params: Any) -> Any:
-    """The parameters of `Transformer(config)`, nested dicts, for the same model with `scan_layers: false`. Traceable.
+def unroll_layers(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
+    """Convert the parameters of `Transformer(config)` to those of the same model with `scan_layers: false`.
 
-    A step of decoding does little with each weight: where it takes layers out of a stack in a loop, most of its time
-    goes into copies of weights and caches.
+    A decoding step does little work with each weight: in a loop that slices layers out of a stack, most of its time
+    would go into copies of weights and caches. May be traced.
+
+    Args:
+      params: nested dicts of arrays.
     """
     stack = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder
     layers = {}
     for index in range(len(stack.layers)):
         tree = params["decoder"]["layers"][str(index)]
-        for row, number in enumerate(stack.numbers(index)):
+        for row, number in enumerate(stack.layer_numbers(index)):
             layers[str(number)] = jax.tree.map(lambda x, row=row: x[row], tree) if index in stack.scanned else tree
     return {**params, "decoder": {**params["decoder"], "layers": layers}}

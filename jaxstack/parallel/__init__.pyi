@@ -31,8 +31,8 @@ from .weights import (
     gathers_shards as gathers_shards,
 )
 from .weights import (
-    keep as keep,
+    save_all_but_gathered as save_all_but_gathered,
 )
 from .weights import (
-    save_all_but_gathered as save_all_but_gathered,
+    save_for_backward as save_for_backward,
 )

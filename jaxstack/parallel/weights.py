@@ -99,13 +99,13 @@ def save_all_but_gathered(primitive: Primitive, *_: object, **__: object) -> boo
     """Policy for `jax.checkpoint` that saves everything except gathered weights and elementwise results.
 
     Without it a forward pass without rematerialisation would save the gathered weights of all layers. Results of
-    matmuls, kernels and reductions are saved, and arrays marked by `keep`. Elementwise operations are repeated, fused
-    with what uses them; saved, each result would be an array of its own, mostly in float32.
+    matmuls, kernels and reductions are saved, and arrays marked by `save_for_backward`. Elementwise operations are
+    repeated, fused with what uses them; saved, each result would be an array of its own, mostly in float32.
     """
     return primitive.name not in _RECOMPUTED
 
 
-def keep(x: jax.Array) -> jax.Array:
+def save_for_backward(x: jax.Array) -> jax.Array:
     """Return x, marked so that `save_all_but_gathered` saves it although it is an elementwise result."""
     return checkpoint_name(x, "kept")
 

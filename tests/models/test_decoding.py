@@ -10,7 +10,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
-from jaxstack.models.attention.key_cache import empty_cache, held_positions, put, store
+from jaxstack.models.attention.key_cache import empty_cache, put, slot_positions, store
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
@@ -90,7 +90,7 @@ def test_a_slot_holds_the_newest_token_of_its_turn(slots, pinned):
         new = jnp.take(values, queries[0], axis=1)
         cache = put(cache, new, new, CacheSlots(queries, queries[:, 0]), pinned)
         seen = queries[:, -1] + 1
-        return cache, held_positions(seen, slots, pinned), store(cache, values, values, seen, pinned)
+        return cache, slot_positions(seen, slots, pinned), store(cache, values, values, seen, pinned)
 
     cache = start = empty_cache(heads, 1, slots, jnp.float32)
     held = [-1] * slots

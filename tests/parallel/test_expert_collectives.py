@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jaxstack.models.moe.exchange import slots_of
+from jaxstack.models.moe.exchange import count_slots
 from jaxstack.observe.collectives import Collective
 from tests.parallel.test_step_collectives import SHAPE, B, T, V, compiled_for_hopper
 
@@ -32,7 +32,7 @@ def total(kind: str, *overrides: str, dtype: str = "bf16", **wanted) -> int:
 def exchanged(devices: int, degree: int, factor: float) -> int:
     """Bytes of one exchange of rows: tokens there, results back, or a gradient of either."""
     assignments = B * T * K // devices
-    return degree * slots_of(assignments, degree, factor, assignments) * D * 2
+    return degree * count_slots(assignments, degree, factor, assignments) * D * 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxstack.errors import ConfigError
-from jaxstack.models.moe.exchange import compute_apart, compute_here, slots_of
+from jaxstack.models.moe.exchange import compute_on_expert_devices, compute_on_this_device, count_slots
 from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules, with_local_tokens
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import small_config
@@ -129,14 +129,14 @@ def test_no_token_is_lost_however_uneven_the_load(load, factor):
     spec = jax.P("expert")
 
     def apart(x, weights, kernels):
-        run = functools.partial(compute_apart, plainly, devices=DEVICES, factor=factor)
+        run = functools.partial(compute_on_expert_devices, plainly, devices=DEVICES, factor=factor)
         mapped = jax.shard_map(
             lambda x, w, k, e: run(x, e, w, k), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
         return mapped(x, weights, kernels, experts)
 
     def here(x, weights, kernels):
-        return compute_here(plainly, x, experts, weights, kernels)
+        return compute_on_this_device(plainly, x, experts, weights, kernels)
 
     def total(function):
         value = lambda *arrays: (jnp.sin(out := function(*arrays)).sum(), out)  # noqa: E731
@@ -146,9 +146,9 @@ def test_no_token_is_lost_however_uneven_the_load(load, factor):
 
 
 def test_slots_are_bounded_by_what_can_be_sent():
-    assert slots_of(1000, 4, 1.5, 1000) == 376, "1.5 x 250, in eights"
-    assert slots_of(1000, 4, 8.0, 1000) == 1000
-    assert slots_of(1000, 4, 1.5, 60) == 60
+    assert count_slots(1000, 4, 1.5, 1000) == 376, "1.5 x 250, in eights"
+    assert count_slots(1000, 4, 8.0, 1000) == 1000
+    assert count_slots(1000, 4, 1.5, 60) == 60
 
 
 def test_in_a_shard_map_that_has_taken_the_axes():
@@ -179,9 +179,9 @@ def test_in_a_shard_map_that_has_taken_the_axes():
         devices = 4 // kernels["up"].shape[0]
         tokens = x.reshape(-1, 6)
         if devices == 1:
-            y = compute_here(compute, tokens, experts, weights, kernels)
+            y = compute_on_this_device(compute, tokens, experts, weights, kernels)
         else:
-            y = compute_apart(compute, tokens, experts, weights, kernels, devices=devices, factor=1.5)
+            y = compute_on_expert_devices(compute, tokens, experts, weights, kernels, devices=devices, factor=1.5)
         return y.reshape(x.shape), logits.sum()
 
     def loss(x, stored):

@@ -1,9 +1,10 @@
-"""One file an attention kind; the table is all that knows them."""
+"""Attention kinds: one file each. A new kind is a file and a line of `AnyAttention`."""
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
+from jaxstack.models.attention.base import AttentionKind
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
@@ -11,14 +12,6 @@ from jaxstack.models.attention.performer import PerformerAttention
 from jaxstack.models.attention.projected import ProjectedAttention
 from jaxstack.models.attention.softmax import SoftmaxAttention
 
-ATTENTION_KINDS = (
-    SoftmaxAttention,
-    LongformerAttention,
-    BlockSparseAttention,
-    LinearAttention,
-    PerformerAttention,
-    ProjectedAttention,
-)
 AnyAttention = Annotated[
     SoftmaxAttention
     | LongformerAttention
@@ -28,3 +21,7 @@ AnyAttention = Annotated[
     | ProjectedAttention,
     Field(discriminator="name"),
 ]
+"""Attention of all layers of a model; in a configuration file its key `name` chooses the kind."""
+
+ATTENTION_KINDS: tuple[type[AttentionKind], ...] = get_args(get_args(AnyAttention)[0])
+"""The classes of `AnyAttention`."""

@@ -1,34 +1,38 @@
-"""The interface of an attention kind: a file of its own with a configuration, how it attends, and how it decodes.
+"""The interface of an attention kind: its configuration, how it attends, and how it decodes, in one file per kind.
 
-Dims: B batch, T query length, S cache length, N heads, K kv heads, H head_dim.
+Dims: B batch, T query length, S key length, N heads, K kv heads, H head_dim.
 """
 
 import dataclasses
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxstack.config.base import Component
 from jaxstack.parallel import current_context
 from pallas_kernels import with_whole_sequences
 
-if TYPE_CHECKING:
-    from jaxstack.models.config import ModelConfig
+LayerCache: TypeAlias = Any
+"""Cache of one layer while decoding: a NamedTuple of arrays, which each attention kind declares for itself."""
+
+SegmentIds = Int[Array, "B T"] | None
+"""Document of each token; a token attends only within its own. None: each row is one document."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """What one layer of a model says of its attention.
+    """Heads and scores of one layer's attention.
 
     Attributes:
-      num_heads, num_kv_heads: of the whole model; a call may see one device's part of them.
-      scale: what scores are multiplied with.
-      soft_cap: of the scores.
+      num_heads, num_kv_heads: heads of the whole model; a call may see one device's part of them.
+      scale: factor of the scores.
+      soft_cap: cap c of the scores, c tanh(score / c).
       window: keys that a query sees, itself included, where the model gives this layer a window.
-      implementation: backend by name.
+      implementation: backend by name; None: the first that supports the call.
     """
 
     num_heads: int
@@ -40,39 +44,53 @@ class AttentionSpec:
     implementation: str | None = None
 
 
-class CacheSlots(NamedTuple):
-    """Where the tokens of a decoding call stand, the same for all layers."""
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+    """Settings of the model that some attention kinds do not support, named as in `ModelConfig`."""
 
-    queries: jax.Array
-    """[B, T] int32 positions of this call's tokens, -1 for padding."""
-    seen: jax.Array
-    """[B] int32: tokens of each row in the cache before this call."""
+    layer_types: tuple[str, ...] = ("full_attention",)
+    attn_logit_softcapping: float | None = None
+    query_pre_attn_scalar: float | None = None
+
+
+class CacheSlots(NamedTuple):
+    """Positions of the tokens of one decoding call, the same for all layers."""
+
+    queries: Int[Array, "B T"]
+    """Position of each of this call's tokens, -1 for padding."""
+    seen: Int[Array, " B"]
+    """Tokens of each row in the cache before this call."""
     first: bool = False
-    """Whether this is the first call: nothing is in the cache, positions count from 0, padding is at the end."""
+    """True for the first call: the cache is empty, positions count from 0, and padding is at the end."""
 
     @property
-    def seen_after(self) -> jax.Array:
-        """[B] int32: `seen` with this call's tokens."""
+    def seen_after(self) -> Int[Array, " B"]:
+        """Tokens of each row in the cache after this call."""
         return jnp.maximum(self.seen, self.queries.max(axis=1) + 1)
 
 
 def context_method() -> str | None:
-    """How attention is to see the keys of other devices, of the rules in use; None: by its shape."""
+    """Return the method of context parallelism that the current layout asks for; None: chosen by shape."""
     context = current_context()
     return context.layout.context_method if context else None
 
 
 class AttentionKind(Component):
-    """An attention kind: subclass it in a file of its own, with a `name`, and add it to `ATTENTION_KINDS`.
+    """Base class of attention kinds: subclass it in a new file with a `name`, and add it to `AnyAttention`.
 
-    Queries and keys come with rotary positions and norms applied. All kinds are causal.
+    Queries and keys arrive with rotary positions and norms applied. All kinds are causal.
     """
 
     @abstractmethod
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, heads: AttentionSpec
-    ) -> jax.Array:
-        """q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H]; a token attends only within its segment [B, T].
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        segment_ids: SegmentIds,
+        heads: AttentionSpec,
+    ) -> Float[Array, "B T N H"]:
+        """Return the attention of each query to its own and earlier keys.
 
         The arrays are one device's rows and heads.
         """
@@ -80,15 +98,15 @@ class AttentionKind(Component):
     def attend_over(
         self,
         axis_name: str,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array | None,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        segment_ids: SegmentIds,
         heads: AttentionSpec,
-    ) -> jax.Array:
-        """`attend` inside `shard_map`, where the arrays are this device's part of the sequence along a mesh axis.
+    ) -> Float[Array, "B T N H"]:
+        """Run `attend` inside `shard_map`, where the arrays are this device's part of the sequence along a mesh axis.
 
-        Without a better way a device gets whole sequences of a part of its heads, by an all-to-all.
+        The default gives each device whole sequences of a part of its heads, by an all-to-all.
 
         Raises:
           ValueError: the devices of the axis do not divide the heads, or another method was asked for.
@@ -103,7 +121,11 @@ class AttentionKind(Component):
         return with_whole_sequences(attend, q, k, v, segment_ids, axis_name=axis_name)
 
     def context_problem(self, method: str | None) -> str | None:
-        """Why this method of seeing the keys of other devices (None: any) does not work for this kind, or None."""
+        """Return why this kind does not support a method of context parallelism, or None if it does.
+
+        Args:
+          method: a value of `parallel.context_method`; None: any.
+        """
         if method in (None, "all_to_all"):
             return None
         name = getattr(self, "name", type(self).__name__)
@@ -113,51 +135,68 @@ class AttentionKind(Component):
         )
 
     def exchanges_heads(self, method: str | None) -> bool:
-        """Whether each of the devices that a sequence is split over must get an equal part of the query heads."""
+        """Return True if the devices along `context` must each get an equal part of the query heads."""
         return True
 
     def make_weight(self, heads: AttentionSpec, rngs: nnx.Rngs) -> nnx.Param | None:
-        """What a layer of this kind learns besides its projections; none by default."""
+        """Initialize the parameter that a layer of this kind has besides its projections; None: it has none."""
         return None
 
-    def bound(self, *weight: jax.Array) -> Self:
-        """This kind with a layer's weight, where it has one."""
+    def with_weight(self, *weight: jax.Array) -> "AttentionKind":
+        """Return this kind with the array of a layer's parameter, where it has one."""
         return self
 
     def count_weight(self) -> int:
-        """Numbers in the weight."""
+        """Return the number of additional parameters per layer."""
         return 0
 
     def length_problem(self, chunk: int) -> str | None:
-        """Why sequences cannot be cut into chunks of so many tokens, or None."""
+        """Return why sequences cannot be cut into chunks of `chunk` tokens, or None if they can."""
         return None
 
     @abstractmethod
-    def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: Any) -> Any:
-        """What a layer keeps while decoding, before the first token: arrays with logical axes, for `length` tokens."""
+    def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Return the empty cache of a layer: arrays with logical axes, for `length` tokens in each of `batch` rows."""
 
     @abstractmethod
-    def store(self, k: jax.Array, v: jax.Array, cache: Any, slots: CacheSlots, heads: AttentionSpec) -> Any:
-        """The cache after the first tokens, which `attend` computes."""
+    def store(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: LayerCache,
+        slots: CacheSlots,
+        heads: AttentionSpec,
+    ) -> LayerCache:
+        """Return the cache after the first tokens of each row, whose outputs `attend` computes."""
 
     @abstractmethod
     def decode(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, slots: CacheSlots, heads: AttentionSpec
-    ) -> tuple[jax.Array, Any]:
-        """The outputs [B, T, N, H] of T further tokens, as in `attend` over all of them, and the new cache."""
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: LayerCache,
+        slots: CacheSlots,
+        heads: AttentionSpec,
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        """Return the outputs of T further tokens, as `attend` over all tokens would give them, and the new cache."""
 
     @abstractmethod
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
-        """Forward and backward FLOPs of one layer's attention a token, in sequences of `length`; no projections."""
+        """Return forward and backward FLOPs of one layer's attention per token of a sequence, without projections."""
 
-    def check(self, model: "ModelConfig") -> None:
-        """Raises ValueError where the model has what only softmax attention knows."""
-        if "sliding_attention" in model.layer_types:
+    def check(self, options: ScoreOptions) -> None:
+        """Check the model's settings against what this kind supports; by default it has no windows and no soft cap.
+
+        Raises:
+          ValueError: the kind does not support one of them.
+        """
+        if "sliding_attention" in options.layer_types:
             name = getattr(self, "name", type(self).__name__)
             raise ValueError(
                 f"layer_types: sliding_attention needs attention.name softmax; found {name}; leave layer_types out."
             )
-        if model.attn_logit_softcapping is not None:
+        if options.attn_logit_softcapping is not None:
             raise ValueError(
-                f"attn_logit_softcapping ({model.attn_logit_softcapping}) needs attention.name softmax; leave it out."
+                f"attn_logit_softcapping ({options.attn_logit_softcapping}) needs attention.name softmax; leave it out."
             )

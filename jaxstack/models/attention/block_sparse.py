@@ -1,14 +1,18 @@
-"""Attention of blocks of queries to chosen blocks of keys; which ones, a pattern says."""
+"""Block-sparse attention: blocks of queries attend to the blocks of keys that a pattern chooses.
+
+Dims: B batch, T length, N heads, K kv heads, H head_dim, M blocks.
+"""
 
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, cast
 
 import jax
 import numpy as np
+from jaxtyping import Array, Bool, Float
 from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
-from jaxstack.models.attention.base import AttentionSpec
+from jaxstack.models.attention.base import AttentionSpec, SegmentIds
 from jaxstack.models.attention.masked import MaskedSoftmax
 from pallas_kernels import block_sparse_attention
 from pallas_kernels.attention import patterns
@@ -16,33 +20,33 @@ from pallas_kernels.attention.masks import Layout, Mask
 
 
 class Pattern(Component):
-    """A causal layout for any number of blocks; that of fewer must be the corner of that of more."""
+    """Causal layout for any number of blocks; the layout of fewer blocks must be a corner of the layout of more."""
 
     @abstractmethod
-    def layout(self, blocks: int) -> np.ndarray:
-        """Boolean [blocks, blocks]: whether a block of queries sees a block of keys."""
+    def layout(self, blocks: int) -> Bool[np.ndarray, "M M"]:
+        """Return which blocks of queries (rows) see which blocks of keys (columns)."""
 
 
 class StridedPattern(Pattern):
-    """The nearest blocks and every stride-th one (Child et al. 2019)."""
+    """Layout with the nearest blocks and every stride-th one (Child et al. 2019)."""
 
     name: Literal["strided"] = "strided"
     local: int = Field(default=4, ge=1)
-    """Nearest blocks that a block sees, itself included."""
+    """Number of nearest blocks that a block sees, itself included."""
     stride: int = Field(default=8, ge=1)
 
-    def layout(self, blocks: int) -> np.ndarray:
+    def layout(self, blocks: int) -> Bool[np.ndarray, "M M"]:
         return patterns.strided(blocks, local=self.local, stride=self.stride)
 
 
 class FixedPattern(Pattern):
-    """The block's own stripe, and the last blocks of every stripe before it (Child et al. 2019)."""
+    """Layout with the block's own stripe and the last blocks of every earlier stripe (Child et al. 2019)."""
 
     name: Literal["fixed"] = "fixed"
     stride: int = Field(default=8, ge=1)
-    """Blocks of a stripe."""
+    """Number of blocks in a stripe."""
     summary: int = Field(default=1, ge=1)
-    """Last blocks of each stripe, which all later ones see."""
+    """Number of blocks at the end of each stripe that all later blocks see."""
 
     @model_validator(mode="after")
     def _check(self) -> "FixedPattern":
@@ -50,23 +54,23 @@ class FixedPattern(Pattern):
             raise ValueError(f"summary ({self.summary}) must not exceed stride ({self.stride}), the stripe's blocks.")
         return self
 
-    def layout(self, blocks: int) -> np.ndarray:
+    def layout(self, blocks: int) -> Bool[np.ndarray, "M M"]:
         return patterns.fixed(blocks, stride=self.stride, summary=self.summary)
 
 
 class BigBirdPattern(Pattern):
-    """The nearest blocks, the first ones, and random ones (Zaheer et al. 2020)."""
+    """Layout with the nearest blocks, the first ones, and random ones (Zaheer et al. 2020)."""
 
     name: Literal["bigbird"] = "bigbird"
     window: int = Field(default=3, ge=1)
-    """Nearest blocks that a block sees, itself included."""
+    """Number of nearest blocks that a block sees, itself included."""
     global_blocks: int = Field(default=1, ge=0)
-    """First blocks, which all see."""
+    """Number of blocks at the start that all blocks see."""
     random_blocks: int = Field(default=2, ge=0)
-    """Further blocks of each row, drawn once."""
+    """Number of further blocks that each block sees, drawn once."""
     seed: int = Field(default=0, ge=0)
 
-    def layout(self, blocks: int) -> np.ndarray:
+    def layout(self, blocks: int) -> Bool[np.ndarray, "M M"]:
         return patterns.bigbird(
             blocks,
             window=self.window,
@@ -77,17 +81,22 @@ class BigBirdPattern(Pattern):
 
 
 class BlockSparseAttention(MaskedSoftmax):
-    """Softmax attention to the blocks of a pattern, causal. The pattern lies over the row, also over packed ones."""
+    """Causal softmax attention to the blocks of a pattern, which covers the whole row even if documents are packed."""
 
     name: Literal["block_sparse"] = "block_sparse"
     pattern: Annotated[StridedPattern | FixedPattern | BigBirdPattern, Field(discriminator="name")] = BigBirdPattern()
     block_size: int = Field(default=128, ge=16, multiple_of=16)
-    """Tokens of a block."""
+    """Number of tokens in a block."""
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, heads: AttentionSpec
-    ) -> jax.Array:
-        out: Any = block_sparse_attention(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        segment_ids: SegmentIds,
+        heads: AttentionSpec,
+    ) -> Float[Array, "B T N H"]:
+        out = block_sparse_attention(
             q,
             k,
             v,
@@ -97,7 +106,7 @@ class BlockSparseAttention(MaskedSoftmax):
             scale=heads.scale,
             implementation=heads.implementation,
         )
-        return out
+        return cast(jax.Array, out)
 
     def mask(self, heads: AttentionSpec, length: int) -> Mask:
         return Mask(layout=Layout.from_pattern(self.pattern.layout(self._blocks(length)), self.block_size))
@@ -105,7 +114,7 @@ class BlockSparseAttention(MaskedSoftmax):
     def keys_seen(self, heads: AttentionSpec, length: int) -> float:
         blocks = self._blocks(length)
         sizes = np.minimum(self.block_size, length - self.block_size * np.arange(blocks))
-        # Of a block with itself half of the pairs count, as of the whole for full causal attention.
+        # Half of the pairs within a diagonal block are causal, as in full causal attention.
         share = np.tril(np.ones((blocks, blocks))) - 0.5 * np.eye(blocks)
         return float(sizes @ (self.pattern.layout(blocks) * share) @ sizes) / length
 

@@ -1,8 +1,8 @@
-"""Keys and values of the tokens before, for decoding: slots that depend on a token's position alone.
+"""The cache of keys and values for decoding. The slot of a token depends only on its position.
 
-A layer that sees every key has a slot a token. One with a window keeps a ring: a token takes the slot of the one that
-left the window, so that memory is bounded by the window. In front of the ring the first `pinned` tokens may have slots
-of their own. Rows of a batch need not be equally long.
+A layer that sees every key has one slot per token. A layer with a window has a ring buffer: a token overwrites the one
+that left the window, so memory is bounded by the window. In front of the ring the first `pinned` tokens may have slots
+of their own. The rows of a batch may differ in length.
 
 Dims: B batch, T query length, S slots, N heads, K kv heads, H head_dim.
 """
@@ -11,37 +11,44 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.parallel import shard
 
 
 class KeyCache(NamedTuple):
-    """Of one layer, [B, K, S, H] each: a head's keys are neighbours, as the matmuls of decoding read them."""
+    """Keys and values of one layer; those of one head are contiguous, as the matmuls of decoding read them."""
 
-    key: jax.Array
-    value: jax.Array
+    key: Float[Array, "B K S H"]
+    value: Float[Array, "B K S H"]
 
 
 def empty_cache(heads: AttentionSpec, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> KeyCache:
-    """Nothing seen yet."""
+    """Return a cache of zeros with `slots` slots per row."""
     shape = (batch, heads.num_kv_heads, slots, heads.head_dim)
     return KeyCache(*(shard(jnp.zeros(shape, dtype), "batch", "act_kv_heads", None, "act_head_dim") for _ in range(2)))
 
 
-def held_positions(seen: jax.Array, slots: int, pinned: int = 0) -> jax.Array:
-    """[B, S] int32: the position of the token in each slot after the first `seen` [B] tokens; -1: none."""
+def slot_positions(seen: Int[Array, " B"], slots: int, pinned: int = 0) -> Int[Array, "B S"]:
+    """Return the position of the token in each slot after the first `seen` tokens; -1 for an empty slot."""
     pinned = _pinned(slots, pinned)
     newest, slot = seen[:, None] - 1, jnp.arange(slots, dtype=jnp.int32)[None]
-    held = newest - jnp.mod(newest - slot, slots - pinned)
-    held = jnp.where(slot < pinned, slot, held)
-    return jnp.where((held <= newest) & (held >= jnp.minimum(slot, pinned)), held, -1)
+    position = newest - jnp.mod(newest - slot, slots - pinned)
+    position = jnp.where(slot < pinned, slot, position)
+    return jnp.where((position <= newest) & (position >= jnp.minimum(slot, pinned)), position, -1)
 
 
-def store(cache: KeyCache, k: jax.Array, v: jax.Array, seen: jax.Array, pinned: int = 0) -> KeyCache:
-    """The cache after the first tokens k, v [B, T, K, H] of each row, of which the row `seen` [B] are there."""
-    held = held_positions(seen, cache.key.shape[2], pinned)
-    index = jnp.maximum(held, 0)[:, :, None, None]
+def store(
+    cache: KeyCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    seen: Int[Array, " B"],
+    pinned: int = 0,
+) -> KeyCache:
+    """Return the cache after the first tokens of each row; row b has `seen[b]` tokens, and padding after them."""
+    positions = slot_positions(seen, cache.key.shape[2], pinned)
+    index = jnp.maximum(positions, 0)[:, :, None, None]
 
     def pick(old: jax.Array, new: jax.Array) -> jax.Array:
         found = jnp.take_along_axis(new, index, axis=1, mode="clip")
@@ -50,8 +57,14 @@ def store(cache: KeyCache, k: jax.Array, v: jax.Array, seen: jax.Array, pinned: 
     return KeyCache(pick(cache.key, k), pick(cache.value, v))
 
 
-def put(cache: KeyCache, k: jax.Array, v: jax.Array, slots: CacheSlots, pinned: int = 0) -> KeyCache:
-    """The cache with further tokens k, v [B, T, K, H] at the positions `slots.queries`; padding is not written."""
+def put(
+    cache: KeyCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    slots: CacheSlots,
+    pinned: int = 0,
+) -> KeyCache:
+    """Return the cache with further tokens at the positions `slots.queries`; padding is not written."""
     size, positions = cache.key.shape[2], slots.queries
     pinned = _pinned(size, pinned)
     ring = pinned + jnp.mod(positions - pinned, size - pinned)
@@ -66,22 +79,33 @@ def put(cache: KeyCache, k: jax.Array, v: jax.Array, slots: CacheSlots, pinned: 
 
 
 def extend(
-    cache: KeyCache, k: jax.Array, v: jax.Array, slots: CacheSlots, pinned: int = 0
-) -> tuple[KeyCache, KeyCache, jax.Array]:
-    """The cache with further tokens; and what their queries may see: keys and values, and their positions [B, S]."""
+    cache: KeyCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    slots: CacheSlots,
+    pinned: int = 0,
+) -> tuple[KeyCache, KeyCache, Int[Array, "B S"]]:
+    """Add further tokens to the cache.
+
+    Returns:
+      The new cache; the keys and values that the queries of these tokens may see; and their positions.
+    """
     after, size = put(cache, k, v, slots, pinned), cache.key.shape[2]
     if k.shape[1] == 1:
-        return after, after, held_positions(slots.seen_after, size, pinned)
-    # Later ones of several tokens may take the slots of keys that earlier ones still see.
+        return after, after, slot_positions(slots.seen_after, size, pinned)
+    # The later of several tokens may overwrite keys that the earlier ones still see.
     new = KeyCache(*(jnp.moveaxis(x, 2, 1).astype(old.dtype) for x, old in zip((k, v), cache, strict=True)))
     both = KeyCache(*(jnp.concatenate(pair, axis=2) for pair in zip(cache, new, strict=True)))
-    return after, both, jnp.concatenate([held_positions(slots.seen, size, pinned), slots.queries], axis=1)
+    return after, both, jnp.concatenate([slot_positions(slots.seen, size, pinned), slots.queries], axis=1)
 
 
-def attend_to(q: jax.Array, seen: KeyCache, visible: jax.Array, heads: AttentionSpec) -> jax.Array:
-    """q [B, T, N, H] to keys and values [B, K, S, H] as far as `visible` [B, T, S]: [B, T, N, H].
+def attend_to(
+    q: Float[Array, "B T N H"], seen: KeyCache, visible: Bool[Array, "#B #T S"], heads: AttentionSpec
+) -> Float[Array, "B T N H"]:
+    """Return the attention of queries to the keys in `seen` that are visible to them.
 
-    Decoding reads the whole cache once a token: bound by its bytes, so a plain einsum is as fast as a kernel.
+    Decoding reads the whole cache once per token and is limited by memory bandwidth, so a plain einsum is as fast as a
+    kernel.
     """
     batch, length, num_heads, width = q.shape
     q = q.reshape(batch, length, seen.key.shape[1], -1, width)
@@ -94,5 +118,5 @@ def attend_to(q: jax.Array, seen: KeyCache, visible: jax.Array, heads: Attention
 
 
 def _pinned(slots: int, pinned: int) -> int:
-    """Where all tokens have a slot, the first ones need none of their own."""
+    """Return 0 if all tokens have a slot, for the first ones then need none of their own."""
     return pinned if pinned < slots else 0

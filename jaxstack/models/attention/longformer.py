@@ -1,29 +1,35 @@
-"""A sliding window with global tokens (Longformer)."""
+"""Sliding-window attention with global tokens (Longformer)."""
 
-from typing import Any, Literal
+from typing import Literal, cast
 
 import jax
+from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxstack.models.attention.base import AttentionSpec
+from jaxstack.models.attention.base import AttentionSpec, SegmentIds
 from jaxstack.models.attention.masked import MaskedSoftmax
 from pallas_kernels import longformer_attention
 from pallas_kernels.attention.masks import Mask
 
 
 class LongformerAttention(MaskedSoftmax):
-    """Softmax attention to near keys and to the first ones of the document (Beltagy et al. 2020), causal."""
+    """Causal softmax attention to a window and to the first tokens of the document (Beltagy et al. 2020)."""
 
     name: Literal["longformer"] = "longformer"
     window: int = Field(default=512, ge=1)
     """Keys that a query sees, itself included."""
     global_tokens: int = Field(default=0, ge=0)
-    """First tokens of each document, which every later token of it sees too."""
+    """Number of tokens at the start of each document that all its later tokens see too."""
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, heads: AttentionSpec
-    ) -> jax.Array:
-        out: Any = longformer_attention(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        segment_ids: SegmentIds,
+        heads: AttentionSpec,
+    ) -> Float[Array, "B T N H"]:
+        out = longformer_attention(
             q,
             k,
             v,
@@ -33,7 +39,7 @@ class LongformerAttention(MaskedSoftmax):
             scale=heads.scale,
             implementation=heads.implementation,
         )
-        return out
+        return cast(jax.Array, out)
 
     def mask(self, heads: AttentionSpec, length: int) -> Mask:
         return Mask(window=self.window, global_tokens=self.global_tokens)

@@ -1,27 +1,30 @@
-"""Softmax attention over all keys before the query, or over those in a window that the model gives a layer."""
+"""Softmax attention to all earlier keys, or to those in the window that the model gives a layer."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, cast
 
 import jax
+from jaxtyping import Array, Float
 
-from jaxstack.models.attention.base import AttentionSpec, context_method
+from jaxstack.models.attention.base import AttentionSpec, ScoreOptions, SegmentIds, context_method
 from jaxstack.models.attention.masked import MaskedSoftmax
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
 
-if TYPE_CHECKING:
-    from jaxstack.models.config import ModelConfig
-
 
 class SoftmaxAttention(MaskedSoftmax):
-    """softmax(q k^T) v (Vaswani et al. 2017), by the first kernel of the table that can do it."""
+    """softmax(q k^T) v (Vaswani et al. 2017), by the first backend that supports the call."""
 
     name: Literal["softmax"] = "softmax"
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, heads: AttentionSpec
-    ) -> jax.Array:
-        out: Any = flash_attention(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        segment_ids: SegmentIds,
+        heads: AttentionSpec,
+    ) -> Float[Array, "B T N H"]:
+        out = flash_attention(
             q,
             k,
             v,
@@ -32,17 +35,17 @@ class SoftmaxAttention(MaskedSoftmax):
             soft_cap=heads.soft_cap,
             implementation=heads.implementation,
         )
-        return out
+        return cast(jax.Array, out)
 
     def attend_over(
         self,
         axis_name: str,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        segment_ids: jax.Array | None,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        segment_ids: SegmentIds,
         heads: AttentionSpec,
-    ) -> jax.Array:
+    ) -> Float[Array, "B T N H"]:
         return context_attention(
             q,
             k,
@@ -73,5 +76,5 @@ class SoftmaxAttention(MaskedSoftmax):
         seen = min(heads.window or length, length)
         return seen - seen * seen / (2 * length)
 
-    def check(self, model: "ModelConfig") -> None:
-        """Windows and soft caps are what this kind knows."""
+    def check(self, options: ScoreOptions) -> None:
+        """Accept every setting: this kind supports windows and soft caps."""

@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: what their config.json says and where their tensors lie, one file a group of families."""
+"""Hugging Face checkpoints: a file per group of model families, which maps config.json and tensors to ours."""

@@ -1,4 +1,4 @@
-"""The table of families, and the choice among them."""
+"""The table of Hugging Face model families. A new family is a file and a row of `FAMILIES`."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -28,20 +28,23 @@ FAMILIES = {
         GEMMA3,
     )
 }
-"""By model_type, in the order in which an export tries them: the plainest that can express the model comes first."""
+"""Families by model_type. An export takes the first that can express the model, so plainer ones come first."""
 
 
 def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> ModelConfig:
-    """The model that a directory's config.json describes; `ignore` are keys to pass over though they are not known.
+    """Return the model that a directory's config.json describes.
+
+    Args:
+      ignore: unknown keys that are allowed.
 
     Raises:
-      ConfigError: as `from_huggingface`.
+      ConfigError: see `from_huggingface`.
     """
     return describe(directory, ignore)[1]
 
 
 def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
-    """The family and the model of a directory's config.json. Raises ConfigError, as `from_huggingface`."""
+    """Return the family and the model of a directory's config.json; raises ConfigError as `from_huggingface` does."""
     said = read_json(Path(directory) / CONFIG)
     kind = said.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -50,7 +53,11 @@ def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Famil
 
 
 def check_model(config: ModelConfig, described: ModelConfig, source: str) -> None:
-    """Raises ConfigError where a model computes something else than the one whose weights `source` has."""
+    """Check that a model computes the same as the one whose weights `source` has.
+
+    Raises:
+      ConfigError: it does not; the message lists the fields that differ.
+    """
     different = differences(config, described)
     if different:
         raise ConfigError(
@@ -60,10 +67,13 @@ def check_model(config: ModelConfig, described: ModelConfig, source: str) -> Non
 
 
 def choose_family(config: ModelConfig, name: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """The family by name, or the first that can express the model, and its config.json.
+    """Return a family that can express the model, and its config.json.
+
+    Args:
+      name: model_type of the family; None: the first that can.
 
     Raises:
-      ConfigError: it cannot, or none can; with the reasons.
+      ConfigError: no such family, or it cannot express the model; with the reasons.
     """
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"there is no model_type {name!r}; {nearest(name, FAMILIES)}")

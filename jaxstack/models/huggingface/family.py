@@ -1,4 +1,4 @@
-"""A family of Hugging Face models: a table of config.json's keys and one of its tensors."""
+"""A family of Hugging Face models: a table of config.json's keys and a table of tensors."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -11,19 +11,19 @@ from jaxstack.models.huggingface.rows import Row
 from jaxstack.models.huggingface.tensors import Tensor
 
 HARMLESS = frozenset(
-    # What a file is called, which program wrote it, and in which dtype.
+    # File names, the program that wrote them, and the dtype.
     ["model_type", "architectures", "_name_or_path", "transformers_version", "torch_dtype", "dtype"]
-    # How other programs run it.
+    # Settings of other programs.
     + ["use_cache", "cache_implementation", "pretraining_tp", "_attn_implementation_autoset", "gradient_checkpointing"]
     + ["output_attentions", "output_hidden_states", "return_dict", "keys_to_ignore_at_inference"]
-    # Token ids: the tokenizer's matter. Tasks and labels: those of other heads.
+    # Token ids belong to the tokenizer, tasks and labels to other heads.
     + ["bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "task_specific_params", "id2label", "label2id"]
-    # Dropout of training: not a part of the function; `model.dropout` is the new run's own.
+    # Dropout is not part of the function; `model.dropout` is for the new run to decide.
     + ["attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"]
 )
 """Keys of config.json that do not change what the model computes."""
 
-# Not a part of what the model computes, or known under another name in the comparison below.
+# Fields that do not change what the model computes, or that the comparison below has under another name.
 _NOT_COMPARED = frozenset(
     ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "remat"]
     + ["scan_layers", "unscanned_end_layers"]
@@ -37,15 +37,15 @@ _NOT_COMPARED_OF_EXPERTS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How one `model_type` of transformers is read and written.
+    """Conversion of one `model_type` of transformers.
 
     Attributes:
-      model_type, architecture: as config.json names them.
-      rows: config.json <-> `ModelConfig`.
-      tensors: parameters <-> tensors of the files.
-      prefix: of all tensors but the head's; files of the bare model leave it out.
+      model_type, architecture: names in config.json.
+      rows: conversion between config.json and `ModelConfig`.
+      tensors: conversion between parameters and tensors of the files.
+      prefix: prefix of all tensor names except the head's; files of the bare model leave it out.
       ignored: keys of config.json that do not change what this family computes.
-      buffers: regular expression of tensors in old files that are no parameters.
+      buffers: regular expression of tensors in old files that are not parameters.
     """
 
     model_type: str
@@ -57,10 +57,13 @@ class Family:
     buffers: str = r".*rotary_emb\.inv_freq"
 
     def read(self, config: Mapping[str, Any], ignore: Collection[str] = ()) -> ModelConfig:
-        """The model that a config.json describes.
+        """Return the model that a config.json describes.
+
+        Args:
+          ignore: unknown keys that are allowed.
 
         Raises:
-          ConfigError: a key is missing, not known, or says what the model cannot do.
+          ConfigError: a key is missing, unknown, or has a value that the model does not support.
         """
         known = {key for row in self.rows for key in row.keys}
         strange = sorted(config.keys() - known - HARMLESS - self.ignored - set(ignore))
@@ -81,7 +84,7 @@ class Family:
         return build_component(ModelConfig, fields, "config.json")
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
-        """config.json of a model, without token ids and dtype.
+        """Return the config.json of a model, without token ids and dtype.
 
         Raises:
           ConfigError: the family cannot express the model; the message names the fields.
@@ -96,10 +99,10 @@ class Family:
 
 
 def differences(wanted: ModelConfig, found: ModelConfig) -> list[str]:
-    """`field a, not b`, for every field in which two models compute something else."""
+    """Return `field a, not b` for every field that makes two models compute different functions."""
     ours, theirs = _computed(wanted), _computed(found)
     if wanted.max_position_embeddings is None or wanted.positions == "rope":
-        theirs["max_position_embeddings"] = ours["max_position_embeddings"]  # of rotary positions a bound only
+        theirs["max_position_embeddings"] = ours["max_position_embeddings"]  # only a bound for rotary positions
     return [f"{key} {ours[key]}, not {theirs[key]}" for key in ours if ours[key] != theirs[key]]
 
 

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: config.json, model.safetensors, or shards of it with an index."""
+"""Files of a Hugging Face checkpoint: config.json, and model.safetensors or several shards with an index."""
 
 import contextlib
 import json
@@ -21,10 +21,10 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-      ConfigError: it is not there, or is no JSON object.
+      ConfigError: the file does not exist, or is not a JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -38,10 +38,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
-    """The tensors of a checkpoint, open for reading by slices; nothing is read before it is asked for.
+    """Tensors of a checkpoint, read lazily by slices.
 
     Attributes:
-      shapes: of every tensor, by name.
+      shapes: shape of every tensor, by name.
 
     Raises:
       ConfigError: files are missing, cut off or damaged.
@@ -54,19 +54,19 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, indexed in self._list_files().items():
             file = self._open(directory / name)
-            held = set(file.keys())
-            missing = sorted(indexed - held)
+            names = set(file.keys())
+            missing = sorted(indexed - names)
             if missing:
                 raise ConfigError(f"{directory / name} lacks tensors that {INDEX} places there: {_some(missing)}.")
-            for tensor in held:
+            for tensor in names:
                 self._places[tensor] = file, tensor
                 self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def _list_files(self) -> dict[str, set[str]]:
-        """File names, and the tensors that the index places in each."""
+        """Return the file names, and the tensors that the index lists for each."""
         if (self.directory / WEIGHTS).is_file():
             return {WEIGHTS: set()}
         if not (self.directory / INDEX).is_file():
@@ -92,18 +92,18 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         except (SafetensorError, OSError, ValueError) as error:
             raise ConfigError(f"{path} is damaged or not a safetensors file ({error}); fetch it again.") from None
 
-    def rename(self, prefix: str, kept: str) -> None:
-        """Puts `prefix` before all names but `kept` where none has it: the files are those of the bare model."""
+    def rename(self, prefix: str, unprefixed: str) -> None:
+        """Add `prefix` to all names except `unprefixed` if none has it, as in files of the bare model."""
         if not any(name.startswith(prefix) for name in self.shapes):
-            new = {name: name if name == kept else prefix + name for name in self.shapes}
+            new = {name: name if name == unprefixed else prefix + name for name in self.shapes}
             self._places = {new[name]: place for name, place in self._places.items()}
             self.shapes = {new[name]: shape for name, shape in self.shapes.items()}
 
     def slices(self, name: str) -> Any:
-        """What takes slices of a tensor, `slices(name)[0:2, 1:3]`, and reads only those.
+        """Return an object that reads slices of a tensor, as `slices(name)[0:2, 1:3]`.
 
         Raises:
-          ConfigError: it is of a dtype that is no plain floating-point number.
+          ConfigError: the dtype is not F32, F16 or BF16.
         """
         file, stored = self._places[name]
         found = file.get_slice(stored)
@@ -114,10 +114,14 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         return found
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], optional: str) -> None:
-        """Compares names and shapes with those wanted; `optional` is a pattern of names that may be there.
+        """Compare names and shapes with those wanted.
+
+        Args:
+          wanted: shapes by name.
+          optional: regular expression of other names that are allowed.
 
         Raises:
-          ConfigError: with the first differences of each kind.
+          ConfigError: they differ; the message has the first differences of each kind.
         """
         missing = [name for name in wanted if name not in self.shapes]
         strange = [n for n in sorted(self.shapes) if n not in wanted and not re.fullmatch(optional, n)]
@@ -137,44 +141,44 @@ def _some(names: list[str]) -> str:
 
 
 def claim_directory(directory: Path) -> None:
-    """Makes the directory of a new checkpoint.
+    """Create the directory of a new checkpoint.
 
     Raises:
-      ConfigError: there is a checkpoint in it already, or it cannot be made.
+      ConfigError: it already holds a checkpoint, or cannot be created.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        held = [path.name for path in directory.iterdir() if path.name == CONFIG or path.suffix == ".safetensors"]
+        present = [path.name for path in directory.iterdir() if path.name == CONFIG or path.suffix == ".safetensors"]
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror or error}.") from None
-    if held:
-        raise ConfigError(f"{directory} already holds a checkpoint ({held[0]}); give another directory.")
+    if present:
+        raise ConfigError(f"{directory} already holds a checkpoint ({present[0]}); give another directory.")
 
 
 def write_weights(directory: Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int) -> None:
-    """Writes tensors as they come, in files of at most so many bytes (or one tensor), with an index for several.
+    """Write tensors one by one, in files of at most `max_shard_bytes` (or one tensor), with an index for several files.
 
     Raises:
-      JaxstackError: the disk is full or fails; nothing is left then.
+      JaxstackError: the disk is full or fails; the files are then removed.
     """
     parts: list[tuple[Path, list[str]]] = []
-    held: dict[str, np.ndarray] = {}
+    pending: dict[str, np.ndarray] = {}
     total = size = 0
     os.umask(mask := os.umask(0o022))
 
     def flush() -> None:
         path = directory / f".part-{len(parts)}"
-        parts.append((path, list(held)))
-        save_file(held, str(path), metadata={"format": "pt"})
-        path.chmod(0o666 & ~mask)  # the library lets nobody else read
-        held.clear()
+        parts.append((path, list(pending)))
+        save_file(pending, str(path), metadata={"format": "pt"})
+        path.chmod(0o666 & ~mask)  # safetensors lets nobody else read it
+        pending.clear()
 
     try:
         for name, tensor in tensors:
-            if held and size + tensor.nbytes > max_shard_bytes:
+            if pending and size + tensor.nbytes > max_shard_bytes:
                 flush()
                 size = 0
-            held[name] = np.ascontiguousarray(tensor)
+            pending[name] = np.ascontiguousarray(tensor)
             size, total = size + tensor.nbytes, total + tensor.nbytes
         flush()
         _put_in_place(directory, parts, total)
@@ -199,8 +203,8 @@ def _put_in_place(directory: Path, parts: list[tuple[Path, list[str]]], total: i
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file in one step: it is never seen half written.
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically.
 
     Raises:
       JaxstackError: the disk is full or fails.

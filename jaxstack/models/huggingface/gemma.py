@@ -37,7 +37,7 @@ def _all_but_every_nth(config: Keys, layers: int) -> Sequence[bool]:
 
 
 def _whole_scalar(model: ModelConfig) -> int:
-    """transformers takes no fraction here."""
+    """Return `query_pre_attn_scalar`, which must be an integer in transformers."""
     scalar = model.query_pre_attn_scalar or model.width_per_head
     if scalar != int(scalar):
         raise ConfigError(f"Gemma's query_pre_attn_scalar is a whole number; the model's is {scalar}.")
@@ -68,7 +68,7 @@ GEMMA2 = Family(
         windows(("layer_types",), _every_second, layer_types),
     ),
     tensors=(*ENDS, *ATTENTION, *_NORMS, *MLP),
-    ignored=frozenset(["hidden_act"]),  # hidden_activation is what counts
+    ignored=frozenset(["hidden_act"]),  # hidden_activation has precedence
 )
 
 GEMMA3 = Family(

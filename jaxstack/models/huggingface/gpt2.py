@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases, and matrices that lie inputs first (Conv1D)."""
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm, biases, and matrices with the input dim first (Conv1D)."""
 
 from jaxstack.models.huggingface.family import Family
 from jaxstack.models.huggingface.rows import activation, always, fixed, same
@@ -53,7 +53,7 @@ GPT2 = Family(
         Tensor("head", "lm_head.weight", ((1,), (0,))),
     ),
     prefix="transformer.",
-    # n_ctx repeats n_positions; the summary is another head's; reordering is a matter of precision.
+    # n_ctx repeats n_positions; the summary belongs to another head; reordering only changes the precision.
     ignored=frozenset(
         ["n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"]
         + ["summary_proj_to_labels", "summary_first_dropout"]

@@ -1,4 +1,4 @@
-"""The parameters of a Transformer, each with the tensors of a Hugging Face checkpoint that hold it."""
+"""Parameters of a Transformer, each with the tensors of a Hugging Face checkpoint that contain it."""
 
 import dataclasses
 import itertools
@@ -15,28 +15,36 @@ from jaxstack.models.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One of our parameters and the row that says where it lies.
+    """One of our parameters, and the tensors of the checkpoint that it is made of.
 
     Attributes:
-      path: of nested dicts, joined by `/`.
-      lead: dims at its start of which each index is a tensor of its own.
-      names: of those tensors, in order.
+      path: keys of nested dicts, joined by `/`.
+      shape: shape of the parameter.
+      leading_dims: number of leading dims (layers, experts) over which the checkpoint has separate tensors.
+      names: names of those tensors, in order.
+      row: row of the family's table.
+      variable: abstract variable of the model.
     """
 
     path: str
     shape: tuple[int, ...]
-    lead: int
+    leading_dims: int
     names: tuple[str, ...]
     row: Tensor
-    variable: Any
+    variable: nnx.Variable
 
     @property
     def piece(self) -> tuple[int, ...]:
-        return self.shape[self.lead :]
+        """Shape of the part of the parameter that is in one tensor."""
+        return self.shape[self.leading_dims :]
 
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """(where within a part of the leaf, name) of the tensors that the part needs."""
-        sizes = self.shape[: self.lead]
+        """Yield (index within a part of the leaf, name) for each tensor that the part needs.
+
+        Args:
+          index: the part, as slices of the leading dims (further slices are ignored).
+        """
+        sizes = self.shape[: self.leading_dims]
         chosen = [range(size)[cut] for size, cut in zip(sizes, index, strict=False)]
         for at in itertools.product(*(range(len(r)) for r in chosen)):
             number = 0
@@ -46,7 +54,7 @@ class Leaf:
 
 
 def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
-    """The parameters of `Transformer(config)` with their places, in the order of the table.
+    """Return the parameters of `Transformer(config)` with their tensors, in the order of the table.
 
     Raises:
       ConfigError: the table has no row for a parameter.
@@ -63,11 +71,11 @@ def find_leaves(config: ModelConfig, rows: Sequence[Tensor]) -> list[Leaf]:
         if known not in table:
             raise ConfigError(f"this family has no place for the parameter {'/'.join(path)}.")
         at, row = table[known]
-        numbers = list(model.decoder.numbers(int(path[2]))) if inner else [0]
+        numbers = list(model.decoder.layer_numbers(int(path[2]))) if inner else [0]
         stacked = "layers" in axes
-        lead = int(stacked) + row.leading
+        leading_dims = int(stacked) + row.leading
         experts = range(variable.shape[int(stacked)]) if row.leading else range(1)
         names = tuple(row.name.format(layer=n, expert=e) for n in numbers for e in experts)
         order = (int(path[2]) if inner else -1, at)
-        found.append((order, Leaf("/".join(path), tuple(variable.shape), lead, names, row, variable)))
+        found.append((order, Leaf("/".join(path), tuple(variable.shape), leading_dims, names, row, variable)))
     return [leaf for _, leaf in sorted(found, key=lambda pair: pair[0])]

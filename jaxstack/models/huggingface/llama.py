@@ -39,7 +39,7 @@ TENSORS = (*ENDS, *ATTENTION, *NORMS, *MLP)
 
 
 def max_positions(default: int) -> Row:
-    """`max_position_embeddings`; a model without a bound is written with the family's default one."""
+    """Return the row of `max_position_embeddings`; a model without a bound is written with the family's default."""
     key = "max_position_embeddings"
     return same(key, key, default, lambda model: model.max_position_embeddings or default)
 
@@ -47,7 +47,7 @@ def max_positions(default: int) -> Row:
 def shape(
     kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, norm_eps: float = 1e-6
 ) -> tuple[Row, ...]:
-    """The rows that all families of Llama's kind share; the arguments are what transformers takes for missing keys."""
+    """Return the rows that all families like Llama share; the arguments are the defaults of missing keys."""
     return (
         same("vocab_size", "vocab_size"),
         same("hidden_size", "hidden_size"),
@@ -64,7 +64,7 @@ def shape(
 
 
 def attention_bias(default: bool = False) -> Row:
-    """`attention_bias`: of all four projections."""
+    """Return the row of `attention_bias`, the biases of all four projections."""
     return Row(
         ("attention_bias",),
         lambda config: dict.fromkeys(("qkv_bias", "output_bias"), config.get("attention_bias", default)),

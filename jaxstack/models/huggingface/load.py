@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints into models: each device's part of each parameter is read from the files and put there."""
+"""Import of Hugging Face checkpoints: each device's part of each parameter is read from the files."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ from jaxstack.parallel import AxisRules, make_rules
 Arrays = dict[str, jax.Array]
 _HEAD = "lm_head.weight"
 _CHUNK_BYTES = 2**30
-"""What is assembled in host memory before it goes to a device, unless a single tensor is larger."""
+"""Bytes assembled in host memory before they are copied to a device, unless a single tensor is larger."""
 
 
 def from_huggingface(
@@ -35,16 +35,16 @@ def from_huggingface(
     dtype: Any = jnp.float32,
     ignore: Collection[str] = (),
 ) -> Transformer:
-    """The model in a directory with config.json and model.safetensors (or shards with an index).
+    """Load the model in a directory with config.json and model.safetensors (or shards with an index).
 
     Weights are read a slice at a time: host memory holds at most about a gibibyte, or one layer's largest tensor.
 
     Args:
-      config: default: `read_model_config(directory)`; another one may differ in what does not change the function,
-        such as `scan_layers`, `remat`, `dropout`.
-      mesh: where the weights go, sharded as in training; default: one device.
-      dtype: of the computation; weights are float32.
-      ignore: keys of config.json to pass over though jaxstack does not know them.
+      config: configuration of the model, which may differ from config.json only in settings that do not change the
+        function, such as `scan_layers`, `remat`, `dropout`; default: `read_model_config(directory)`.
+      mesh: devices that the weights are sharded over, as in training; default: one device.
+      dtype: dtype of the computation; weights are float32.
+      ignore: unknown keys of config.json that are allowed.
 
     Raises:
       ConfigError: a key of config.json is not supported, tensors are missing, not known or of another shape, files
@@ -66,7 +66,7 @@ def from_huggingface(
 
 
 def read_parameters(directory: str | Path, config: ModelConfig, shardings: Any, ignore: Collection[str] = ()) -> Any:
-    """The parameters of `Transformer(config)` as nested dicts, laid out as the tree `shardings` says.
+    """Load the parameters of `Transformer(config)` as nested dicts, laid out by the tree `shardings`.
 
     Raises:
       ConfigError: as `from_huggingface`.
@@ -84,7 +84,7 @@ def read_parameters(directory: str | Path, config: ModelConfig, shardings: Any, 
 
 
 def nest(arrays: dict[str, Any]) -> Any:
-    """Nested dicts of what is named by `a/b/c`."""
+    """Return nested dicts for values named `a/b/c`."""
     tree: dict[str, Any] = {}
     for path, array in arrays.items():
         *parents, last = path.split("/")
@@ -110,7 +110,7 @@ def _read(
 
 
 def _check_tied(files: WeightFiles, table: str) -> None:
-    """A head in the files of a model with a tied one must be the embedding."""
+    """Check that the files of a model with a tied head have no other head than the embedding."""
     head, embedding = files.slices(_HEAD), files.slices(table)
     rows = files.shapes[table][0]
     step = max(1, rows // 64)
@@ -135,19 +135,19 @@ def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding |
 
 
 def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Any) -> jax.Array:
-    """One device's part of a leaf, float32, there."""
+    """Load one device's part of a leaf, float32, onto the device."""
     chunks = [jax.device_put(chunk, device) for chunk in _chunks(files, leaf, index)]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 
 def _chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
-    """The part in chunks along its first dim, where that is one of tensors, else in one."""
+    """Yield the part in chunks along its first dim if the checkpoint has a tensor per index of it, else at once."""
     shape = [cut.stop - cut.start for cut in index]
     row = 4 * math.prod(shape[1:])
-    step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.lead else shape[0]
+    step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.leading_dims else shape[0]
     for start in range(index[0].start, index[0].stop, step):
         first = slice(start, min(start + step, index[0].stop))
         chunk = np.empty((first.stop - first.start, *shape[1:]), np.float32)
         for at, name in leaf.pieces((first, *index[1:])):
-            chunk[at] = leaf.row.read(files.slices(name), leaf.piece, index[leaf.lead :])
+            chunk[at] = leaf.row.read(files.slices(name), leaf.piece, index[leaf.leading_dims :])
         yield chunk

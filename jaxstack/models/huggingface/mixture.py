@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral (Jiang et al. 2024) and Qwen 3's (2025). Theirs is a tensor an expert."""
+"""Mixtures of experts: Mixtral (Jiang et al. 2024) and Qwen 3's (2025). Checkpoints have one tensor per expert."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,13 @@ from jaxstack.models.moe.config import MoEConfig
 
 
 def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **constant: Any) -> Row:
-    """The keys that go into `model.moe`: their names -> ours, and what `read` makes of the others."""
+    """Return the row of the keys of `model.moe`.
+
+    Args:
+      keys: their names -> ours.
+      read: returns the fields that depend on other keys.
+      constant: fields that all models of the family share.
+    """
 
     def fields(config: Keys) -> dict[str, Any]:
         named = {ours: config[theirs] for theirs, ours in keys.items() if theirs in config}
@@ -28,7 +34,7 @@ def _experts(keys: dict[str, str], read: Callable[[Keys], dict[str, Any]], **con
 
 
 def _count(config: Keys, default_chosen: int) -> dict[str, Any]:
-    """transformers 5 calls the number of experts `num_local_experts` in all families."""
+    """Return the numbers of experts; transformers 5 calls their total `num_local_experts` in all families."""
     number = config.get("num_experts") or find(config, "num_local_experts")
     return {"num_experts": number, "num_experts_per_tok": find(config, "num_experts_per_tok", default_chosen)}
 
@@ -106,5 +112,5 @@ QWEN3_MOE = Family(
         *TENSORS,
         *_tensors("mlp.gate.weight", "mlp.experts", {n: n for n in ("gate_proj", "up_proj", "down_proj")}),
     ),
-    ignored=_TRAINING | {"sliding_window", "max_window_layers"},  # of windows that are not used
+    ignored=_TRAINING | {"sliding_window", "max_window_layers"},  # settings of windows, which are not used
 )

@@ -10,7 +10,7 @@ from jaxstack.models.huggingface.rows import Keys, activation, always, fixed, la
 
 
 def _late_windows(config: Keys, layers: int) -> Sequence[bool]:
-    """From layer `max_window_layers` on, where windows are used at all."""
+    """Return which layers have a window: those from `max_window_layers` on, if `use_sliding_window`."""
     first = config.get("max_window_layers", 28)
     return [bool(config.get("use_sliding_window", False)) and layer >= first for layer in range(layers)]
 

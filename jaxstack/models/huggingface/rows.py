@@ -1,4 +1,4 @@
-"""Rows of a family's table: how keys of config.json become fields of `ModelConfig`, and back."""
+"""Rows of a family's table, which convert keys of config.json to fields of `ModelConfig` and back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,16 +11,17 @@ REQUIRED: Any = object()
 
 
 class Row(NamedTuple):
-    """A few keys of config.json that belong together."""
+    """Conversion of a few keys of config.json that belong together."""
 
     keys: tuple[str, ...]
     read: Callable[[Keys], dict[str, Any]]
-    """The fields of `ModelConfig` that they say; raises ConfigError for what the model cannot do."""
+    """Returns the fields of `ModelConfig` for a config.json; raises ConfigError for what the model does not support."""
     write: Callable[[ModelConfig], dict[str, Any]]
+    """Returns the keys of config.json for a model."""
 
 
 def find(config: Keys, key: str, default: Any = REQUIRED) -> Any:
-    """A key's value, or what transformers takes where it is missing."""
+    """Return the value of a key, or `default`, the value that transformers assumes if the key is missing."""
     if key in config and not (default is REQUIRED and config[key] is None):
         return config[key]
     if default is REQUIRED:
@@ -29,7 +30,11 @@ def find(config: Keys, key: str, default: Any = REQUIRED) -> Any:
 
 
 def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[ModelConfig], Any] | None = None) -> Row:
-    """A key that means the same as a field; `value` is what is written where that is not the field itself."""
+    """Return the row of a key with the same meaning as a field.
+
+    Args:
+      value: returns what is written, if that is not the field itself.
+    """
     return Row(
         (theirs,),
         lambda config: {ours: find(config, theirs, default)},
@@ -38,7 +43,7 @@ def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[Model
 
 
 def fixed(key: str, *allowed: Any) -> Row:
-    """A key that may only say what the model does anyway; the first value is what a missing one means."""
+    """Return the row of a key that must have one of the values that the model supports; the first is the default."""
 
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, allowed[0])
@@ -51,7 +56,7 @@ def fixed(key: str, *allowed: Any) -> Row:
 
 
 def always(**fields: Any) -> Row:
-    """Fields that all models of a family share and that config.json does not name."""
+    """Return the row of fields that all models of a family share and that config.json does not have."""
     return Row((), lambda config: fields, lambda model: {})
 
 
@@ -65,11 +70,11 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu_squared",
 }
-"""Names of transformers' activations -> ours."""
+"""Names of activations in transformers -> ours."""
 
 
 def activation(key: str, default: str) -> Row:
-    """The activation of the MLP, written by the family's default name where that is it."""
+    """Return the row of the activation, which is written by the family's default name if that is the activation."""
 
     def read(config: Keys) -> dict[str, Any]:
         found = find(config, key, default)
@@ -91,11 +96,11 @@ _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""Kinds of RoPE scaling -> their keys."""
+"""Keys of each kind of RoPE scaling."""
 
 
 def _rope_fields(said: Keys, where: str) -> tuple[float | None, dict[str, Any] | None]:
-    """(theta, scaling) of one rope dictionary of config.json."""
+    """Return (theta, scaling) of one rope dictionary of config.json."""
     said = {key: value for key, value in said.items() if value is not None}
     kind = said.pop("rope_type", said.pop("type", "default"))
     said.pop("type", None)
@@ -113,11 +118,11 @@ def _rope_fields(said: Keys, where: str) -> tuple[float | None, dict[str, Any] |
 
 
 def rope(theta: float = 10000.0, local: float | None = None) -> Row:
-    """Rotary positions, as `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
+    """Return the row of rotary positions: `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
 
     Args:
-      theta: the family's default.
-      local: the default base of windowed layers, where a family has one of their own.
+      theta: default base of the family.
+      local: default base of layers with a window, if the family has a separate one.
     """
     keys = ("rope_theta", "rope_scaling", "rope_parameters") + (("rope_local_base_freq",) if local else ())
 
@@ -154,7 +159,15 @@ def windows(
     layers: str = "num_hidden_layers",
     default: int | None = 4096,
 ) -> Row:
-    """Which layers see a window: `kinds(config, layers)` says it a layer, unless config.json has `layer_types`."""
+    """Return the row of sliding windows.
+
+    Args:
+      keys: keys that the row reads besides `sliding_window`.
+      kinds: returns for each layer True if it has a window; used if config.json has no `layer_types`.
+      write: returns the keys for a model.
+      layers: key of the number of layers.
+      default: window if the key is missing.
+    """
 
     def read(config: Keys) -> dict[str, Any]:
         size, count = find(config, "sliding_window", default), find(config, layers)
@@ -176,7 +189,7 @@ def windows(
 
 
 def layer_types(model: ModelConfig) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a model, written out a layer."""
+    """Return `layer_types`, one per layer, and `sliding_window` of a model."""
     narrow = model.windows()
     names = ["full_attention" if window is None else "sliding_attention" for window in narrow]
     return {"layer_types": names, "sliding_window": next((window for window in narrow if window), None)}

@@ -1,4 +1,4 @@
-"""Models into Hugging Face checkpoints, a parameter at a time."""
+"""Export of models to Hugging Face checkpoints, one parameter at a time."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -31,17 +31,18 @@ def to_huggingface(
     dtype: str = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> str:
-    """Writes config.json and the weights so that `transformers` loads them; returns the model_type.
+    """Write config.json and weights that `transformers` can load; return the model_type.
 
     Args:
-      model: a `Transformer`, whose adapters are merged, or its parameters as nested dicts (then give `config`), on the
-        devices of this process.
+      model: a `Transformer`, whose adapters are merged, or its parameters as nested dicts, on this process's devices.
+      directory: a directory without a checkpoint; created if it does not exist.
+      config: configuration of the model; required with nested dicts.
       family: the model_type; default: the plainest family that can express the model.
-      dtype: of the files: float32, bfloat16 or float16.
-      max_shard_bytes: of a file; more go into several with an index.
+      dtype: dtype of the files: float32, bfloat16 or float16.
+      max_shard_bytes: largest size of a file; larger checkpoints have several files with an index.
 
     Raises:
-      ConfigError: no family can express the model, or there is a checkpoint in the directory already.
+      ConfigError: no family can express the model, or the directory already has a checkpoint.
       JaxstackError: writing failed.
     """
     if isinstance(model, Transformer):
@@ -66,39 +67,44 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra: dict[str, Any] | None = None,
 ) -> str:
-    """`to_huggingface` with parameters that `read(path)` gives when their turn comes; `extra` are further keys."""
+    """Write a checkpoint as `to_huggingface` does, of parameters that are read one after the other.
+
+    Args:
+      read: returns the parameter of a path.
+      extra: further keys of config.json.
+    """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
     chosen, said = choose_family(config, family)
     leaves = find_leaves(config, chosen.tensors)
     claim_directory(directory)
     write_weights(directory, _tensors(leaves, read, jnp.dtype(dtype)), max_shard_bytes)
-    # Last: a directory without it is not taken for a checkpoint.
+    # Written last, because a directory without it is not a checkpoint.
     write_json(directory / CONFIG, {**said, "torch_dtype": dtype, **(extra or {})})
     return chosen.model_type
 
 
-def _tensors(leaves: list[Leaf], read: Callable[[str], Any], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(leaves: list[Leaf], read: Callable[[str], Any], dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
     groups: dict[tuple[str, ...], list[Leaf]] = {}
     for leaf in leaves:
-        groups.setdefault(leaf.names, []).append(leaf)  # several where theirs is one fused tensor
+        groups.setdefault(leaf.names, []).append(leaf)  # several leaves where the checkpoint has one fused tensor
     for names, group in groups.items():
         arrays = [read(leaf.path) for leaf in group]
         for number, name in enumerate(names):
             parts = [
-                leaf.row.write(_piece(array, np.unravel_index(number, leaf.shape[: leaf.lead]), name))
+                leaf.row.write(_piece(array, np.unravel_index(number, leaf.shape[: leaf.leading_dims]), name))
                 for leaf, array in zip(group, arrays, strict=True)
             ]
             yield name, _cast(name, parts[0] if len(parts) == 1 else np.concatenate(parts, -1), dtype)
 
 
-def _piece(array: Any, at: tuple[Any, ...], name: str) -> np.ndarray:
+def _piece(array: jax.Array | np.ndarray, at: tuple[np.intp, ...], name: str) -> np.ndarray:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         raise JaxstackError(f"{name} lies on several processes: convert the run's checkpoint in one process instead.")
     return np.asarray(array[tuple(map(int, at))]) if at else np.asarray(array)
 
 
-def _cast(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
+def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if dtype == np.float16 and array.size and math.isfinite(most := float(np.abs(array).max())) and most > 65504:
         raise ConfigError(f"{name} has values up to {most:.3g}, which float16 cannot hold; take bfloat16.")
     return array.astype(dtype)

@@ -1,9 +1,9 @@
-"""Where a parameter lies in a Hugging Face checkpoint, and how its dims are ordered there.
+"""Names and dim orders of parameters in a Hugging Face checkpoint.
 
-A leaf is one of our parameters: it may hold all layers of a stack, all experts. A piece is the part of it that is one
-tensor of theirs, or a part of one.
+A leaf is one of our parameters, which may contain all layers of a stack and all experts. A piece is the part of a leaf
+that is one tensor of the checkpoint, or a part of such a tensor.
 
-D model, N heads, H head_dim, F feed-forward, V vocabulary.
+Dims: D model, N heads, H head_dim, F feed-forward, V vocabulary.
 """
 
 import math
@@ -14,33 +14,34 @@ import numpy as np
 
 
 class Tensor(NamedTuple):
-    """One row of a family's table."""
+    """Row of a family's table: one of our parameters and its tensor in the checkpoint."""
 
     path: str
-    """Ours; within a layer after `layers/`."""
+    """Path of our parameter; in a layer, `layers/` and the path within the layer."""
     name: str
-    """Theirs, with {layer} and {expert}."""
+    """Name of the checkpoint's tensor, with {layer} and {expert}."""
     order: tuple[tuple[int, ...], ...]
-    """For each dim of theirs, which dims of our piece it merges: ((1, 2), (0,)) is [N x H, D] of our [D, N, H]."""
+    """Dims of our piece that each dim of the tensor merges: ((1, 2), (0,)) is [N x H, D] for our [D, N, H]."""
     part: tuple[int, int] = (0, 1)
-    """Ours is part i of n along the last dim of theirs."""
+    """(i, n): our piece is part i of n along the last dim of the tensor."""
 
     @property
     def leading(self) -> int:
-        """Dims of a leaf, after that of the layers, over which theirs is a tensor each."""
+        """Number of leading dims of a leaf, without that of layers, over which the checkpoint has separate tensors."""
         return int("{expert}" in self.name)
 
     def shape(self, piece: Sequence[int]) -> tuple[int, ...]:
-        """Theirs, of a piece's."""
+        """Return the shape of the tensor for the shape of a piece."""
         dims = [math.prod(piece[d] for d in group) for group in self.order]
         return (*dims[:-1], dims[-1] * self.part[1])
 
     def read(self, source: Any, piece: Sequence[int], index: Sequence[slice]) -> np.ndarray:
-        """A part of a piece of ours, from a slice of theirs that holds little more than it.
+        """Return a part of our piece, reading little more than it.
 
         Args:
-          source: what takes slices of theirs, e.g. from `safe_open(...).get_slice(name)`.
-          index: of the part, with start and stop.
+          source: object that reads slices of the tensor, e.g. `safe_open(...).get_slice(name)`.
+          piece: shape of the piece.
+          index: the part, as slices with start and stop.
         """
         cuts, sizes, left = [], [], list(index)
         for group in self.order:
@@ -59,16 +60,16 @@ class Tensor(NamedTuple):
         return found[tuple(left)]
 
     def write(self, piece: np.ndarray) -> np.ndarray:
-        """Theirs (this part of it), of a piece."""
+        """Return the tensor (this part of it) for a piece."""
         dims = [d for group in self.order for d in group]
         return piece.transpose(dims).reshape([math.prod(piece.shape[d] for d in group) for group in self.order])
 
 
 def whole(shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index of all of an array."""
+    """Return the index of a whole array."""
     return tuple(slice(0, size) for size in shape)
 
 
 def bounded(index: Sequence[slice], shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index with start and stop of every dim."""
+    """Return the index with start and stop in every dim."""
     return tuple(slice(*cut.indices(size)[:2]) for cut, size in zip(index, shape, strict=True))

@@ -1,39 +1,42 @@
-"""Where the rows of each expert lie, and the two ways between tokens and rows, each the other's transpose. Both are
-gathers, forward and backward: no scatter adds up rows in an order that differs from run to run.
+"""Arrangement of tokens in rows sorted by expert, and the gathers between tokens and rows.
 
-Dims: t tokens, k experts a token, N = t k assignments, R rows, G experts here, D model.
+`take_rows` and `sum_rows` are each other's transpose. Both are gathers, forward and backward, so that no scatter adds
+up rows in an order that differs between runs.
+
+Dims: t tokens, k experts per token, N = t k assignments, R rows, G experts on this device, D model.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_gemm.groups import aligned_rows, group_bounds
 
 
 class Rows(NamedTuple):
-    """An arrangement of assignments in rows."""
+    """Arrangement of assignments (token, expert) in rows."""
 
-    source: jax.Array
-    """[R] int32: the assignment in each row, counted token by token; N where there is none."""
-    place: jax.Array
-    """[t, k] int32: the row of each assignment; R for those that have none."""
+    source: Int[Array, " R"]
+    """Assignment in each row, counted token by token; N for an empty row."""
+    place: Int[Array, "t k"]
+    """Row of each assignment; R for an assignment without a row."""
 
 
 class Order(NamedTuple):
-    """Assignments sorted by group, in their own order within one."""
+    """Assignments in a stable order by group (expert)."""
 
-    order: jax.Array
-    """[N] int32: the assignments, sorted; those of no group last."""
-    position: jax.Array
-    """[N] int32: where each stands in it."""
-    first: jax.Array
-    """[G + 1] int32: where each group begins, and the last one ends."""
+    order: Int[Array, " N"]
+    """Assignments sorted by group; those of no group last."""
+    position: Int[Array, " N"]
+    """Index of each assignment in `order`."""
+    first: Int[Array, " G+1"]
+    """Start of each group in `order`, and the end of the last one."""
 
 
-def sort_by_group(groups: jax.Array, count: int) -> Order:
-    """Of int32 group ids [N], where `count` and above are of no group."""
+def sort_by_group(groups: Int[Array, " N"], count: int) -> Order:
+    """Sort assignments by their group; ids of `count` and above mean no group."""
     numbers = jnp.arange(groups.shape[0], dtype=jnp.int32)
     ordered, order = jax.lax.sort((groups, numbers), num_keys=1, is_stable=True)
     position = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
@@ -41,11 +44,14 @@ def sort_by_group(groups: jax.Array, count: int) -> Order:
     return Order(order, position, first.astype(jnp.int32))
 
 
-def arrange(assigned: jax.Array, count: int, alignment: int) -> tuple[Rows, jax.Array]:
-    """Rows by group, each group from a multiple of `alignment` on, and the groups' sizes [G].
+def arrange(assigned: Int[Array, "t k"], count: int, alignment: int) -> tuple[Rows, Int[Array, " G"]]:
+    """Arrange assignments in rows by group, each group starting at a multiple of `alignment`.
 
     Args:
-      assigned: int32 [t, k], the group of each assignment; `count` and above are of none.
+      assigned: group of each assignment; `count` and above mean no group.
+
+    Returns:
+      The rows, and the size of each group.
     """
     groups = assigned.reshape(-1)
     order, position, first = sort_by_group(groups, count)
@@ -55,8 +61,8 @@ def arrange(assigned: jax.Array, count: int, alignment: int) -> tuple[Rows, jax.
     row = jnp.arange(rows, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(ends, row, side="right", method="compare_all"), count - 1)
     offset = row - starts[group]
-    there = (offset >= 0) & (offset < sizes[group])
-    source = jnp.where(there, order.at[first[:-1][group] + offset].get(mode="clip"), groups.shape[0])
+    filled = (offset >= 0) & (offset < sizes[group])
+    source = jnp.where(filled, order.at[first[:-1][group] + offset].get(mode="clip"), groups.shape[0])
     shift = (starts - first[:-1]).at[groups].get(mode="fill", fill_value=0)
     place = jnp.where(groups < count, position + shift, rows)
     return Rows(source, place.reshape(assigned.shape)), sizes
@@ -72,8 +78,8 @@ def _collect(y: jax.Array, rows: Rows) -> jax.Array:
 
 
 @jax.custom_vjp
-def take_rows(x: jax.Array, rows: Rows) -> jax.Array:
-    """Tokens [t, D] -> [R, D], each token in the rows of its k assignments; rows of none are 0."""
+def take_rows(x: Float[Array, "t D"], rows: Rows) -> Float[Array, "R D"]:
+    """Copy each token to the rows of its k assignments; empty rows are 0."""
     return _spread(x, rows)
 
 
@@ -89,8 +95,8 @@ take_rows.defvjp(_take_forward, _take_backward)
 
 
 @jax.custom_vjp
-def sum_rows(y: jax.Array, rows: Rows) -> jax.Array:
-    """The sum of each token's rows: [R, D] -> [t, D], added up in float32."""
+def sum_rows(y: Float[Array, "R D"], rows: Rows) -> Float[Array, "t D"]:
+    """Sum the rows of each token in float32."""
     return _collect(y, rows)
 
 
@@ -105,6 +111,6 @@ def _sum_backward(rows: Rows, gradient: jax.Array) -> tuple:
 sum_rows.defvjp(_sum_forward, _sum_backward)
 
 
-def take_weights(weights: jax.Array, rows: Rows) -> jax.Array:
-    """The weights [t, k] of assignments, for the rows that they are in: [R], 0 where there is none."""
+def take_weights(weights: Float[Array, "t k"], rows: Rows) -> Float[Array, " R"]:
+    """Copy the weight of each assignment to its row; empty rows have 0."""
     return take_rows(weights.reshape(-1, 1), Rows(rows.source, rows.place.reshape(-1, 1)))[:, 0]

@@ -1,98 +1,122 @@
-"""Experts on several devices: tokens travel to the devices of their experts and their results travel back.
+"""Expert parallelism: an all-to-all sends tokens to the devices of their experts, another sends the results back.
 
-Each pair of devices has a buffer of `slots` rows, which `lax.all_to_all` exchanges. What does not fit goes in further
-rounds, as many as the fullest pair needs, so no imbalance drops a token, and memory is that of a round: rows for
-`exchange_factor` times an even load. The first round is differentiated as it is; the others, which are seldom any,
-compute their forward again in the backward pass.
+Each pair of devices has a buffer of `slots` rows, which `lax.all_to_all` exchanges. Rows that do not fit are sent in
+further rounds, as many as the fullest pair needs, so an imbalance never drops a token, and the memory is that of one
+round: rows for `exchange_factor` times an even load. The first round is differentiated as usual; further rounds, which
+are rare, recompute their forward pass in the backward pass.
 
-Dims: n devices, C slots, t tokens, k experts a token, N = t k assignments, E experts, G = E / n of a device, D model.
+Dims: n devices, C slots, t tokens, k experts per token, N = t k assignments, E experts, G = E / n per device, D model,
+R rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxstack.models.moe.dispatch import Order, Rows, arrange, sort_by_group, sum_rows, take_rows, take_weights
 from pallas_kernels import grouped_matmul_alignment
 
-Compute = Callable[[jax.Array, jax.Array, Any, jax.Array, int], jax.Array]
-"""(rows [R, D], their weights [R], kernels, sizes of the groups [G], their alignment) -> [R, D], already weighted.
+Kernels = Mapping[str, jax.Array]
+"""Matrices of the experts, by name, each with a leading dim of experts."""
 
-Weighted there and not where the results are summed, the backward pass needs no result again: one exchange and one
-matmul less where it recomputes."""
+Compute = Callable[[jax.Array, jax.Array, Kernels, jax.Array, int], jax.Array]
+"""(rows [R, D], their weights [R], kernels, sizes of the groups [G], their alignment) -> weighted results [R, D].
+
+The weights are applied here instead of where results are summed: the backward pass then needs no result again, which
+saves an exchange and a matmul where it recomputes.
+"""
 
 AXIS = "expert"
-_ROUND = 8
+_SLOT_MULTIPLE = 8
+"""Slots are rounded up to a multiple of this."""
 
 
-def compute_here(compute: Compute, x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Any) -> jax.Array:
-    """All experts on this device: x [t, D], experts int32 [t, k] (beyond the last: dropped), weights [t, k]."""
+def compute_on_this_device(
+    compute: Compute,
+    x: Float[Array, "t D"],
+    experts: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+    kernels: Kernels,
+) -> Float[Array, "t D"]:
+    """Return the weighted sum of each token's experts, all of which are on this device.
+
+    Args:
+      experts: experts of each token; ids beyond the last expert are dropped.
+    """
     count = jax.tree.leaves(kernels)[0].shape[0]
     alignment = grouped_matmul_alignment(experts.size, count)
     rows, sizes = arrange(experts, count, alignment)
     return sum_rows(compute(take_rows(x, rows), take_weights(weights, rows), kernels, sizes, alignment), rows)
 
 
-def slots_of(assignments: int, devices: int, factor: float, most: int) -> int:
-    """Rows of a pair's buffer: `factor` times an even load of `assignments`, but no more than `most` can be sent."""
+def count_slots(assignments: int, devices: int, factor: float, max_rows: int) -> int:
+    """Return the rows of a pair's buffer: `factor` times an even load of `assignments`, at most `max_rows`."""
     wanted = -int(-assignments * factor // devices)
-    return min(-(-wanted // _ROUND) * _ROUND, most)
+    return min(-(-wanted // _SLOT_MULTIPLE) * _SLOT_MULTIPLE, max_rows)
 
 
-class Plan(NamedTuple):
-    """Who sends what to whom."""
+class ExchangePlan(NamedTuple):
+    """Rows that devices send to each other."""
 
-    experts: jax.Array
-    """[t, k] int32."""
+    experts: Int[Array, "t k"]
     order: Order
-    """Of the assignments by expert, and so by device."""
-    arriving: jax.Array
-    """[n, G] int32: rows that each device sends to each expert of this one."""
+    """Assignments sorted by expert, and so by device."""
+    arriving: Int[Array, "n G"]
+    """Number of rows that each device sends to each expert of this device."""
 
 
 class _Static(NamedTuple):
+    """Arguments that are not differentiated or traced."""
+
     compute: Compute
     devices: int
     slots: int
 
 
-def compute_apart(
+Operands = tuple[jax.Array, jax.Array, Kernels]
+"""Tokens [t, D], weights [t, k] and kernels: what is differentiated."""
+
+
+def compute_on_expert_devices(
     compute: Compute,
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
-    kernels: Any,
+    x: Float[Array, "t D"],
+    experts: Int[Array, "t k"],
+    weights: Float[Array, "t k"],
+    kernels: Kernels,
     *,
     devices: int,
     factor: float,
-    most: int | None = None,
-) -> jax.Array:
-    """As `compute_here`, where each device of the axis `expert` holds its part of the kernels, in order.
+    max_rows: int | None = None,
+) -> Float[Array, "t D"]:
+    """Return the weighted sum of each token's experts, which are split in order over the devices of the axis `expert`.
 
     Args:
+      kernels: this device's part of the experts.
+      devices: size of the axis.
       factor: rows of a round as a multiple of an even load.
-      most: rows that one device can send to another at most; left out: all its assignments.
+      max_rows: bound of the rows that one device sends to another; None: all its assignments.
     """
     local = jax.tree.leaves(kernels)[0].shape[0]
     flat = experts.reshape(-1)
-    most = min(flat.shape[0], most or flat.shape[0])
-    slots = slots_of(flat.shape[0], devices, factor, most)
+    max_rows = min(flat.shape[0], max_rows or flat.shape[0])
+    slots = count_slots(flat.shape[0], devices, factor, max_rows)
     order = sort_by_group(flat, devices * local)
     counts = (order.first[1:] - order.first[:-1]).reshape(devices, local)
-    plan = Plan(experts, order, jax.lax.all_to_all(counts, AXIS, 0, 0, tiled=True))
+    plan = ExchangePlan(experts, order, jax.lax.all_to_all(counts, AXIS, 0, 0, tiled=True))
     static = _Static(compute, devices, slots)
     operands = (x, weights, kernels)
-    if slots >= most:
+    if slots >= max_rows:
         return _run_round(static, operands, plan, 0)
     fullest = jax.lax.pmax(counts.sum(axis=1).max(), AXIS)
     return _in_rounds(static, operands, plan, (fullest + slots - 1) // slots)
 
 
-def _run_round(static: _Static, operands: tuple, plan: Plan, number: Any) -> jax.Array:
-    """What the rows of one round add to the result [t, D]."""
+def _run_round(static: _Static, operands: Operands, plan: ExchangePlan, number: int | jax.Array) -> jax.Array:
+    """Return the contribution [t, D] of the rows of one round to the result."""
     x, weights, kernels = operands
     devices, slots = static.devices, static.slots
     rows = _sent_rows(static, plan, number)
@@ -103,21 +127,23 @@ def _run_round(static: _Static, operands: tuple, plan: Plan, number: Any) -> jax
     ends = jnp.cumsum(plan.arriving, axis=1)
     groups = (slot[None, :, None] >= ends[:, None, :]).sum(axis=-1, dtype=jnp.int32).reshape(-1, 1)
     alignment = grouped_matmul_alignment(devices * slots, local)
-    here, sizes = arrange(groups, local, alignment)
-    results = static.compute(take_rows(received, here), take_weights(weights, here), kernels, sizes, alignment)
-    return sum_rows(_all_to_all(sum_rows(results, here), devices), rows)
+    local_rows, sizes = arrange(groups, local, alignment)
+    results = static.compute(
+        take_rows(received, local_rows), take_weights(weights, local_rows), kernels, sizes, alignment
+    )
+    return sum_rows(_all_to_all(sum_rows(results, local_rows), devices), rows)
 
 
-def _sent_rows(static: _Static, plan: Plan, number: Any) -> Rows:
-    """The send buffer [n C] of a round: of the assignments to each device, those of this round, sorted by expert."""
+def _sent_rows(static: _Static, plan: ExchangePlan, number: int | jax.Array) -> Rows:
+    """Arrange the send buffer [n C] of a round: this round's assignments to each device, sorted by expert."""
     devices, slots = static.devices, static.slots
     local = plan.arriving.shape[1]
     first = plan.order.first[::local]
     offset = jnp.arange(slots, dtype=jnp.int32) + number * slots
-    there = offset < (first[1:] - first[:-1])[:, None]
+    filled = offset < (first[1:] - first[:-1])[:, None]
     index = first[:-1, None] + offset
     assignments = plan.experts.size
-    source = jnp.where(there, plan.order.order.at[index].get(mode="clip"), assignments).reshape(-1)
+    source = jnp.where(filled, plan.order.order.at[index].get(mode="clip"), assignments).reshape(-1)
     device = plan.experts // local
     slot = plan.order.position.reshape(device.shape) - first.at[device].get(mode="clip") - number * slots
     inside = (slot >= 0) & (slot < slots) & (device < devices)
@@ -130,11 +156,13 @@ def _all_to_all(rows: jax.Array, devices: int) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_rounds(static: _Static, operands: tuple, plan: Plan, rounds: jax.Array) -> jax.Array:
+def _in_rounds(static: _Static, operands: Operands, plan: ExchangePlan, rounds: jax.Array) -> jax.Array:
     return _further_rounds(static, operands, plan, rounds, _run_round(static, operands, plan, 0))
 
 
-def _further_rounds(static: _Static, operands: tuple, plan: Plan, rounds: jax.Array, out: jax.Array) -> jax.Array:
+def _further_rounds(
+    static: _Static, operands: Operands, plan: ExchangePlan, rounds: jax.Array, out: jax.Array
+) -> jax.Array:
     def step(carry: tuple) -> tuple:
         number, out = carry
         return number + 1, out + _run_round(static, operands, plan, number)
@@ -142,7 +170,7 @@ def _further_rounds(static: _Static, operands: tuple, plan: Plan, rounds: jax.Ar
     return jax.lax.while_loop(lambda carry: carry[0] < rounds, step, (jnp.int32(1), out))[1]
 
 
-def _rounds_forward(static: _Static, operands: tuple, plan: Plan, rounds: jax.Array) -> tuple:
+def _rounds_forward(static: _Static, operands: Operands, plan: ExchangePlan, rounds: jax.Array) -> tuple:
     out, pullback = jax.vjp(lambda operands: _run_round(static, operands, plan, 0), operands)
     return _further_rounds(static, operands, plan, rounds, out), (pullback, operands, plan, rounds)
 

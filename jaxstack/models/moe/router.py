@@ -1,40 +1,43 @@
-"""Which experts a token goes to and with what weight, and the losses that keep the experts evenly loaded.
+"""Routing of tokens to experts, and the losses that keep the experts evenly loaded.
 
-Dims: B sequences, T tokens of a sequence (of this device), E experts, k experts a token.
+Dims: B sequences, T tokens per sequence (on this device), E experts, k experts per token.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from jaxstack.models.moe.config import MoEConfig
 
 
 class Routing(NamedTuple):
-    """The choice for each token: `experts` int32 [B, T, k], where E stands for dropped, and `weights` float32."""
+    """Experts and weights of each token."""
 
-    experts: jax.Array
-    weights: jax.Array
-    loss: jax.Array
-    """[] float32: the losses of the router, summed over tokens."""
+    experts: Int[Array, "B T k"]
+    """Expert of each assignment; E for a dropped one."""
+    weights: Float[Array, "B T k"]
+    """Weight of each expert's output, float32."""
+    loss: Float[Array, ""]
+    """Losses of the router, summed over tokens, float32."""
 
 
 def route(
     config: MoEConfig,
-    logits: jax.Array,
-    bias: jax.Array | None,
+    logits: Float[Array, "B T E"],
+    bias: Float[Array, " E"] | None,
     *,
     sequence_axes: tuple[str, ...] = (),
     dropless: bool = False,
 ) -> Routing:
-    """Top-k routing of float32 logits [B, T, E].
+    """Choose the k experts with the highest scores for each token.
 
     Args:
-      bias: [E], added to the scores for the choice alone (Wang et al. 2024, arXiv:2408.15664); None: no bias.
-      sequence_axes: mesh axes of a surrounding shard_map over which the sequence is split; the loss is then this
-        device's share.
-      dropless: whether to disregard the capacity.
+      logits: router logits, float32.
+      bias: added to the scores for the choice only (Wang et al. 2024, arXiv:2408.15664); None: no bias.
+      sequence_axes: mesh axes of a surrounding shard_map that split the sequence; the loss is then this device's share.
+      dropless: ignore the capacity of the experts.
     """
     experts_count, chosen_count = config.num_experts, config.num_experts_per_tok
     probabilities = jax.nn.softmax(logits, axis=-1)
@@ -60,15 +63,22 @@ def route(
 
 
 def balance_loss(
-    probabilities: jax.Array, counts: jax.Array, chosen: int, sequence_axes: tuple[str, ...] = ()
-) -> jax.Array:
-    """Each sequence's balance loss times its tokens, summed: sum_i f_i P_i, with f_i = E / (k T) x tokens sent to
-    expert i and P_i the mean probability (Switch Transformer, arXiv:2101.03961; per sequence as in DeepSeek-V3,
-    arXiv:2412.19437, eq. 17-20). It is 1 a token where the load is even, and the same however a batch is split.
+    probabilities: Float[Array, "B T E"],
+    counts: Float[Array, "B E"],
+    chosen: int,
+    sequence_axes: tuple[str, ...] = (),
+) -> Float[Array, ""]:
+    """Return the load-balancing loss of each sequence times its tokens, summed over sequences.
+
+    The loss of a sequence is sum_i f_i P_i, with f_i = E / (k T) x tokens sent to expert i and P_i the mean probability
+    (Switch Transformer, arXiv:2101.03961; per sequence as in DeepSeek-V3, arXiv:2412.19437, eq. 17-20). It is 1 per
+    token if the load is even, and does not depend on how a batch is split.
 
     Args:
-      probabilities: [B, T, E], rows that sum to 1.
-      counts: [B, E] tokens sent to each expert.
+      probabilities: each token's probabilities, which sum to 1.
+      counts: tokens of each sequence sent to each expert.
+      chosen: experts per token, k.
+      sequence_axes: mesh axes that split the sequence, see `route`.
     """
     tokens = float(probabilities.shape[1])
     if sequence_axes:
@@ -78,22 +88,25 @@ def balance_loss(
     return jnp.sum(share * probabilities.sum(axis=1))
 
 
-def load_signal(bias: jax.Array, counts: jax.Array, chosen: int) -> jax.Array:
-    """0, with a gradient of `bias` [E] that is each expert's load above an even one, in units of an even one, times
-    the tokens. As a sum over tokens it passes through every reduction that gradients pass through."""
+def load_signal(bias: Float[Array, " E"], counts: Float[Array, " E"], chosen: int) -> Float[Array, ""]:
+    """Return 0 with a gradient with respect to `bias` that is each expert's excess load.
+
+    The gradient is the load above an even load, as a fraction of an even load, times the number of tokens. Being a sum
+    over tokens, it is reduced correctly by everything that reduces gradients.
+    """
     even = counts.sum() / counts.shape[0]
     excess = jax.lax.stop_gradient((counts - even) * (counts.shape[0] / chosen))
     return jnp.sum((bias - jax.lax.stop_gradient(bias)) * excess)
 
 
 def capacity(config: MoEConfig, tokens: int) -> int:
-    """Tokens of a sequence of `tokens` that an expert takes."""
+    """Return how many tokens of a sequence of `tokens` an expert takes at most."""
     even = tokens * config.num_experts_per_tok / config.num_experts
     return min(tokens, max(1, -int(-(config.capacity_factor or config.num_experts) * even // 1)))
 
 
-def drop_overflow(experts: jax.Array, experts_count: int, capacity: int) -> jax.Array:
-    """`experts` [B, T, k] with E in place of those beyond the first `capacity` of an expert in its sequence."""
+def drop_overflow(experts: Int[Array, "B T k"], experts_count: int, capacity: int) -> Int[Array, "B T k"]:
+    """Replace each expert's assignments beyond the first `capacity` of a sequence by E."""
     flat = experts.reshape(experts.shape[0], -1)
     order = jnp.argsort(flat, axis=1, stable=True)
     ordered = jnp.take_along_axis(flat, order, axis=1)

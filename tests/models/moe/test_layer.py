@@ -8,10 +8,10 @@ from flax import nnx
 
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.models.mlp import ACTIVATIONS
+from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.moe.dispatch import arrange, sum_rows, take_rows, take_weights
-from jaxstack.models.moe.layer import MoE
 from jaxstack.models.moe.router import route
+from jaxstack.models.moe_layer import MoE
 from tests.small_runs import batch_at
 
 BASE = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
@@ -114,7 +114,7 @@ def test_layers_alternate_and_scan():
     assert kinds == [False, False, False, True, False, True, False, True]
     scanned = Transformer(config, nnx.Rngs(0))
     stack = scanned.decoder
-    assert (stack.lead, stack.period, stack.repeats) == (2, 2, 3)
+    assert (stack.start, stack.period, stack.repeats) == (2, 2, 3)
     assert [isinstance(block.mlp, MoE) for block in stack.layers] == [False, False, False, True]
     unrolled = Transformer(config.model_copy(update={"scan_layers": False}), nnx.Rngs(1))
     for index, block in enumerate(unrolled.decoder.layers):
@@ -136,7 +136,7 @@ def test_layers_alternate_and_scan():
 def test_deepseek_layers_are_one_scan_behind_the_dense_ones():
     config = model_config({"first_k_dense_replace": 3}, num_layers=61)
     stack = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0))).decoder
-    assert (stack.lead, stack.period, stack.repeats, len(stack.layers)) == (3, 1, 58, 4)
+    assert (stack.start, stack.period, stack.repeats, len(stack.layers)) == (3, 1, 58, 4)
 
 
 def test_the_loss_of_the_routers_counts_in_training_only():

@@ -1,21 +1,24 @@
 """The mixture-of-experts sublayer: router, routed experts, shared experts.
 
-Dims: B batch, T sequence, D model, E experts, F width of an expert, k experts a token.
+Dims: B batch, T sequence, D model, E experts, F width of an expert, k experts per token, t = B T tokens.
 """
 
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
+from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.config import ModelConfig
-from jaxstack.models.initialization import make_initializer
-from jaxstack.models.mlp import ACTIVATIONS, MLPS
+from jaxstack.models.initialization import Initializer, make_initializer
+from jaxstack.models.mlp import MLPS
 from jaxstack.models.moe.config import MoEConfig
-from jaxstack.models.moe.exchange import compute_apart, compute_here
+from jaxstack.models.moe.exchange import Kernels, compute_on_expert_devices, compute_on_this_device
 from jaxstack.models.moe.router import capacity, route
+from jaxstack.models.norm import LayerInput, array_of
 from jaxstack.parallel import TokenSplit, with_local_tokens
 from pallas_kernels import grouped_matmul
 
@@ -23,7 +26,7 @@ ROUTER_AXES = ("embed", "router")
 
 
 class Router(nnx.Module):
-    """The matrix [D, E] that scores experts, in float32, and the bias that balances them."""
+    """The float32 matrix [D, E] that scores experts, and the bias [E] that balances their load."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, rngs: nnx.Rngs):
         shape = config.hidden_size, moe.num_experts
@@ -34,14 +37,16 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """One matrix of all experts."""
+    """One matrix of every expert, stacked along a leading dim."""
 
-    def __init__(self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Any, rngs: nnx.Rngs):
+    def __init__(
+        self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Initializer, rngs: nnx.Rngs
+    ):
         self.kernel = nnx.Param(initialize(rngs.params(), shape, shape[1]), logical_axes=axes)
 
 
 class MoE(nnx.Module):
-    """Each token's k best experts, weighted, and the shared ones (Shazeer et al. 2017, arXiv:1701.06538)."""
+    """Weighted sum of each token's k best experts, plus shared experts (Shazeer et al. 2017, arXiv:1701.06538)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         moe = config.moe
@@ -56,12 +61,17 @@ class MoE(nnx.Module):
         self.shared_experts = MLPS[config.mlp](shared, rngs) if moe.n_shared_experts else None
         self.moe, self.activation = moe, ACTIVATIONS[config.hidden_act]
 
-    def __call__(self, x: jax.Array, *, decoding: bool = False) -> tuple[jax.Array, jax.Array]:
-        """x [B, T, D] -> ([B, T, D], the router's losses summed over tokens, [] float32). Decoding drops no token."""
+    def __call__(self, x: LayerInput, *, decoding: bool = False) -> tuple[Float[Array, "B T D"], Float[Array, ""]]:
+        """Return the sublayer's output for x [B, T, D], and the router's losses summed over tokens.
+
+        Args:
+          decoding: no token is dropped, whatever the capacity of the experts.
+        """
+        x = array_of(x)
         modules = {"router": self.router, "up": self.up_proj, "gate": self.gate_proj, "down": self.down_proj}
-        parameters = {name: _stored(module.kernel) for name, module in modules.items() if module is not None}
+        parameters = {name: _value_and_axes(module.kernel) for name, module in modules.items() if module is not None}
         if self.router.balance_bias is not None:
-            parameters["bias"] = _stored(self.router.balance_bias)
+            parameters["bias"] = _value_and_axes(self.router.balance_bias)
 
         def local(x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit) -> tuple[jax.Array, jax.Array]:
             return self._local(x, parameters, split, decoding)
@@ -74,13 +84,14 @@ class MoE(nnx.Module):
         return y, loss
 
     def _local(
-        self, x: jax.Array, parameters: dict[str, jax.Array], split: TokenSplit, decoding: bool
+        self, x: jax.Array, parameters: Mapping[str, jax.Array], split: TokenSplit, decoding: bool
     ) -> tuple[jax.Array, jax.Array]:
+        """Route and compute this device's tokens."""
         moe, shape = self.moe, x.shape
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), parameters["router"])
         bias = parameters.get("bias")
         routing = route(moe, logits, bias, sequence_axes=split.sequence_axes, dropless=decoding)
-        kernels = {name: parameters[name] for name in ("up", "gate", "down") if name in parameters}
+        kernels: Kernels = {name: parameters[name] for name in ("up", "gate", "down") if name in parameters}
         tokens = math.prod(shape[:2])
         arrays = (
             x.reshape(tokens, shape[2]),
@@ -90,16 +101,20 @@ class MoE(nnx.Module):
         )
         devices = moe.num_experts // kernels["up"].shape[0]
         if devices == 1:
-            y = compute_here(self._compute, *arrays)
+            y = compute_on_this_device(self._compute, *arrays)
         else:
-            bounded = moe.capacity_factor is not None and not decoding
-            most = shape[0] * capacity(moe, shape[1]) * kernels["up"].shape[0] if bounded else None
-            y = compute_apart(self._compute, *arrays, devices=devices, factor=moe.exchange_factor, most=most)
+            limited = moe.capacity_factor is not None and not decoding
+            max_rows = shape[0] * capacity(moe, shape[1]) * kernels["up"].shape[0] if limited else None
+            y = compute_on_expert_devices(
+                self._compute, *arrays, devices=devices, factor=moe.exchange_factor, max_rows=max_rows
+            )
         return y.reshape(shape), routing.loss
 
     def _compute(
-        self, rows: jax.Array, weights: jax.Array, kernels: Any, sizes: jax.Array, alignment: int
+        self, rows: jax.Array, weights: jax.Array, kernels: Kernels, sizes: jax.Array, alignment: int
     ) -> jax.Array:
+        """Run the experts on rows sorted by expert, see `Compute`."""
+
         def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return grouped_matmul(x, kernel, sizes, alignment=alignment, implementation=self.moe.implementation)
 
@@ -112,5 +127,5 @@ class MoE(nnx.Module):
         return multiply(hidden, kernels["down"])
 
 
-def _stored(parameter: nnx.Param) -> tuple[jax.Array, Any]:
+def _value_and_axes(parameter: nnx.Param) -> tuple[jax.Array, tuple[str, ...]]:
     return parameter[...], parameter.get_metadata()["logical_axes"]

@@ -1,0 +1,27 @@
+"""Activations of the feed-forward sublayers, by the names of `ModelConfig.hidden_act`."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+def exact_gelu(x: jax.Array) -> jax.Array:
+    """Return x times the normal distribution function (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+
+    Computed by erf, because the erfc of `jax.nn.gelu` costs twice as much.
+    """
+    return 0.5 * x * (1 + jax.lax.erf(x * np.sqrt(0.5).astype(x.dtype)))
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": jax.nn.silu,
+    "gelu": exact_gelu,
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+}
+"""A new activation is a row here; it must map 0 to 0, as mixtures of experts pad their rows with zeros."""

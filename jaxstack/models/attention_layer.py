@@ -1,0 +1,98 @@
+"""Causal multi-head attention: projections, rotary positions, and the attention kind that the model chooses.
+
+Dims: B batch, T query length, D model, N heads, K kv heads, H head_dim.
+"""
+
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxstack.models.attention.base import CacheSlots, LayerCache, SegmentIds
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.initialization import make_initializer
+from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
+from jaxstack.models.norm import LayerInput, head_norm, make_norm
+from jaxstack.models.rope import Angles, apply_rope
+from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
+
+
+class Context(NamedTuple):
+    """Inputs that all layers of one forward pass share."""
+
+    positions: Int[Array, "#B T"]
+    """Positions of the tokens; one row where they are the same in every row."""
+    angles: Angles | None
+    """Rotations of queries and keys; None: the model has no rotary positions."""
+    segment_ids: SegmentIds
+    slots: CacheSlots | None
+    """Positions in the cache while decoding; None: there is no cache."""
+    counted: bool = False
+    """True if positions are 0..T-1 in every row."""
+    local_angles: Angles | None = None
+    """Rotations in layers with a window, where they differ from `angles`."""
+
+
+class Attention(nnx.Module):
+    """The attention sublayer.
+
+    Args:
+      window: keys that a query sees, itself included; None: the attention kind decides.
+    """
+
+    def __init__(self, config: ModelConfig, window: int | None, rngs: nnx.Rngs):
+        d, h = config.hidden_size, config.width_per_head
+        n, k = config.num_heads, config.kv_heads
+        inner, outer = make_initializer(config), make_initializer(config, residual=True)
+
+        def project(heads: int, axis: str) -> Linear:
+            return Linear(
+                (d,), (heads, h), ("embed", axis, "head_dim"), rngs=rngs, initialize=inner, bias=config.qkv_bias
+            )
+
+        self.q_proj, self.k_proj, self.v_proj = project(n, "heads"), project(k, "kv_heads"), project(k, "kv_heads")
+        self.o_proj = Linear(
+            (n, h), (d,), ("heads", "head_dim", "embed"), rngs=rngs, initialize=outer, bias=config.output_bias
+        )
+        self.q_norm = make_norm(head_norm(config.norm), h, config.norm_eps) if config.qk_norm else None
+        self.k_norm = make_norm(head_norm(config.norm), h, config.norm_eps) if config.qk_norm else None
+        self.kind, self.heads = config.attention, config.heads(window)
+        self.kind_weight = self.kind.make_weight(self.heads, rngs)
+
+    def __call__(
+        self, x: LayerInput, context: Context, cache: LayerCache | None = None
+    ) -> tuple[Float[Array, "B T D"], LayerCache | None]:
+        """Return the sublayer's output for x [B, T, D], and the cache with this call's tokens."""
+        q, k, v = self._queries_keys_values(x, context)
+        weight = () if self.kind_weight is None else (self.kind_weight[...],)
+        slots, kind = context.slots, self.kind.with_weight(*weight)
+        if cache is None or slots is None or slots.first:
+            out = with_local_heads(self._attend, q, k, v, context.segment_ids, whole=weight)
+            cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
+        else:
+            out, cache = kind.decode(q, k, v, cache, slots, self.heads)
+        out = shard(out, "batch", "length", "act_heads", "act_head_dim")
+        return apply_scattered(out, self.o_proj), cache
+
+    def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return q [B, T, N, H], k and v [B, T, K, H] with norms and rotary positions applied."""
+        q, k, v = apply_gathered(x, self.q_proj, self.k_proj, self.v_proj)
+        q = shard(q, "batch", "length", "act_heads", "act_head_dim")
+        k = shard(k, "batch", "length", "act_kv_heads", "act_head_dim")
+        v = shard(v, "batch", "length", "act_kv_heads", "act_head_dim")
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        local = self.heads.window is not None and context.local_angles is not None
+        angles = context.local_angles if local else context.angles
+        if angles is not None:
+            q, k = apply_rope(q, angles), apply_rope(k, angles)
+        return save_for_backward(q), save_for_backward(k), v
+
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, *weight: jax.Array
+    ) -> jax.Array:
+        kind, axis = self.kind.with_weight(*weight), context_axis()
+        if axis is None:
+            return kind.attend(q, k, v, segment_ids, self.heads)
+        return kind.attend_over(axis, q, k, v, segment_ids, self.heads)
