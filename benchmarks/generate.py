@@ -31,7 +31,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import Transformer
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.parallel import make_mesh, make_rules
-from jaxstack.run.load import decoding_layout
+from jaxstack.plan.choose import decoding_layout
 from jaxstack.run_config import RunConfig, load_config
 
 CALLS, VARIANTS = 3, {"unrolled": False, "scanned": True}
@@ -42,7 +42,7 @@ VOCABULARY = 4096
 def make_decoder(config: RunConfig, given: bool) -> Decoder:
     """The model with random weights on its mesh."""
     model = config.model.model_copy(update={"vocab_size": config.model.vocab_size or VOCABULARY, "remat": "none"})
-    parallel = decoding_layout(config, jax.device_count(), given)
+    parallel = decoding_layout(config, jax.device_count(), chosen=given)
     mesh = make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())])
     rules, dtype = make_rules(mesh), jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     module = FunctionalModule(lambda rngs: Transformer(model, rngs, dtype=dtype))
@@ -52,9 +52,9 @@ def make_decoder(config: RunConfig, given: bool) -> Decoder:
 
 
 def bytes_read(decoder: Decoder, batch: int, prompt: int, tokens: int) -> int:
-    """What one step reads at least, on all devices: the weights but for the input embedding, and the cache."""
+    """Return the bytes that a step must read on all devices: the weights without the input embedding, and the cache."""
     model = decoder.module.merge(decoder.params, decoder.non_params)
-    room = decoder.width(prompt) + -(-tokens // 64) * 64
+    room = decoder.padded_length(prompt) + -(-tokens // 64) * 64
     cache = jax.eval_shape(lambda: model.make_cache(batch, room).layers)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((decoder.params, cache)))
     table = decoder.params["embedding"]["table"]

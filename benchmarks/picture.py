@@ -1,28 +1,43 @@
-"""Curves as a picture: a stand-alone SVG with panels side by side, as docs/performance.md shows it."""
+"""Curves as a stand-alone SVG with panels side by side, in the colours of a run's report."""
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxstack.observe.report.axes import Axis, step_axis, value_axis
+from jaxstack.observe.report.style import CSS
 
 WIDTH, HEIGHT, LEFT, TOP, GAP = 400, 260, 50, 40, 30
-COLOURS = ("#1f6feb", "#d1570a", "#1a7f37", "#8250df", "#57606a", "#bf3989")
+COLOURS = ("var(--first)", "var(--second)", "#2c9950", "#9a6ae0", "var(--soft)", "#d0559c")
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot: name of a curve -> its points (x, y)."""
+    """A plot; `curves` maps the name of a curve to its points (x, y)."""
 
     title: str
     x_label: str
     curves: Mapping[str, Sequence[tuple[float, float]]]
 
 
+def document(width: float, height: float, body: str, title: str) -> str:
+    """Return a stand-alone SVG with the report's colours, for light and dark pages."""
+    colours = re.findall(r"(?:^|(?<=\} )):root \{.*?\}|^@media \(prefers-color-scheme.*?\} \}", CSS, re.M | re.S)
+    rules = "text { fill: var(--ink); font-variant-numeric: tabular-nums; } .soft { fill: var(--soft); }"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}" font-family="system-ui, sans-serif" font-size="13" role="img" '
+        f'aria-label="{html.escape(title, quote=True)}">\n<style>{" ".join(colours)} {rules}</style>\n'
+        f'<rect width="{width:g}" height="{height:g}" rx="10" fill="var(--card)" stroke="var(--rule)"/>\n'
+        f"{body}\n</svg>\n"
+    )
+
+
 def draw(panels: Sequence[Panel], title: str) -> str:
-    """The SVG's text; a curve has the same colour in each panel."""
+    """Return the SVG of the panels; a curve has the same colour in each panel."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     step = LEFT + WIDTH + GAP
@@ -35,13 +50,8 @@ def draw(panels: Sequence[Panel], title: str) -> str:
         for name in names
     )
     width, height = len(panels) * step + GAP, TOP + HEIGHT + 70
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label="{html.escape(title, quote=True)}">\n'
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n'
-        + "\n".join(parts)
-        + f'\n<text x="{LEFT - 14}" y="{height - 14}">{keys}</text>\n</svg>\n'
-    )
+    parts.append(f'<text x="{LEFT - 14}" y="{height - 14}">{keys}</text>')
+    return document(width, height, "\n".join(parts), title)
 
 
 def _panel(panel: Panel, colours: Mapping[str, str]) -> str:
@@ -52,7 +62,7 @@ def _panel(panel: Panel, colours: Mapping[str, str]) -> str:
         for name, curve in panel.curves.items()
     )
     across = "".join(
-        f'<path stroke="#d8dee4" d="M0 {HEIGHT * (1 - at):.1f}H{WIDTH}"/>'
+        f'<path stroke="var(--grid)" d="M0 {HEIGHT * (1 - at):.1f}H{WIDTH}"/>'
         f'<text x="-6" y="{HEIGHT * (1 - at) + 4:.1f}" text-anchor="end">{label}</text>'
         for at, label in y.labelled_ticks()
     )

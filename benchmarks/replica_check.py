@@ -1,9 +1,9 @@
-"""What comparing the copies of a train state costs (`resilience.checksum_every_steps`), and that it sees a single bit.
+"""Cost of comparing the replicas of a train state (`resilience.checksum_every_steps`), and a test of its detection.
 
     python benchmarks/replica_check.py --config configs/gpt2-124m.yaml parallel.data=-1     # on all devices
     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 python benchmarks/replica_check.py model.preset=tiny parallel.data=-1
 
-One bit of one device's copy of each of `--flips` leaves is changed in turn, and has to be named with its device.
+One bit of one device's replica of each of `--flips` leaves is flipped in turn; the check must name leaf and device.
 Further arguments are the run's; its data is synthetic.
 """
 
@@ -21,9 +21,10 @@ from benchmarks.rows import append_rows, print_table
 from benchmarks.timing import median_seconds
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.data.loader import open_data
+from jaxstack.plan.choose import training_layout
 from jaxstack.resilience.replicas import ReplicaCheck
 from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run_config import load_config, resolve_layout
+from jaxstack.run_config import load_config
 from jaxstack.trainer import Trainer
 from tests.resilience.bits import flip_copy
 
@@ -31,16 +32,16 @@ COLUMNS = ("work", "devices", "leaves", "bytes_per_device", "milliseconds", "gig
 
 
 def open_trainer(path: str, overrides: list[str]) -> Trainer:
-    """A run's trainer without its text."""
+    """Return a run's trainer on synthetic data."""
     config = load_config(path, [*overrides, "data.sources=[{path: synthetic}]"])
-    config = resolve_layout(config, jax.device_count())
+    config = training_layout(config, jax.device_count())
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=0)
     model = resolve_model(config.model, data.tokenizer.vocab_size)
     return make_trainer(config.model_copy(update={"model": model}), data)
 
 
 def count_named(check: ReplicaCheck, leaves: dict[str, jax.Array], flips: int) -> int:
-    """How many of `flips` single changed bits are named with leaf and device, and nothing else."""
+    """Count how many of `flips` single bit flips are reported with the right leaf and device only."""
     chance, named = random.Random(0), 0
     weights = [name for name in check.names if leaves[name].ndim and leaves[name].dtype == jax.numpy.float32]
     for name in chance.sample(weights, min(flips, len(weights))):

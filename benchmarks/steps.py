@@ -1,7 +1,7 @@
 """Whole training steps, each measured in a process of its own, so that no framework holds memory while another runs.
 
-`run_worker` is what train_step.py and parallel.py call; this file is also the program that it starts. ablation.py and
-convergence.py, which train on real text, take `open_run` and `run_process`.
+train_step.py and parallel.py call `run_worker`, which starts this file as a program. ablation.py and convergence.py,
+which train on real text, use `open_run` and `run_process`.
 """
 
 import argparse
@@ -13,18 +13,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.clocks import GpuClocks
+from benchmarks.arguments import positive
+from benchmarks.sustained import SECONDS, block_steps, energy_fields, measure_blocks
 
-WARMUP, BLOCKS, BLOCK_SECONDS, LONG_STEP_SECONDS = 3, 5, 2.0, 8.0
+WARMUP = 3
+"""Steps before the measurement; the last one is timed, to choose the number of steps in a block."""
 SYNTHETIC = ("data.sources=[{path: synthetic}]", "data.packing=false")
 COLUMNS = (
-    "work", "implementation", "variant", "tokens_per_second_per_device", "tflops_per_device", "mfu", "milliseconds",
-    "sm_mhz", "watts", "peak_memory_bytes", "compile_seconds", "last_loss",
+    "work", "implementation", "variant", "tokens_per_second_per_device", "start_tokens_per_second_per_device",
+    "tflops_per_device", "mfu", "milliseconds", "sm_mhz", "watts", "joules_per_step", "peak_memory_bytes",
+    "compile_seconds", "last_loss",
 )  # fmt: skip
 TINY = ("model.preset=tiny", "model.num_heads=4", "model.vocab_size=512", "model.rope_scaling=null")
 """Overrides that make any work's model small enough for simulated CPU devices."""
@@ -36,24 +38,27 @@ def run_worker(
     overrides: Sequence[str],
     timeout: float,
     environment: Mapping[str, str] | None = None,
+    seconds: float = SECONDS,
 ) -> dict[str, Any] | None:
-    """A row without `work` and `variant`; None where the measurement fails. See `run_process`.
+    """Return a row without `work` and `variant`, or None if the measurement fails. See `run_process`.
 
     Args:
-        title: of the measurement, for messages.
-        implementation: a name of `IMPLEMENTATIONS`.
-        overrides: the run's configuration, `section.key=value`.
-        timeout: seconds after which the process is killed.
-        environment: variables that are set for it.
+        title: Name of the measurement, for messages.
+        implementation: A name of `IMPLEMENTATIONS`.
+        overrides: The run's configuration, `section.key=value`.
+        timeout: Seconds after which the process is killed.
+        environment: Variables that are set for the process.
+        seconds: Length of the measurement, without compilation.
     """
-    return run_process(title, [__file__, implementation, *overrides], timeout, environment)
+    command = [__file__, f"--seconds={seconds}", implementation, *overrides]
+    return run_process(title, command, timeout, environment)
 
 
 def run_process(
     title: str, arguments: Sequence[str], timeout: float, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """The row that a Python program prints last; None, and the reason printed, where it fails."""
-    # The default of three quarters of a GPU's memory is too little for the largest works.
+    """Return the row that a Python program prints last; print the reason and return None if the program fails."""
+    # JAX's default of three quarters of a GPU's memory is too little for the largest works.
     variables = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ, **(environment or {})}
     command = [sys.executable, *arguments]
     try:
@@ -70,42 +75,38 @@ def run_process(
 
 
 def first_gpus(count: int) -> dict[str, str]:
-    """The variable that lets a process see only the first of the GPUs that this one sees."""
+    """Return the environment variable that restricts a process to the first `count` GPUs that are visible here."""
     known = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = known.split(",") if known else map(str, range(count))
     return {"CUDA_VISIBLE_DEVICES": ",".join([*names][:count])}
 
 
-def time_steps(step: Callable[[], Any]) -> dict[str, Any]:
-    """Median time of a step over blocks of two seconds, which are queued together, and the GPUs' clock and power
-    meanwhile; `float(step())` is the loss.
+def time_steps(step: Callable[[], Any], seconds: float = SECONDS) -> dict[str, Any]:
+    """Measure the sustained time of a step, see `measure_blocks`.
 
-    After each block the device runs empty for a moment, which is no part of training: blocks are long. A step that is
-    long itself is taken twice, each a block.
+    Args:
+        step: Starts one step; `float(step())` waits for it and is its loss.
+        seconds: Length of the measurement.
+
+    Returns:
+        The fields of `measure_blocks`, and the first and last loss.
     """
+    losses = [float(step()) for _ in range(WARMUP - 1)]
     began = time.perf_counter()
-    losses = [float(step())]
-    if long := time.perf_counter() - began > LONG_STEP_SECONDS:
-        count = 1
-    else:
-        losses += [float(step()) for _ in range(WARMUP - 2)]
-        began = time.perf_counter()
-        losses.append(float(step()))
-        count = max(2, min(20, int(BLOCK_SECONDS / (time.perf_counter() - began))))
-    seconds = []
-    with GpuClocks() as clocks:
-        for _ in range(2 if long else BLOCKS):
-            began = time.perf_counter()
-            for _ in range(count):
-                loss = step()
-            losses.append(float(loss))
-            seconds.append((time.perf_counter() - began) / count)
-    milliseconds = 1e3 * median(seconds)
-    return {"milliseconds": milliseconds, "first_loss": losses[0], "last_loss": losses[-1], **clocks.row}
+    losses.append(float(step()))
+    count = block_steps(time.perf_counter() - began, seconds)
+
+    def run_steps(steps: int) -> None:
+        for _ in range(steps):
+            loss = step()
+        losses.append(float(loss))
+
+    measured = measure_blocks(run_steps, count, seconds)
+    return {**measured, "first_loss": losses[0], "last_loss": losses[-1]}
 
 
 def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[str, Any]:
-    """The fields of a row that follow from a step's time."""
+    """Return the fields of a row that follow from the time of a step: tokens/s, TFLOP/s and MFU of one device."""
     from jaxstack.models import model_flops_per_token
     from jaxstack.observe.throughput import throughput
 
@@ -119,16 +120,24 @@ def rates(config: Any, milliseconds: float, devices: int, device: str) -> dict[s
     }  # fmt: skip
 
 
+def sustained_rates(config: Any, times: Mapping[str, Any], devices: int, device: str) -> dict[str, Any]:
+    """Return `rates` of a sustained measurement, tokens/s at its start, and joules per step."""
+    start = rates(config, times["start_milliseconds"], devices, device)["tokens_per_second_per_device"]
+    settled = rates(config, times["milliseconds"], devices, device)
+    return {**settled, "start_tokens_per_second_per_device": start, **energy_fields(times, devices)}
+
+
 def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
-    """The resolved configuration of a run, and its data."""
-    from jaxstack.data.build import available_cores
+    """Return the resolved configuration of a run, and its data."""
+    from jaxstack.data.build_shards import available_cores
     from jaxstack.data.loader import open_data
     from jaxstack.distributed.devices import cache_compilations, start_devices
+    from jaxstack.plan.choose import training_layout
     from jaxstack.run.build import resolve_model
-    from jaxstack.run_config import load_config, resolve_layout
+    from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
-    config = resolve_layout(config, start_devices(config.parallel.simulate_devices))
+    config = training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, workers=workers)
@@ -136,7 +145,7 @@ def open_run(overrides: Sequence[str]) -> tuple[Any, Any]:
 
 
 def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
-    """The resolved configuration of a run on synthetic tokens, and its trainer."""
+    """Return the resolved configuration of a run on synthetic tokens, and its trainer."""
     from jaxstack.run.build import make_trainer
     from jaxstack.run_config import load_config
 
@@ -146,14 +155,14 @@ def open_trainer(overrides: Sequence[str]) -> tuple[Any, Any]:
 
 
 def split_options(overrides: Sequence[str]) -> tuple[dict[str, str | bool], list[str]]:
-    """XLA's options (`xla_...=value`) among the overrides, and the others."""
+    """Separate XLA's options (`xla_...=value`) from the overrides of the configuration; return both."""
     options = dict(override.split("=", 1) for override in overrides if override.startswith("xla_"))
     values = {name: {"true": True, "false": False}.get(value, value) for name, value in options.items()}
     return values, [override for override in overrides if not override.startswith("xla_")]
 
 
 def tiny(overrides: Sequence[str]) -> list[str]:
-    """A work's overrides, so small that simulated CPU devices run it in the work's own layout."""
+    """Return a work's overrides with a tiny model, which simulated CPU devices run in the work's own layout."""
     from jaxstack.run_config import load_config
 
     small = [*overrides, *TINY, "train.sequence_length=64"]
@@ -162,12 +171,12 @@ def tiny(overrides: Sequence[str]) -> list[str]:
 
 
 def set_variables() -> dict[str, str]:
-    """Variables of the environment that change how XLA and NCCL work."""
+    """Return the environment variables that configure XLA and NCCL."""
     return {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "NCCL_", "JAX_ENABLE"))}
 
 
-def measure_jaxstack(overrides: Sequence[str]) -> dict[str, Any]:
-    """One row for our step; overrides that begin with `xla_` are XLA's options for it."""
+def measure_jaxstack(overrides: Sequence[str], seconds: float = SECONDS) -> dict[str, Any]:
+    """Return a row of our step; overrides that begin with `xla_` are compiler options of XLA."""
     import jax
 
     from jaxstack.observe.memory import peak_memory_bytes
@@ -179,20 +188,20 @@ def measure_jaxstack(overrides: Sequence[str]) -> dict[str, Any]:
     trainer.compile(trainer.peek_batch())
     compile_seconds = time.perf_counter() - began
     batches = trainer.batches(0)
-    times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"])
+    times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"], seconds)
     batches.close()
     ran = trainer.describe()
     return {
         "implementation": "jaxstack",
-        **rates(config, times["milliseconds"], jax.device_count(), jax.devices()[0].device_kind),
+        **sustained_rates(config, times, jax.device_count(), jax.devices()[0].device_kind),
         **times, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
         "backends": {kernel["operation"]: kernel["backend"] for kernel in ran["kernels"]},
         "matmuls": ran.get("matmuls"), "overrides": list(overrides), "environment": set_variables(),
     }  # fmt: skip
 
 
-def measure_torch(overrides: Sequence[str]) -> dict[str, Any]:
-    """One row for a compiled PyTorch model of the same shape, on one device."""
+def measure_torch(overrides: Sequence[str], seconds: float = SECONDS) -> dict[str, Any]:
+    """Return a row of a compiled PyTorch model of the same shape, on one device."""
     import torch
 
     from benchmarks.peers.torch_step import TorchStep, make_module
@@ -211,39 +220,39 @@ def measure_torch(overrides: Sequence[str]) -> dict[str, Any]:
         ids = [torch.randint(0, config.model.vocab_size, size, device=device, generator=generator) for _ in range(2)]
         return step(*ids)
 
-    times = time_steps(one)
+    times = time_steps(one, seconds)
     name = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
     return {
         "implementation": f"PyTorch {torch.__version__} {type(module).__name__.removeprefix('Torch')}, torch.compile",
-        **rates(config, times["milliseconds"], 1, name), **times,
+        **sustained_rates(config, times, 1, name), **times,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }  # fmt: skip
 
 
-def measure_torchtitan(overrides: Sequence[str]) -> dict[str, Any]:
-    """One row for torchtitan's step."""
+def measure_torchtitan(overrides: Sequence[str], seconds: float = SECONDS) -> dict[str, Any]:
+    """Return a row of torchtitan's step."""
     from benchmarks.peers import torchtitan_step
     from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
-    found, devices = torchtitan_step.measure(config), math.prod(config.parallel.degrees.values())
-    return {**found, **rates(config, found["milliseconds"], devices, found["device"])}
+    found, devices = torchtitan_step.measure(config, seconds), math.prod(config.parallel.degrees.values())
+    return {**found, **sustained_rates(config, found, devices, found["device"])}
 
 
-def measure_maxtext(overrides: Sequence[str]) -> dict[str, Any]:
-    """One row for MaxText's step."""
+def measure_maxtext(overrides: Sequence[str], seconds: float = SECONDS) -> dict[str, Any]:
+    """Return a row of MaxText's step."""
     import jax
 
     from benchmarks.peers import maxtext_step
     from jaxstack.run_config import load_config
 
     config = load_config(None, list(overrides))
-    found, devices = maxtext_step.measure(config), math.prod(config.parallel.degrees.values())
-    # Only now: the peer's process needs the memory that JAX takes in this one.
-    return {**found, **rates(config, found["milliseconds"], devices, jax.devices()[0].device_kind)}
+    found, devices = maxtext_step.measure(config, seconds), math.prod(config.parallel.degrees.values())
+    # JAX is started only now, because it takes GPU memory that the peer's process needs.
+    return {**found, **sustained_rates(config, found, devices, jax.devices()[0].device_kind)}
 
 
-IMPLEMENTATIONS: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
+IMPLEMENTATIONS: dict[str, Callable[[Sequence[str], float], dict[str, Any]]] = {
     "jaxstack": measure_jaxstack,
     "torch": measure_torch,
     "torchtitan": measure_torchtitan,
@@ -252,16 +261,18 @@ IMPLEMENTATIONS: dict[str, Callable[[Sequence[str]], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Measures one implementation; the last line printed is its row."""
+    """Measure one implementation; the last line printed is its row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("implementation", choices=IMPLEMENTATIONS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the run")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the configuration")
+    parser.add_argument("--seconds", type=positive(float), default=SECONDS, help="length of the measurement")
     args = parser.parse_args()
-    run_as_command("steps.py", lambda: print(json.dumps(IMPLEMENTATIONS[args.implementation](args.overrides))))
+    measure = IMPLEMENTATIONS[args.implementation]
+    run_as_command("steps.py", lambda: print(json.dumps(measure(args.overrides, args.seconds))))
 
 
 def run_as_command(name: str, body: Callable[[], None]) -> NoReturn:
-    """Ends the process as a command of jaxstack does: a configuration that cannot be is one message, no traceback."""
+    """Run `body` and end the process as jaxstack's commands do: one message for an invalid configuration."""
     from jaxstack.cli import run_command
 
     sys.exit(run_command(name, body))

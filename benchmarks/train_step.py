@@ -1,12 +1,15 @@
-"""Whole training steps, ours and the peers in turn in one job: tokens/s, TFLOP/s, memory.
+"""Sustained training speed, ours and the peers in turn in one job: tokens/s, TFLOP/s, clock, power, memory.
 
     python benchmarks/train_step.py "gpt2-124m bf16" "llama3-1b bf16"
+    python benchmarks/train_step.py "llama3-1b bf16" --variants unrolled --peers torch torchtitan maxtext
     python benchmarks/train_step.py "gpt2-124m bf16" --tiny    # a tiny model in its layout, on simulated CPU devices
 
-Every measurement runs in a process of its own, so that no framework holds memory while another runs. Tokens are random,
-weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Times are medians over blocks of steps. The
-peers are measured where they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in
-bfloat16, torchtitan (0.2.2) and MaxText. Those that are not are named.
+Every measurement runs in a process of its own, so that no framework holds memory while another runs, and lasts
+`--seconds` (30) after compilation. GPUs lower their clock under load, so `tokens_per_second_per_device`, `sm_mhz`,
+`watts` and `joules_per_step` are those of the second half; `start_tokens_per_second_per_device` is that of the first
+four seconds. Tokens are random, weights float32 with bfloat16 compute, AdamW, clipping by the global norm. Peers are
+measured where they are installed: a compiled PyTorch GPT or Llama of benchmarks/peers on one device in bfloat16,
+torchtitan (0.2.2) and MaxText. A message names those that are not installed.
 """
 
 import argparse
@@ -18,12 +21,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import positive
-from benchmarks.rows import append_rows, print_table
+from benchmarks.rows import append_rows, print_table, require_commit
 from benchmarks.steps import COLUMNS, run_worker, tiny
+from benchmarks.sustained import SECONDS
 
 
 def tensor_work(devices: int) -> tuple[str, list[str]]:
-    """Name and configuration of llama3-8b, tensor and sequence parallel, 4096 tokens a device."""
+    """Return name and configuration of llama3-8b with tensor and sequence parallelism, 4096 tokens a device."""
     return f"llama3-8b tensor{devices} bf16", [
         "model.preset=llama3-8b", f"parallel.tensor={devices}", "parallel.sequence=true", "model.remat=none",
         f"train.global_batch_size={max(1, devices // 2)}", "train.sequence_length=8192",
@@ -31,7 +35,7 @@ def tensor_work(devices: int) -> tuple[str, list[str]]:
 
 
 def context_work(devices: int, tokens: int = 16384, layers: int | None = None) -> tuple[str, list[str]]:
-    """Name and configuration of llama3-8b, or the first so many of its layers, on one sequence of `tokens` a device."""
+    """Return name and configuration of llama3-8b, or its first `layers`, on one sequence of `tokens` a device."""
     cut = [] if layers is None else [f"model.num_layers={layers}"]
     return f"llama3-8b{f' of {layers} layers' * bool(cut)} context{devices} {tokens * devices} bf16", [
         "model.preset=llama3-8b", f"parallel.context={devices}", "train.global_batch_size=1",
@@ -63,10 +67,10 @@ WORKS = dict([tensor_work(4), context_work(4)]) | {
 }  # fmt: skip
 UNROLLED, SCANNED = "model.scan_layers=false", "model.scan_layers=true"
 BFLOAT16_SUMS = ("precision.reduce=bfloat16", "parallel.copy_engines=never")
-"""With NCCL's collectives: by copies sums are of float32, at the same cost."""
+"""Reduction by NCCL in bfloat16. The copy engines reduce in float32 at the same cost."""
 ALL_LAYERS = "precision.fp8_rules=[{path: _proj, fp8: true}]"
 WHOLE = ("parallel.fsdp=1", "parallel.data=4", "parallel.zero=2")
-"""In place of fsdp 4: each device gathers all weights once a step, and keeps them in bfloat16 until its end."""
+"""In place of `fsdp: 4`: each device all-gathers the weights once a step and keeps a bfloat16 copy until its end."""
 VARIANTS = {
     "unrolled": [UNROLLED],
     "scanned": [SCANNED],
@@ -83,7 +87,7 @@ VARIANTS = {
     "unrolled, gathered once": [UNROLLED, *WHOLE],
     "unrolled, gathered once, sums in bfloat16": [UNROLLED, *WHOLE, *BFLOAT16_SUMS],
 }
-"""Ways to run the same work; the fastest that fits is the one reported."""
+"""Ways to run the same work; documentation shows the fastest one."""
 
 
 PEERS = {
@@ -91,21 +95,21 @@ PEERS = {
     "torchtitan": ("torchtitan", lambda work: work.startswith("llama3-")),
     "maxtext": ("maxtext", lambda work: work.startswith(("llama3-1b", "llama3-8b fsdp4"))),
 }
-"""Peer -> the package that it needs, and which works it covers."""
+"""Peer -> the package that it needs, and a predicate of the works that it covers."""
 
 
 def peers_of(work: str, wanted: list[str]) -> list[str]:
-    """Names of the wanted peers that cover the work and are installed; says which are not."""
+    """Return the wanted peers that cover the work and are installed; print which are not installed."""
     covering = {name: PEERS[name][0] for name in wanted if PEERS[name][1](work)}
     found = [name for name, package in covering.items() if importlib.util.find_spec(package)]
     missing = [package for name, package in covering.items() if name not in found]
     if missing:
-        print(f"{work}: no rows of {', '.join(missing)}, which cannot be imported here", flush=True)
+        print(f"{work}: no rows of {', '.join(missing)}, which are not installed", flush=True)
     return found
 
 
 def parse_works(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments; a work that is unknown ends the program."""
+    """Parse the command line; an unknown work ends the program."""
     args = parser.parse_args()
     unknown = [work for work in args.works if work not in WORKS]
     if unknown:
@@ -114,18 +118,21 @@ def parse_works(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures each work by each implementation in turn; a row is kept as soon as it is there."""
+    """Measure each work by each implementation in turn; a row is appended as soon as it is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("works", nargs="*", help=f"of: {', '.join(WORKS)}")
-    parser.add_argument("--rounds", type=positive(int), default=1, help="how often each implementation takes its turn")
+    parser.add_argument("works", nargs="*", help=f"works to measure (default: all): {', '.join(WORKS)}")
+    parser.add_argument("--rounds", type=positive(int), default=1, help="number of turns of each implementation")
     parser.add_argument("--variants", nargs="+", default=["unrolled", "scanned"], choices=VARIANTS, metavar="VARIANT",
-        help=f"ways to run ours, of: {'; '.join(VARIANTS)}")  # fmt: skip
+        help=f"ways to run ours: {'; '.join(VARIANTS)}")  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], metavar="key=value",
-        help="for ours: of the configuration (section.key=value) or an option of XLA (xla_...=value)")  # fmt: skip
-    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="that are measured beside it")
-    parser.add_argument("--timeout", type=positive(float), default=400, help="seconds a measurement may take")
+        help="overrides for ours: configuration (section.key=value) or XLA option (xla_...=value)")  # fmt: skip
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, help="peers measured in the same run")
+    parser.add_argument("--seconds", type=positive(float), default=SECONDS, help="length after compilation")
+    parser.add_argument("--timeout", type=positive(float), default=400, help="time limit of a measurement, in seconds")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on simulated CPU devices; rows go to tiny/")
     args = parse_works(parser)
+    script = "tiny/train_step" if args.tiny else "train_step"
+    require_commit(script)
     rows = []
     for work in args.works or list(WORKS):
         turns = [("jaxstack", variant) for variant in args.variants]
@@ -136,10 +143,10 @@ def main() -> None:
             named = ", ".join([variant, *extra]) if variant else None
             title = f"{work}, {named or implementation}"
             overrides = tiny(WORKS[work]) if args.tiny else WORKS[work]
-            row = run_worker(title, implementation, [*overrides, *ours], args.timeout)
+            row = run_worker(title, implementation, [*overrides, *ours], args.timeout, None, args.seconds)
             if row:
                 rows.append({"work": work, "variant": named, **row})
-                append_rows("tiny/train_step" if args.tiny else "train_step", rows[-1:])
+                append_rows(script, rows[-1:])
     if not rows:
         raise SystemExit(1)
     print_table(rows, COLUMNS)

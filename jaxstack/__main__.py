@@ -1,7 +1,124 @@
-"""`python -m jaxstack <subcommand>`."""
+"""`jaxstack <subcommand>`, also as `python -m jaxstack <subcommand>`: the table of all commands."""
 
+import argparse
 import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from jaxstack.cli import main
+from jaxstack import __version__
+from jaxstack.errors import nearest
 
-sys.exit(main())
+
+class CommandModule(Protocol):
+    """The module of a command."""
+
+    def make_parser(self) -> argparse.ArgumentParser:
+        """Return the parser of the command line."""
+        ...
+
+    def main(self, argv: Sequence[str] | None = None, /) -> int:
+        """Run the command and return its exit code."""
+        ...
+
+
+class Command(NamedTuple):
+    """A subcommand.
+
+    Attributes:
+      summary: its line in the list of subcommands.
+      load: imports its module, which is done only for the subcommand that runs.
+    """
+
+    summary: str
+    load: Callable[[], CommandModule]
+
+
+def _train() -> CommandModule:
+    from jaxstack import train
+
+    return train
+
+
+def _launch() -> CommandModule:
+    from jaxstack.launch import __main__ as launch
+
+    return launch
+
+
+def _generate() -> CommandModule:
+    from jaxstack import generate
+
+    return generate
+
+
+def _evaluate() -> CommandModule:
+    from jaxstack import evaluate
+
+    return evaluate
+
+
+def _plan() -> CommandModule:
+    from jaxstack.plan import __main__ as plan
+
+    return plan
+
+
+def _convert() -> CommandModule:
+    from jaxstack import convert
+
+    return convert
+
+
+def _prepare() -> CommandModule:
+    from jaxstack import prepare
+
+    return prepare
+
+
+def _checkpoint() -> CommandModule:
+    from jaxstack.checkpoint import __main__ as checkpoint
+
+    return checkpoint
+
+
+def _schema() -> CommandModule:
+    from jaxstack import schema
+
+    return schema
+
+
+COMMANDS = {
+    "train": Command("train a model from a configuration file", _train),
+    "launch": Command("start, watch and restart the processes of a node", _launch),
+    "generate": Command("sample text from a trained run", _generate),
+    "evaluate": Command("compute loss and bits per byte on held-out text, or run evaluation tasks", _evaluate),
+    "plan": Command("show how a configuration is laid out on a mesh, without its devices", _plan),
+    "convert": Command("convert Hugging Face checkpoints to run directories, and back", _convert),
+    "prepare": Command("tokenize text into shards", _prepare),
+    "checkpoint": Command("verify, list or prune the checkpoints of a run", _checkpoint),
+    "schema": Command("print the JSON schema of configuration files, for editors", _schema),
+}
+"""All subcommands, in the order of the help text."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `jaxstack <subcommand> ...`, which is the same as `python -m jaxstack.<subcommand> ...`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print("usage: jaxstack <subcommand> [arguments]\n\nsubcommands:")
+        print("\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()))
+        print("\n`jaxstack <subcommand> --help` explains each.")
+        return 0 if arguments else 2
+    name = arguments[0]
+    if name == "--version":
+        print(f"jaxstack {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"jaxstack: there is no subcommand {name!r}; {nearest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    return COMMANDS[name].load().main(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,30 +1,32 @@
-"""`python -m jaxstack.convert SOURCE --output DIR`: Hugging Face checkpoint -> run directory, and back."""
+"""The command `python -m jaxstack.convert SOURCE --output DIR`: Hugging Face checkpoint to run directory, and back."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from jaxstack.cli import add_examples, run_command
+from jaxstack.errors import ConfigError
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack convert",
-        description="Turns a Hugging Face checkpoint (config.json, safetensors) into a run directory, or a run back.",
+        description="Convert a Hugging Face checkpoint (config.json, safetensors) into a run directory, or a run "
+        "directory into a Hugging Face checkpoint.",
     )
     parser.add_argument("source", metavar="SOURCE", help="directory of a Hugging Face checkpoint, or run directory")
-    parser.add_argument("--output", metavar="DIR", required=True, help="directory to write; without a checkpoint in it")
+    parser.add_argument("--output", metavar="DIR", required=True, help="directory to write; must not hold a checkpoint")
     parser.add_argument(
-        "--ignore-key", metavar="KEY", action="append", default=[], help="key of config.json that does not matter"
+        "--ignore-key", metavar="KEY", action="append", default=[], help="unknown key of config.json to ignore"
     )
-    back = parser.add_argument_group("from a run")
-    back.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
-    back.add_argument(
-        "--dtype", default="float32", metavar="NAME", help="of the files: float32 (default), bfloat16, float16"
+    export = parser.add_argument_group("from a run")
+    export.add_argument("--step", type=int, metavar="N", help="checkpoint to convert (default: the newest)")
+    export.add_argument(
+        "--dtype", default="float32", metavar="NAME", help="dtype of the files: float32 (default), bfloat16, float16"
     )
-    back.add_argument("--model-type", metavar="NAME", help="e.g. llama (default: the plainest that fits the model)")
-    back.add_argument("--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file (default 5 GB)")
+    export.add_argument("--model-type", metavar="NAME", help="e.g. llama (default: the simplest that fits the model)")
+    export.add_argument("--max-shard-gb", type=float, default=5.0, metavar="N", help="size limit of a file (5 GB)")
     return add_examples(
         parser,
         "convert path/of/Llama-3.2-1B --output runs/llama",
@@ -33,15 +35,35 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code."""
     args = make_parser().parse_args(argv)
+    return run_command("jaxstack convert", lambda: _convert(args))
 
-    def body() -> None:
-        from jaxstack.run.convert import convert
 
-        convert(args)
+def _convert(args: argparse.Namespace) -> None:
+    from jaxstack.models.pretrained import is_run
+    from jaxstack.run.convert import export_checkpoint, import_checkpoint
 
-    return run_command("jaxstack convert", body)
+    if not is_run(args.source):
+        run = import_checkpoint(args.source, args.output, args.ignore_key, warn=_warn)
+        print(f"{run.directory}: {run.parameters:,} parameters of {args.source}")
+        return
+    if not args.max_shard_gb > 0:
+        raise ConfigError(f"--max-shard-gb must be above 0; found {args.max_shard_gb}.")
+    written = export_checkpoint(
+        args.source,
+        args.output,
+        step=args.step,
+        dtype=args.dtype,
+        model_type=args.model_type,
+        max_shard_bytes=int(args.max_shard_gb * 10**9),
+        warn=_warn,
+    )
+    print(f"{written.directory}: {written.model_type}, {written.dtype}, {args.source} at step {written.step}")
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The errors that a user sees: one message with the rule, the values and the way out; never a traceback."""
+"""The errors that a user sees: one message with the rule, the values and the way out, without a traceback."""
 
 import difflib
 import errno
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class JaxstackError(Exception):
-    """A failure while running that the user can act on. Commands print its message and exit with `exit_code`."""
+    """A failure at run time that the user can act on. Commands print its message and exit with `exit_code`."""
 
     exit_code = 1
 
@@ -18,24 +18,29 @@ class ConfigError(JaxstackError):
 
 
 def cannot_write(place: object, error: OSError) -> JaxstackError:
-    """The error of a place that is wrong; of a full one, which may have room at the next try, with exit code 1."""
+    """Return the error for a place that cannot be written: exit code 1 if the disk is full, which may pass, else 2."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}")
 
 
-_MOST = 60
-"""Choices that a message lists; only lists from elsewhere have more, such as thousands of tasks of the harness."""
+_MOST_CHOICES = 60
+"""Largest number of choices that a message lists. Only lists from other packages, such as harness tasks, are longer."""
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> str:
-    """A sentence part that names the choices most like `word`, or all of them where none is alike.
+    """Return the part of a message that names the choices closest to `word`, or all of them if none is close.
 
-    Returns e.g. `did you mean 'learning_rate'?` or `choose one of: 'adamw', 'lion'`.
+    For example `did you mean 'learning_rate'?` or `choose one of: 'adamw', 'lion'`.
+
+    Args:
+      word: what the user wrote.
+      choices: the valid names.
+      count: largest number of close names.
     """
     known = sorted(set(choices))
     alike = difflib.get_close_matches(word, known, n=count, cutoff=0.6)
     if alike:
         return "did you mean " + " or ".join(repr(a) for a in alike) + "?"
-    if len(known) > _MOST:
+    if len(known) > _MOST_CHOICES:
         return f"none of {len(known):,} names is like it"
     return "choose one of: " + ", ".join(repr(k) for k in known)

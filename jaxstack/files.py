@@ -1,48 +1,59 @@
-"""Writes files atomically and durably, and locks directories between processes."""
+"""Atomic and durable writing of files, and locks between processes."""
 
+import contextlib
 import fcntl
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxstack.errors import JaxstackError
 
 
-def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Writes beside `path`, flushes to the disk, renames into place."""
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a temporary file in the folder of `path`, which replaces `path` in one rename when the block ends.
+
+    Readers see the old content or the new one, never a part. If the block raises, `path` is unchanged.
+
+    Args:
+      path: the file to write.
+      durable: flush the file and the rename to the disk, so that both survive a power cut.
+
+    Yields:
+      The temporary file, open for writing bytes.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
+        with open(temporary, "wb") as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    if durable:
+        sync_directory(path.parent)
 
 
-def write_json(path: Path, value: object) -> None:
-    """`write_file` of `value` as readable JSON."""
-    write_file(path, (json.dumps(value, indent=1) + "\n").encode())
+def write_file(path: Path, content: bytes | memoryview, *, durable: bool = True) -> None:
+    """Write a file that is there as a whole or not at all; see `replacing`."""
+    with replacing(path, durable=durable) as file:
+        file.write(content)
 
 
-@contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Makes `folder`, and turns what the disk refuses (full, read-only, not permitted) into one message."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as e:
-        reason = f"{e.strerror or e}" + (f" ({e.filename})" if e.filename else "")
-        raise JaxstackError(f"cannot write to {folder}: {reason}; start again to go on from here") from None
+def write_json(path: Path, value: object, *, durable: bool = True) -> None:
+    """Write `value` as readable JSON, atomically; see `replacing`."""
+    write_file(path, (json.dumps(value, indent=1) + "\n").encode(), durable=durable)
 
 
 def sync_directory(folder: Path) -> None:
-    """Makes renames in `folder` durable."""
+    """Flush the entries of one folder to the disk, so that a rename in it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,25 +62,110 @@ def sync_directory(folder: Path) -> None:
 
 
 @contextmanager
-def exclusive(path: Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Holds the lock file `path`.
-
-    Args:
-      waiting: called once where another process holds it; then waits for it. None: raises instead.
+def writing_to(folder: Path) -> Iterator[None]:
+    """Create `folder`, and turn every OSError of the block (full disk, read-only, not permitted) into one message.
 
     Raises:
-      JaxstackError: another process holds it, and `waiting` is None.
+      JaxstackError: the folder or a file in it could not be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as e:
+        reason = f"{e.strerror or e}" + (f" ({e.filename})" if e.filename else "")
+        raise JaxstackError(f"cannot write to {folder}: {reason}; start again to go on from here") from None
+
+
+class LockHeld(Exception):
+    """Another process has the lock. The message names it, as far as it is known: `process 17 on host a`."""
+
+
+class FileLock:
+    """An advisory lock on a file, which names the process that has it. The kernel frees it when that process ends.
+
+    Args:
+      path: the lock file, created if missing; a symbolic link there is refused.
+      per_process: False: the lock belongs to this object, so that threads of one process exclude each other too
+        (`flock`). True: it belongs to the process, which can take it several times (POSIX record locks).
+    """
+
+    def __init__(self, path: Path, *, per_process: bool = False):
+        self._path, self._lock = path, fcntl.lockf if per_process else fcntl.flock
+        # O_NOFOLLOW: writing the holder's name would otherwise write into the target of a link.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags, 0o644), "r+", encoding="utf-8", errors="replace")
+
+    def acquire(self, *, wait: bool = False) -> None:
+        """Take the lock.
+
+        Args:
+          wait: wait for another process to free it, instead of raising.
+
+        Raises:
+          LockHeld: another process has it, and `wait` is False.
+          OSError: the file system has no locks.
+        """
+        try:
+            self._lock(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except (BlockingIOError, PermissionError) as error:
+            self._file.seek(0)
+            raise LockHeld(self._file.read().strip()) from error
+        with contextlib.suppress(OSError):  # on a full disk: the lock is valid without the name of its holder
+            os.ftruncate(self._file.fileno(), 0)
+            os.pwrite(self._file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+
+    def is_in_place(self) -> bool:
+        """Return True if `path` still is the locked file: nobody has removed or replaced it."""
+        try:
+            found, mine = os.stat(self._path, follow_symlinks=False), os.fstat(self._file.fileno())
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def release(self) -> None:
+        """Free the lock and close the file."""
+        self._file.close()
+
+
+def holder_of(path: Path) -> str | None:
+    """Return who holds the POSIX record lock on a file, without taking it; None if nobody does, or it is not known.
+
+    A process that holds a record lock on the file itself must not ask: closing the file would free its lock.
+    """
+    layout = "hhqqi"  # struct flock: type, whence, start, length, pid
+    try:
+        with open(path, "rb") as file:
+            asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            known = file.read(200).decode(errors="replace").strip()
+    except (OSError, struct.error):
+        return None
+    return None if kind == fcntl.F_UNLCK else known or f"process {pid}"
+
+
+@contextmanager
+def exclusive(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock file `path` while the block runs.
+
+    Args:
+      path: the lock file; its folder is created if missing.
+      on_wait: called once if another process holds the lock, before waiting for it. None: raise instead of waiting.
+
+    Raises:
+      JaxstackError: another process holds the lock, and `on_wait` is None.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = FileLock(path)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting is None:
-                raise JaxstackError(f"another process is writing to {path.parent}: wait until it is done") from None
-            waiting()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            lock.acquire()
+        except LockHeld as error:
+            if on_wait is None:
+                raise JaxstackError(
+                    f"another process is writing to {path.parent} ({error}): wait until it is done"
+                ) from None
+            on_wait()
+            lock.acquire(wait=True)
         yield
     finally:
-        os.close(descriptor)
+        lock.release()

@@ -1,47 +1,58 @@
-"""`python -m jaxstack.generate --run DIR --prompt TEXT`: samples from a trained run, streaming to the terminal."""
+"""The command `python -m jaxstack.generate --run DIR --prompt TEXT`: sample text, streamed to the terminal."""
 
 import argparse
 import io
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxstack.cli import add_examples, run_command
 from jaxstack.errors import ConfigError
 
+if TYPE_CHECKING:
+    from jaxstack.run.generate import GeneratedText
+
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack generate",
-        description="Sample text from a trained run or a Hugging Face checkpoint. One text is shown as it comes.",
-        epilog="Devices: by default the weights are sharded over as many as divide the model's key/value heads. "
-        "parallel.data=2 parallel.tensor=4 and the like choose a layout, precision.compute=float32 a dtype.",
+        description="Sample text from a trained run or a Hugging Face checkpoint. A single text is streamed.",
+        epilog="Devices: by default the weights are sharded over as many devices as divide the model's key/value "
+        "heads. Choose a layout with parallel.data=2 parallel.tensor=4 and the like, and a dtype with "
+        "precision.compute=float32.",
     )
     parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="parallel.key=value", help="layout of the devices, precision")
     text = parser.add_argument_group("prompts")
     text.add_argument(
-        "--prompt", metavar="TEXT", action="append", help="text to go on from, repeatable (default: a new document)"
+        "--prompt", metavar="TEXT", action="append", help="text to continue, repeatable (default: a new document)"
     )
-    text.add_argument("--prompts", metavar="FILE", help='prompts, one JSON object a line: {"prompt": "Once"}')
-    text.add_argument("--samples", type=int, default=1, metavar="N", help="texts for each prompt (default 1)")
-    text.add_argument("--chat", action="store_true", help="ask the prompts by the tokenizer's chat template")
+    text.add_argument("--prompts", metavar="FILE", help='prompts, one JSON object per line: {"prompt": "Once"}')
+    text.add_argument("--samples", type=int, default=1, metavar="N", help="texts per prompt (default 1)")
+    text.add_argument("--chat", action="store_true", help="format prompts by the tokenizer's chat template")
     text.add_argument(
-        "--no-document-start", action="store_true", help="do not put the tokenizer's document-start id before a prompt"
+        "--no-document-start", action="store_true", help="do not begin prompts with the tokenizer's document-start id"
     )
-    draw = parser.add_argument_group("drawing tokens")
-    draw.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (default 0.8)")
-    draw.add_argument("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
-    draw.add_argument("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
-    draw.add_argument("--min-p", type=float, metavar="P", help="draw among tokens P times as likely as the likeliest")
-    draw.add_argument("--seed", type=int, default=0, metavar="N", help="of the first sample; the next has N + 1")
-    end = parser.add_argument_group("end")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (default 0.8)"
+    )
+    sampling.add_argument("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that sum to P")
+    sampling.add_argument(
+        "--min-p", type=float, metavar="P", help="sample from tokens at least P times as likely as the likeliest"
+    )
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="of the first sample; the next has N + 1")
+    end = parser.add_argument_group("end of a text")
     end.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate (default 200, or what fits)")
     end.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end before this text, repeatable")
     more = parser.add_argument_group("more")
-    more.add_argument("--batch-size", type=int, default=16, metavar="N", help="texts at a time (default 16)")
-    more.add_argument("--step", type=int, metavar="N", help="checkpoint to take (default: the newest)")
-    more.add_argument("--json", action="store_true", help="print one JSON object a text")
+    more.add_argument("--batch-size", type=int, default=16, metavar="N", help="texts per batch (default 16)")
+    more.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
+    more.add_argument("--json", action="store_true", help="print one JSON object per text")
     return add_examples(
         parser,
         'generate --run runs/quickstart --prompt "def "',
@@ -50,23 +61,81 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code."""
     args = make_parser().parse_intermixed_args(argv)
+    return run_command("jaxstack generate", lambda: _generate(args))
 
-    def body() -> None:
-        for name in ("max_tokens", "samples", "batch_size"):
-            value = getattr(args, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; found {value}.")
-        if not 0 <= args.seed < 2**32 - args.samples:
-            raise ConfigError(f"--seed must be at least 0 and below 2^32 - samples; found {args.seed}.")
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows another
-            sys.stdout.reconfigure(errors="replace")
-        from jaxstack.run.generate import generate_text
 
-        generate_text(args)
+def _generate(args: argparse.Namespace) -> None:
+    for name in ("max_tokens", "samples", "batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; found {value}.")
+    if not 0 <= args.seed < 2**32 - args.samples:
+        raise ConfigError(f"--seed must be at least 0 and below 2^32 - samples; found {args.seed}.")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows a replacement
+        sys.stdout.reconfigure(errors="replace")
+    from jaxstack.decoding.sampling import Sampling
+    from jaxstack.run.generate import generate, stream
+    from jaxstack.run.load import load
 
-    return run_command("jaxstack generate", body)
+    try:
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    prompts = _read_prompts(args.prompt, args.prompts)
+    run = load(args.run, args.overrides, step=args.step, report=lambda line: print(line, file=sys.stderr))
+    print(f"[{args.run}, step {run.step}]", file=sys.stderr)
+    generator = run.text_generator(document_start=not args.no_document_start, chat=args.chat)
+    line_end = "\n" if args.chat else ""
+    if len(prompts) == args.samples == 1 and not args.json:
+        pieces = stream(generator, prompts[0], sampling, max_tokens=args.max_tokens, seed=args.seed, stop=args.stop)
+        print(prompts[0], end=line_end, flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
+        return
+    texts = generate(
+        generator,
+        prompts,
+        sampling,
+        samples=args.samples,
+        max_tokens=args.max_tokens,
+        seed=args.seed,
+        stop=args.stop,
+        batch_size=args.batch_size,
+    )
+    for text in texts:
+        if args.json:
+            print(json.dumps(_as_json(text), ensure_ascii=False), flush=True)
+        else:
+            print(f"--- {_title(text, len(prompts), args.samples)}\n{text.prompt}{line_end}{text.text}", flush=True)
+
+
+def _read_prompts(given: Sequence[str] | None, file: str | None) -> list[str]:
+    """Return the prompts of `--prompt` and of the lines of `--prompts`; "" if there are none."""
+    if file is None:
+        return list(given or [""])
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line)["prompt"] for line in lines if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--prompts: cannot read {file}: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError):
+        found = []
+    if not found or not all(isinstance(prompt, str) for prompt in found):
+        raise ConfigError(f'--prompts: each line of {file} must be a JSON object such as {{"prompt": "Once"}}.')
+    return [*(given or []), *found]
+
+
+def _as_json(text: "GeneratedText") -> dict[str, object]:
+    return {"prompt": text.prompt, "text": text.text, "seed": text.seed, "finish_reason": text.finish_reason}
+
+
+def _title(text: "GeneratedText", prompts: int, samples: int) -> str:
+    if prompts == 1:
+        return f"sample {text.sample_index + 1}"
+    return f"prompt {text.prompt_index + 1}" + (f", sample {text.sample_index + 1}" if samples > 1 else "")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,59 @@
 """Private or version-dependent parts of jax, in one place, so that an upgrade of jax is a change to this file."""
+
+import contextlib
+import functools
+from typing import Protocol, cast
+
+from jax._src import distributed as _distributed
+from jax._src import mesh as _mesh
+from jax._src import xla_bridge as _xla_bridge
+from jax.sharding import Mesh
+
+
+class CoordinationClient(Protocol):
+    """The connection of this process with the coordinator: its store of keys and values, and its barriers."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+
+    def key_value_try_get(self, key: str) -> str: ...
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...
+
+
+class CoordinationState(Protocol):
+    """What jax knows of the processes of this run, before any device is used."""
+
+    process_id: int
+    num_processes: int
+    client: CoordinationClient | None
+    """None in a run of one process."""
+
+
+def concrete_mesh() -> Mesh:
+    """Return the mesh of `jax.set_mesh`, empty if there is none, also while a function is traced.
+
+    `jax.sharding.get_mesh` raises an error while a function is traced.
+    """
+    return _mesh.get_concrete_mesh()
+
+
+def coordination_state() -> CoordinationState:
+    """Return the state of `jax.distributed`.
+
+    jax has no public access to the coordinator's store of keys and values.
+    """
+    return cast(CoordinationState, _distributed.global_state)
+
+
+def keep_cpu_collectives_on_loopback() -> None:
+    """Make Gloo, which runs collectives between CPU processes, listen on 127.0.0.1 instead of the host's address.
+
+    jax has no setting for this. If jax no longer has the function that is replaced, nothing is changed.
+    """
+    with contextlib.suppress(AttributeError):
+        backend = _xla_bridge._jax  # pyright: ignore[reportPrivateImportUsage]
+        make = backend.make_gloo_tcp_collectives
+        if not isinstance(make, functools.partial):
+            backend.make_gloo_tcp_collectives = functools.partial(make, hostname="127.0.0.1")

@@ -1,10 +1,19 @@
-"""Losses as sums with weights, so that any split of a batch over devices and microbatches gives one mean."""
+"""Loss functions: sums with item counts, so that any split of a batch over devices and microbatches gives one mean.
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+A loss function is called `loss(model, batch, key=key, train=train)`. It may leave out `key` and `train`: each is passed
+only if the function names it. It returns a scalar, the mean over its batch, or, if it is declared with `returns_sum`,
+a `LossSum`.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxstack.models.dropout import TOKEN_KEYS
 from jaxstack.models.transformer import Transformer
@@ -14,25 +23,132 @@ from pallas_kernels import linear_cross_entropy_sum
 IGNORE = -100
 """Label of a position that does not count."""
 
+Batch = Mapping[str, jax.Array]
+"""The arrays of a batch, whose first dims are equal."""
 
-class LossSum(NamedTuple):
-    """A loss as the sum over `weight` items (tokens, examples); the mean is total / weight over the global batch."""
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSum:
+    """The sum of a loss over `count` items (tokens, examples); the mean is total / count over the global batch."""
 
     total: jax.Array
     """[] float32."""
-    weight: jax.Array
+    count: jax.Array
     """[] float32."""
 
 
-def language_model_loss(
-    model: Transformer, batch: Mapping[str, jax.Array], key: jax.Array | None = None, *, z_loss: float = 0.0
-) -> LossSum:
-    """Next-token cross-entropy in nats, summed over the tokens whose label is not -100.
+LossFunction = Callable[..., jax.typing.ArrayLike | LossSum]
+"""A user's loss: `loss(model, batch)`, and `key` or `train` as keywords if it names them."""
+_Function = TypeVar("_Function", bound=LossFunction)
+_KEYWORDS = ("key", "train")
+
+
+def returns_sum(function: _Function) -> _Function:
+    """Declare, as a decorator, that a loss function returns a `LossSum` instead of a mean."""
+    setattr(function, "returns_sum", True)  # noqa: B010 (an attribute that the type of a function does not have)
+    return function
+
+
+class Loss:
+    """A loss function with uniform arguments and a uniform result.
 
     Args:
+      function: `function(model, batch)`; it gets `key` and `train` as well if it has parameters of these names, or
+        takes any keyword (`**kwargs`).
+
+    Raises:
+      TypeError: the function cannot be called in this way.
+    """
+
+    def __init__(self, function: LossFunction):
+        self._function = function
+        self._keywords = _accepted_keywords(function)
+        while isinstance(function, functools.partial):
+            function = function.func
+        self.returns_sum = bool(getattr(function, "returns_sum", False))
+        """True if the function was declared with `returns_sum`: it may be called on parts of a batch."""
+
+    def __call__(self, model: nnx.Module, batch: Batch, *, key: jax.Array | None, train: bool) -> LossSum:
+        """Return the loss of a batch.
+
+        Args:
+          model: the model.
+          batch: the batch, or a part of it.
+          key: random key of this batch; None in evaluation.
+          train: True in a train step, False in evaluation.
+
+        Raises:
+          TypeError: the function returned something else than it was declared to return.
+        """
+        given: dict[str, object] = {"key": key, "train": train}
+        value = self._function(model, batch, **{name: given[name] for name in self._keywords})
+        if self.returns_sum and not isinstance(value, LossSum):
+            raise TypeError(
+                "a loss function declared with @jaxstack.loss.returns_sum must return "
+                f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
+            )
+        if isinstance(value, LossSum) and not self.returns_sum:
+            raise TypeError(
+                "the loss function returned jaxstack.loss.LossSum(total, count), but is not declared to: put the "
+                "decorator @jaxstack.loss.returns_sum above it."
+            )
+        return as_loss_sum(value)
+
+
+def as_loss(function: "LossFunction | Loss") -> Loss:
+    """Return a loss function as a `Loss`.
+
+    Raises:
+      TypeError: as `Loss`.
+    """
+    return function if isinstance(function, Loss) else Loss(function)
+
+
+def _accepted_keywords(function: LossFunction) -> tuple[str, ...]:
+    """Return which of `key` and `train` the function takes.
+
+    Raises:
+      TypeError: the function does not take (model, batch), or requires something else.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"loss_fn ({function!r}) must be a Python function `loss(model, batch)`, so that its parameters can be "
+            "read; wrap it: lambda model, batch: ..."
+        ) from None
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    others = [p for p in parameters if p not in positional[:2] and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in others if p.default is p.empty and (p.name not in _KEYWORDS or p.name not in named)]
+    takes_two = len(positional) >= 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not takes_two or required:
+        raise TypeError(
+            "a loss function is called loss(model, batch), with key=... and train=... if it has parameters of these "
+            f"names; this one takes ({', '.join(str(p) for p in parameters)})."
+        )
+    variadic = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return tuple(name for name in _KEYWORDS if variadic or name in [p.name for p in others])
+
+
+@returns_sum
+def language_model_loss(
+    model: Transformer,
+    batch: Batch,
+    *,
+    key: jax.Array | None = None,
+    train: bool = False,
+    z_loss: float = 0.0,
+) -> LossSum:
+    """Return the next-token cross-entropy in nats, summed over the tokens whose label is not -100.
+
+    Args:
+      model: the model.
       batch: `tokens`, `labels` int32 [B, T]; optionally `segment_ids`, `positions` int32 [B, T].
-      key: draws dropout masks, unless the batch has `dropout_keys` [B, T], which a train step adds so that masks do
-        not depend on the layout; None for evaluation, which leaves out the losses of the routers.
+      key: key of the dropout masks, unless the batch has `dropout_keys` [B, T], which a train step adds so that masks
+        do not depend on the layout; None: no dropout.
+      train: True adds the losses of routers and the z-loss.
       z_loss: weight of log(Z)^2, which keeps the softmax normaliser near 1 (Chowdhery et al. 2022).
     """
     hidden, router_loss = model.hidden_and_router_loss(
@@ -41,6 +157,7 @@ def language_model_loss(
         segment_ids=batch.get("segment_ids"),
         dropout_key=None if key is None else batch.get(TOKEN_KEYS, key),
     )
+    z_loss = z_loss if train else 0.0
 
     def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         cap = model.config.final_logit_softcapping
@@ -51,23 +168,28 @@ def language_model_loss(
         stored, labels = model.stored_output_weight(), batch["labels"]
         losses = with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True)
     total = jnp.sum(losses)
-    if router_loss is not None and key is not None:
+    if router_loss is not None and train:
         total += router_loss
     return LossSum(total, jnp.sum(labels != IGNORE, dtype=jnp.float32))
 
 
-def as_loss_sum(value: Any) -> LossSum:
-    """A user's loss as a `LossSum`: a scalar is the mean of a batch, which counts as one item.
+def as_loss_sum(value: object) -> LossSum:
+    """Return a loss function's result as a `LossSum` of float32 scalars: a mean counts as one item.
 
     Raises:
-      TypeError: it is neither a scalar array nor a LossSum.
+      TypeError: it is neither a scalar nor a LossSum.
     """
     if isinstance(value, LossSum):
-        return LossSum(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.weight, jnp.float32))
+        return LossSum(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
     shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
     if shape != ():
         raise TypeError(
-            "a loss function must return a scalar (the mean over its batch) or jaxstack.loss.LossSum(total, weight); "
-            f"it returned {type(value).__name__}{f' of shape {shape}' if shape is not None else ''}."
+            "a loss function must return a scalar (the mean over its batch) or jaxstack.loss.LossSum(total, count); "
+            f"it returned {_kind(value)}."
         )
-    return LossSum(jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32))
+    return LossSum(jnp.asarray(cast(jax.typing.ArrayLike, value), jnp.float32), jnp.ones((), jnp.float32))
+
+
+def _kind(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__}{f' of shape {shape}' if shape is not None else ''}"

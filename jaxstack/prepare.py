@@ -1,6 +1,4 @@
-"""`python -m jaxstack.prepare`: tokenises text into verified shards, on all cores, and goes on after a
-kill.
-"""
+"""The command `python -m jaxstack.prepare`: tokenize text into verified shards, on all cores; it can be resumed."""
 
 import argparse
 import signal
@@ -8,21 +6,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxstack.cli import add_examples, run_command
 from jaxstack.errors import ConfigError
-from jaxstack.observe.units import byte_size
+from jaxstack.observe.units import byte_size, plural
 
 STOPPED = "stopped; the same command goes on from here"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack prepare",
         description="Tokenize text into fixed-length shards with a SHA-256 each.",
-        epilog="Train on it with data.sources: [{path: data/corpus}]. A stopped run goes on when started again.",
+        epilog="Train on it with data.sources: [{path: data/corpus}]. A stopped command resumes when it is run again.",
     )
     add = parser.add_argument
     add(
@@ -36,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--output",
         required=True,
         metavar="DIR",
-        help="directory for the shards; an unfinished one is gone on with",
+        help="directory for the shards; an unfinished one is resumed",
     )
     add(
         "--tokenizer",
@@ -48,14 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--document-start",
         metavar="TOKEN",
-        help="the special token of a tokenizer.json that opens a document",
+        help="special token of a tokenizer.json that begins a document",
     )
-    add("--shard-tokens", type=int, default=2**24, metavar="N", help="tokens in a shard (default: 16777216)")
+    add("--shard-tokens", type=int, default=2**24, metavar="N", help="tokens per shard (default: 16777216)")
     add(
         "--workers",
         type=int,
         metavar="N",
-        help="processes (default: one a core); the result does not depend on it",
+        help="number of processes (default: one per core); does not change the result",
     )
     add(
         "--held-out-fraction",
@@ -85,9 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0 done, 2 wrong usage or configuration, 1 a failure while
-    running.
-    """
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
@@ -105,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Ends the worker processes on the way out; finished units and shards are on the disk already."""
+    """Exit, which ends the worker processes; finished units and shards are on disk already."""
     print(STOPPED, file=sys.stderr)
     sys.exit(128 + number)
 
@@ -122,18 +119,16 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prepares what the parsed arguments say.
+    """Tokenize the sources of the command line into shards.
 
     Raises:
-      JaxstackError: as `jaxstack.data.build.prepare_tokens`.
+      JaxstackError: as `jaxstack.data.build_shards.prepare_tokens`.
     """
     # Imported here so that --help and a mistyped option answer at once.
-    from pathlib import Path
-
-    from jaxstack.data.build import WORK, BuildOptions, available_cores, build
+    from jaxstack.data.build_shards import WORK, BuildOptions, available_cores, build
     from jaxstack.data.cache import ensure_tokenizer
     from jaxstack.data.config import SourceConfig, TokenizerConfig
-    from jaxstack.data.plan import make_plan
+    from jaxstack.data.tokenization_plan import make_plan
 
     say = (lambda message: None) if arguments.quiet else (lambda message: print(message, flush=True))
     began = time.perf_counter()
@@ -141,8 +136,11 @@ def run(arguments: argparse.Namespace) -> None:
         _configured(SourceConfig, path=p, format=arguments.format, text_key=arguments.text_key)
         for p in arguments.source
     ]
+    output = Path(arguments.output).expanduser()
+    _check_output(output, [source.path for source in sources])
     plan = make_plan(sources, arguments.held_out_fraction)
-    say(f"{sum(s['files'] for s in plan.sources)} files, {byte_size(plan.size)}, {len(plan.units)} units")
+    files = plural(sum(s["files"] for s in plan.sources), "file")
+    say(f"{files}, {byte_size(plan.size)}, {plural(len(plan.units), 'unit')}")
     wanted = arguments.tokenizer
     named = wanted if wanted in ("byte", "bpe") else "file"
     config = _configured(
@@ -150,7 +148,6 @@ def run(arguments: argparse.Namespace) -> None:
         name=named, vocab_size=arguments.vocab_size, path=wanted if named == "file" else None,
         document_start=arguments.document_start,
     )  # fmt: skip
-    output = Path(arguments.output).expanduser()
     tokenizer = ensure_tokenizer(config, [plan], output / WORK, say)
     with _progress(arguments.quiet, plan.size) as progress:
         workers = arguments.workers or available_cores()
@@ -160,20 +157,32 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"written to {output} in {time.perf_counter() - began:.1f} s")
 
 
+def _check_output(output: Path, sources: Sequence[str]) -> None:
+    """Raises ConfigError if shards in `output` would later be read as a part of a source."""
+    place = output.resolve()
+    for source in sources:
+        folder = Path(source).expanduser()
+        if folder.is_dir() and (place == folder.resolve() or folder.resolve() in place.parents):
+            raise ConfigError(
+                f"--output {output} lies in the source {source}: its shards would be read as text the next time; "
+                "choose a directory outside of it."
+            )
+
+
 def _summarize(index: dict, say: Callable[[str], None]) -> None:
+    from jaxstack.data.shards import notes_on
+
     for name, split in index["splits"].items():
         say(
-            f"{name}: {split['documents']} documents, {byte_size(split['bytes'])}, "
-            f"{split['tokens']} tokens, {len(split['shards'])} shards"
+            f"{name}: {plural(split['documents'], 'document')}, {byte_size(split['bytes'])}, "
+            f"{plural(split['tokens'], 'token')}, {plural(len(split['shards']), 'shard')}"
         )
-    if index["replaced_characters"]:
-        say(f"{index['replaced_characters']} invalid UTF-8 sequences became U+FFFD")
-    if index["skipped_files"]:
-        say(f"{index['skipped_files']} files are not text and were left out")
+    for note in notes_on(index):
+        say(note)
 
 
 def _configured(component: type[Any], **values: object) -> Any:
-    """`component` with these values; what it refuses becomes one message."""
+    """Build a component, and turn the values that it refuses into one message."""
     try:
         return component(**values)
     except ValueError as e:
@@ -182,7 +191,7 @@ def _configured(component: type[Any], **values: object) -> Any:
 
 
 class _Lines:
-    """Progress as plain lines, at most one every few seconds."""
+    """Progress as plain lines, at most one every five seconds."""
 
     def __init__(self, show: bool):
         self._show = show

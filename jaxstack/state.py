@@ -50,10 +50,19 @@ def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransforma
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
 
 
-def state_shardings(module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules) -> TrainState:
-    """The NamedSharding of every leaf: optimizer moments lie as their parameter does, all else is whole."""
+def state_shardings(
+    module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules, zero: int = 0
+) -> TrainState:
+    """Return the NamedSharding of every leaf: optimizer moments as their parameter, everything else replicated.
+
+    Args:
+      module: the module whose state it is.
+      optimizer: the optimizer whose state it is.
+      rules: the mapping of logical axes onto the mesh.
+      zero: `StepLayout.zero`.
+    """
     abstract = abstract_state(module, optimizer)
-    specs = module.parameter_specs(rules)
+    specs = module.parameter_specs(rules, zero)
     whole = PartitionSpec()
 
     def moment(leaf: Any, param: Any, spec: PartitionSpec) -> Any:

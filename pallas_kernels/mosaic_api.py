@@ -1,18 +1,26 @@
-"""jax's Pallas and its Mosaic GPU interface, untyped: it moves between releases of jax, and this is the one place
-to bridge what differs. Our kernels need jax 0.11; on an older one they are refused before anything here is used.
+"""Pallas, its Mosaic GPU interface and the other parts of jax that the kernels use beyond jax's stable public API.
 
-Each is imported when something of it is first used: together they take a quarter of a second, which a process that runs
-no kernel of ours shall not wait for, and a release that lacks one can still import the kernels.
+These interfaces move between releases of jax; what differs between releases, is private, or has to be patched is
+handled here and nowhere else in this package. The Mosaic kernels need jax 0.11 or newer; on an older release they are
+refused before anything here is used.
+
+Modules are imported at their first use: together they take a quarter of a second, which a process that runs no kernel
+should not pay, and a release of jax that lacks one can still import the kernels.
 """
 
+import contextlib
 import importlib
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeAlias
 
+import jax
 import jax.numpy as jnp
 
+_ASSUMED_CUDNN_VERSION = 91900
 
-class _Late:
-    """A module that is imported at its first use."""
+
+class _LazyModule:
+    """A module that is imported when one of its attributes is first read."""
 
     def __init__(self, name: str):
         self._name = name
@@ -21,15 +29,44 @@ class _Late:
         return getattr(importlib.import_module(self._name), name)
 
 
-pl: Any = _Late("jax.experimental.pallas")
-plgpu: Any = _Late("jax.experimental.pallas.mosaic_gpu")
-_mosaic: Any = _Late("jax.experimental.mosaic.gpu")
-_utils: Any = _Late("jax.experimental.mosaic.gpu.utils")
-_mlir: Any = _Late("jax._src.lib.mlir")
+pl: Any = _LazyModule("jax.experimental.pallas")
+plgpu: Any = _LazyModule("jax.experimental.pallas.mosaic_gpu")
+_mosaic: Any = _LazyModule("jax.experimental.mosaic.gpu")
+_utils: Any = _LazyModule("jax.experimental.mosaic.gpu.utils")
+_mlir: Any = _LazyModule("jax._src.lib.mlir")
+
+ScratchType: TypeAlias = Any
+"""What `plgpu.kernel(scratch_types=...)` takes: `plgpu.SMEM`, `plgpu.Barrier`, or a tree of them."""
+
+Index: TypeAlias = int | jax.Array
+"""A whole number inside a kernel: static, or an int32 scalar that is computed while the kernel runs."""
+
+
+class Ref(Protocol):
+    """A reference inside a kernel: to an array in global or shared memory, to an accumulator, or to barriers."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def at(self) -> Any: ...
+
+    def transpose(self, dims: tuple[int, ...], /) -> "Ref": ...
+
+    def __getitem__(self, index: Any, /) -> jax.Array: ...
+
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
 
 
 def fence_before_async_reads() -> None:
-    """Orders TMA reads of global memory, which go by another path than loads do, after what a semaphore told of."""
+    """Order the TMA reads of global memory that follow after the writes that a semaphore has announced.
+
+    TMA reads take another path to memory than ordinary loads (the asynchronous proxy), which the semaphore alone does
+    not order.
+    """
 
     @plgpu.inline_mgpu()
     def fence(_: Any) -> None:
@@ -38,8 +75,11 @@ def fence_before_async_reads() -> None:
     fence()
 
 
-def fetch_and_increment(counter: Any) -> Any:
-    """The value of a semaphore, which is one more then: for a single warp, all of whose lanes get the same value."""
+def fetch_and_increment(counter: Ref) -> jax.Array:
+    """Increment a semaphore atomically and return its value before that, int32.
+
+    For the code of a single warp, all lanes of which get the same value.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=None))
     def take(_: Any, ref: Any) -> Any:
@@ -55,3 +95,33 @@ def fetch_and_increment(counter: Any) -> Any:
         return _mosaic.FragmentedArray.splat(value, (), is_signed=True)
 
     return take(counter)
+
+
+def cudnn_problem() -> str | None:
+    """Return why jax cannot use cuDNN's attention on this machine, or None if it can."""
+    try:
+        _cudnn_attention.check_cudnn_version()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@contextlib.contextmanager
+def assume_cudnn(compute_capability: tuple[int, int]) -> Iterator[None]:
+    """Let a machine without a GPU trace cuDNN attention for a GPU of this compute capability.
+
+    While jax traces cuDNN attention, it asks the machine that it runs on for cuDNN's version and the GPU's compute
+    capability, even if it compiles for another machine. Both answers are replaced within this context.
+    """
+    module: Any = importlib.import_module(_CUDNN_ATTENTION)
+    before = module.check_cudnn_version, module.check_compute_capability
+    module.check_cudnn_version = lambda: _ASSUMED_CUDNN_VERSION
+    module.check_compute_capability = lambda least: compute_capability >= tuple(map(int, least.split(".")))
+    try:
+        yield
+    finally:
+        module.check_cudnn_version, module.check_compute_capability = before
+
+
+_CUDNN_ATTENTION = "jax._src.cudnn.fused_attention_stablehlo"
+_cudnn_attention: Any = _LazyModule(_CUDNN_ATTENTION)

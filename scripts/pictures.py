@@ -1,24 +1,28 @@
-"""Makes the pictures in docs/pictures/ from the code that draws them in reports.
+"""Makes the pictures in docs/pictures/: the architecture, and drawings of reports by the code that makes them there.
 
 python scripts/pictures.py [--run DIR]
 
-With --run also run.png, a photograph of the top of that run's report (needs chromium).
+With --run also run.png, a screenshot of the top of that run's report (needs chromium).
 """
 
 import argparse
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxstack.observe.report.sharding import picture_layouts, picture_of_mesh
 from jaxstack.observe.report.style import CSS
 from jaxstack.observe.report.timeline import render_picture
 from jaxstack.parallel.pipeline.schedule import SCHEDULES
 from jaxstack.parallel.pipeline.simulate import describe_schedule
-from jaxstack.plan.layout import plan_layout
+from jaxstack.plan.describe import describe_plan
 from jaxstack.run_config import load_config
+from scripts.architecture_picture import drawings as architecture_drawings
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -26,7 +30,7 @@ LAYOUT = ("model.preset=tiny", "parallel.data=2", "parallel.fsdp=2", "parallel.t
 
 
 def standalone(drawing: str, kind: str) -> str:
-    """A drawing of a report as an SVG file, with the report's colours."""
+    """Return a drawing of a report as an SVG file, with the report's colours."""
     rules = re.findall(r"(?:^|(?<=\} )):root \{.*?\}|^@media \(prefers-color-scheme.*?\} \}", CSS, re.M | re.S)
     kinds = re.compile(r"\.(hue|task|sharding|pipeline)")
     drawn = [rule for rule in re.split(r"(?<=\})\s+", CSS) if kinds.match(rule)]
@@ -42,11 +46,11 @@ def standalone(drawing: str, kind: str) -> str:
 
 
 def make_pictures() -> dict[str, str]:
-    """File name -> content of every drawing."""
-    drawings = {}
-    plain = plan_layout(load_config(None, LAYOUT))["sharding"]
+    """Return file name -> content of every drawing."""
+    drawings = architecture_drawings()
+    plain = describe_plan(load_config(None, LAYOUT))["sharding"]
     drawings["mesh.svg"] = standalone(picture_of_mesh(plain["mesh"])[2], "sharding")
-    zero = plan_layout(load_config(None, [*LAYOUT, "parallel.zero=1"]))["sharding"]
+    zero = describe_plan(load_config(None, [*LAYOUT, "parallel.zero=1"]))["sharding"]
     for suffix, sharding in (("", plain), ("-zero1", zero)):
         for name in ("up_proj", "down_proj"):
             row = next(row for row in sharding["parameters"] if f"{name}/kernel" in row["parameter"])
@@ -60,7 +64,7 @@ def make_pictures() -> dict[str, str]:
 
 
 def photograph(run_dir: Path, path: Path) -> None:
-    """A PNG of the top of a run's report."""
+    """Write a PNG of the top of a run's report."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise SystemExit("scripts/pictures.py --run needs chromium.")
@@ -72,7 +76,7 @@ def photograph(run_dir: Path, path: Path) -> None:
 
 
 def main() -> None:
-    """Writes the pictures."""
+    """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, metavar="DIR", help="a run directory, for run.png")
     args = parser.parse_args()

@@ -6,14 +6,27 @@ simply. Tests about memory, and those that compile for GPUs, turn it on by `test
 """
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 
 from tests import shapes
+from tests.marks import SLOW_MARKS, mark_slow_tests
+from tests.skips import TIME_IS_OVER, SkipReasons
+
+pytest_plugins = ["pytester"]
+
+DEFAULT_SELECTION = "not gpu and not slow"
+"""The marks expression that pyproject.toml gives to every run of the tests."""
+STOP_AT = "JAXSTACK_TESTS_STOP_AT"
+"""Variable with the Unix time of `--stop-after`, which the processes of pytest-xdist inherit."""
 
 
 def pytest_addoption(parser, pluginmanager):
     """The first hook: no `conftest.py` further down has imported jax yet, which with `-m gpu` finds GPUs by itself."""
+    parser.addoption("--strict-skips", action="store_true", help="fail on a skip for a reason not in tests/skips.py")
+    parser.addoption("--stop-after", type=float, metavar="SECONDS", help="skip the tests that have not begun by then")
     shapes.install()
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # has the environment of the process that started it
@@ -26,8 +39,39 @@ def pytest_addoption(parser, pluginmanager):
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
 
 
+def pytest_configure(config):
+    for mark, reason in SLOW_MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {reason}")
+    # Who names a file or a test asks for all of it, the slow ones too.
+    if config.option.markexpr == DEFAULT_SELECTION and any(".py" in argument for argument in config.args):
+        config.option.markexpr = "not gpu"
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        if config.option.stop_after is not None:
+            os.environ[STOP_AT] = str(time.time() + config.option.stop_after)
+        config.pluginmanager.register(SkipReasons(config), "skip-reasons")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out with `-m gpu` the modules that have no such test: importing them takes most of a minute."""
+    if config.option.markexpr == "gpu" and collection_path.suffix == ".py":
+        return True if collection_path.parent != Path(__file__).parent / "gpu" else None
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the tests before pytest selects by `-m`."""
+    mark_slow_tests(items)
+
+
 @pytest.fixture
 def unchecked_shapes():
     """For tests of what a function itself says about arguments of wrong shapes or types."""
     with shapes.unchecked():
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    if time.time() > float(os.environ.get(STOP_AT, "inf")):
+        pytest.skip(TIME_IS_OVER)

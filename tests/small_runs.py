@@ -10,7 +10,7 @@ import numpy as np
 from jaxstack.loss import language_model_loss
 from jaxstack.models import in_fp8
 from jaxstack.parallel import make_mesh
-from jaxstack.run.build import build_model, layout_rules
+from jaxstack.run.build import build_model, layout_rules, step_layout
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.trainer import Trainer
 
@@ -69,6 +69,7 @@ def make_trainer(
         optimizer=config.optimizer,
         schedule=config.schedule,
         mesh=layout_rules(config, mesh),
+        layout=step_layout(config, mesh),
         train=config.train,
         eval_data=eval_data,
         seed=config.run.seed,

@@ -19,14 +19,14 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from jaxstack.cli import COMMANDS
+from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
-from jaxstack.observe.ran import in_short
+from jaxstack.observe.what_ran import summarise_program
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES
 from jaxstack.run.build import make_trainer, resolve_model
@@ -110,7 +110,7 @@ def python_units() -> Iterator[Any]:
             name = f"{path.name}: {titles[-1]}" if titles and path.name in STANDALONE else path.name
             sections.setdefault(name, []).append((line, text))
         for name, code in sections.items():
-            yield pytest.param(path, code, id=name, marks=[pytest.mark.slow] if name == "library.md" else [])
+            yield pytest.param(path, code, id=name, marks=[pytest.mark.exhaustive] if name == "library.md" else [])
 
 
 @pytest.mark.parametrize(("path", "code"), python_units())
@@ -141,7 +141,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def parser_of(name: str) -> Any:
-    return importlib.import_module(COMMANDS[name][0]).make_parser()
+    return COMMANDS[name].load().make_parser()
 
 
 def check_command(words: list[str]) -> None:
@@ -176,7 +176,7 @@ def test_scripts_and_modules_that_commands_run_exist(path):
         assert (ROOT / file).is_file() or Path(file).stem == "NAME", f"{path.name}: {file}"
     for name in re.findall(r"python -m ((?:jaxstack|pallas_kernels)[\w.]*)", text):
         assert importlib.util.find_spec(name) is not None, f"{path.name}: {name}"
-    for name in re.findall(r"`jaxstack ([a-z]+)", "" if path.name == "performance.md" else text):
+    for name in re.findall(r"`jaxstack ([a-z]+)", "" if path.name == "performance-rows.md" else text):
         assert name in COMMANDS, f"{path.name}: jaxstack {name}"
     for extra in re.findall(r"jaxstack\[(\w+)\]|'\.\[(\w+)\]'", text):
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -215,7 +215,7 @@ def quickstart_choices() -> list[dict[str, str]]:
 
 
 def test_shown_runs_name_the_kernels_of_the_quick_start():
-    named = in_short({"kernels": quickstart_choices()})
+    named = summarise_program({"kernels": quickstart_choices()})
     assert named.startswith("flash_attention: ")
     for path in (ROOT / "README.md", ROOT / "docs" / "first_hour.ipynb"):
         shown = re.findall(r"compiled the step in [\d.]+ s; ([^=]*?);\s+[\d.]+ GiB", path.read_text(encoding="utf-8"))
@@ -340,18 +340,50 @@ def load_performance_page() -> Any:
     return module
 
 
-def test_performance_page_is_what_its_script_makes():
+def test_performance_pages_are_what_their_script_makes():
     module = load_performance_page()
-    assert module.PAGE.read_text(encoding="utf-8") == module.make_page(), "run: python scripts/performance_page.py"
+    for path, text in module.make_pages().items():
+        assert path.read_text(encoding="utf-8") == text, "run: python scripts/performance_page.py"
+    for name, drawing in module.make_pictures().items():
+        assert (module.PICTURES / name).read_text(encoding="utf-8") == drawing, (
+            "run: python scripts/performance_page.py"
+        )
 
 
-def test_performance_page_shows_the_newest_row_of_each(tmp_path):
+ROW = {"work": "w", "implementation": "jaxstack", "device": "d", "devices": 1, "command": "python x.py", "commit": "c"}
+
+
+def test_page_of_rows_shows_the_newest_row_of_each(tmp_path):
     module = load_performance_page()
-    row = {"work": "w", "implementation": "jaxstack", "device": "d", "devices": 1, "command": "python x.py"}
-    old = {**row, "milliseconds": 5, "date": "2026-01-01T00:00"}
-    new = {**row, "milliseconds": 4.25, "date": "2026-01-02T00:00"}
-    peer = {**row, "implementation": "peer 1.0", "date": "2026-01-01T00:00", "mfu": 0.5}
+    old = {**ROW, "milliseconds": 5, "date": "2026-01-01T00:00"}
+    new = {**ROW, "milliseconds": 4.25, "date": "2026-01-02T00:00"}
+    peer = {**ROW, "implementation": "peer 1.0", "date": "2026-01-01T00:00", "mfu": 0.5}
     (tmp_path / "bench.jsonl").write_text("\n".join(map(json.dumps, (new, old, peer))))
-    page = module.make_page(tmp_path)
+    page = module.rows_page(tmp_path)
     table = page[page.index("## bench") :]
     assert table.count("python x.py") == 2 and "| 4.25 |" in table and "| 50.0 % |" in table
+
+
+@pytest.mark.parametrize("change", [{"commit": "c-dirty"}, {"commit": None}, {"uncommitted": ["a.py"]}])
+def test_rows_of_uncommitted_files_are_not_shown(tmp_path, change):
+    module = load_performance_page()
+    row = {**ROW, "milliseconds": 5, "date": "2026-01-01T00:00", **change}
+    (tmp_path / "bench.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "work": "kept", "note": "why"}))
+    page = module.rows_page(tmp_path)
+    assert page.count("python x.py") == 1 and "kept" in page and "with changes" in page
+
+
+def test_ours_is_compared_with_the_fastest_peer_of_the_same_run(tmp_path):
+    module = load_performance_page()
+    rate, work = "tokens_per_second_per_device", "gpt2-124m bf16"
+    ours = {**ROW, "work": work, rate: 120.0, "date": "2026-01-01T00:00", "run": "1", "measured_seconds": 30.0}
+    peers = [{**ours, "implementation": f"peer {speed}", rate: float(speed)} for speed in (80, 100)]
+    later = {**ours, rate: 150.0, "date": "2026-01-02T00:00", "run": "2"}
+    short = {**ours, rate: 200.0, "date": "2026-01-03T00:00", "run": "3", "measured_seconds": 5.0}
+    limit = {**ROW, "work": work, "implementation": "limit", rate: 240.0, "date": "2026-01-01T00:00"}
+    (tmp_path / "train_step.jsonl").write_text("\n".join(map(json.dumps, (ours, *peers, later, short))))
+    (tmp_path / "device.jsonl").write_text(json.dumps(limit))
+    (found,) = module.comparisons(tmp_path)
+    assert (found.ours[rate], found.peer[rate], found.ratio, found.limit_fraction) == (120.0, 100.0, 1.2, 0.5)
+    assert "| 120 | 100 (peer 100) | 1.20 | 50 % | sustained" in module.make_page(tmp_path)
+    assert set(module.make_pictures(tmp_path)) == {"speed.svg", "limit.svg"}

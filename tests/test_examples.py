@@ -33,7 +33,7 @@ def test_mesh_and_rules_around_somebodys_module():
     assert last < 0.2 * first
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_trainer_on_a_vision_transformer_and_an_lstm():
     found = load("trainer_vit_and_lstm").main()
     assert found["vision Transformer"] < 0.3  # ln 4 = 1.39 is chance

@@ -35,7 +35,7 @@ def on_one_device() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if "pipeline" in name else []) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=[pytest.mark.exhaustive] if "pipeline" in name else []) for name in LAYOUTS]
 )
 def test_only_what_is_not_frozen_moves_and_the_loss_is_that_of_one_device(layout, on_one_device):
     trainer = trainer_of(FREEZE, *LAYOUTS[layout])

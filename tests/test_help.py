@@ -1,11 +1,10 @@
 """Every command's help reads well: what it does, each option, and examples that can be copied and are right."""
 
-import importlib
 import re
 
 import pytest
 
-from jaxstack.cli import COMMANDS, main
+from jaxstack.__main__ import COMMANDS, main
 from tests.test_docs import check_command, commands
 
 
@@ -26,7 +25,7 @@ def test_help_reads_well(name, capsys):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_explained(name):
-    parser = importlib.import_module(COMMANDS[name][0]).make_parser()
+    parser = COMMANDS[name].load().make_parser()
     for action in parser._actions:
         if action.help is None and action.choices is None:
             shown = action.metavar or action.dest

@@ -63,7 +63,7 @@ def test_prepares_and_says_what_it_did(corpus, tmp_path, capsys):
 
 
 def test_the_result_does_not_depend_on_the_workers(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 8000)
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 8000)
     assert main(arguments(corpus, tmp_path / "one", "--workers", "1", "--quiet")) == 0
     assert main(arguments(corpus, tmp_path / "three", "--workers", "3", "--quiet")) == 0
     one = content(tmp_path / "one")
@@ -94,19 +94,19 @@ def test_an_output_of_other_data_is_refused(corpus, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_broken_input_is_exit_1(tmp_path, capsys, monkeypatch, workers):
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 100)
+def test_broken_input_is_exit_2(tmp_path, capsys, monkeypatch, workers):
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 100)
     for i in range(4):
         (tmp_path / f"{i}.jsonl").write_text('{"text": "some text"}\n' * 100)
     (tmp_path / "3.jsonl").write_text('{"text": "some text"}\n' * 100 + "{broken\n")
-    assert main(arguments(tmp_path / "*.jsonl", tmp_path / "out", "--workers", workers, "--quiet")) == 1
+    assert main(arguments(tmp_path / "*.jsonl", tmp_path / "out", "--workers", workers, "--quiet")) == 2
     assert "3.jsonl" in capsys.readouterr().err
 
 
 SLOW = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
-import jaxstack.data.plan as plan, jaxstack.data.build as build
+import jaxstack.data.tokenization_plan as plan, jaxstack.data.build_shards as build
 plan.UNIT_BYTES = 8000
 inner = build.tokenize_unit
 def slow(*arguments):
@@ -130,7 +130,7 @@ def wait_for(path: Path, process) -> None:
 
 
 def test_goes_on_after_kill_9_and_keeps_finished_shards(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 8000)
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 8000)
     assert main(arguments(corpus, tmp_path / "whole", "--workers", "1", "--quiet")) == 0
     output = tmp_path / "killed"
     for shard in ("train-00000.bin", "train-00003.bin", "train-00006.bin"):
@@ -152,7 +152,7 @@ def test_goes_on_after_kill_9_and_keeps_finished_shards(corpus, tmp_path, monkey
 
 
 def test_a_shard_damaged_after_the_kill_is_redone(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 8000)
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 8000)
     assert main(arguments(corpus, tmp_path / "whole", "--workers", "1", "--quiet")) == 0
     output = tmp_path / "killed"
     process = start_slow(corpus, output)
@@ -166,7 +166,7 @@ def test_a_shard_damaged_after_the_kill_is_redone(corpus, tmp_path, monkeypatch)
 
 
 def test_unfinished_tokens_of_other_input_are_dropped(corpus, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 8000)
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 8000)
     output = tmp_path / "out"
     process = start_slow(corpus, output)
     wait_for(output / "train-00001.bin", process)
@@ -265,3 +265,20 @@ def test_no_text_at_all_and_no_place_to_write(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     assert main(arguments(tmp_path / "a.txt", "/proc/none/out", "--workers", "1")) == 1
     assert "cannot write to /proc/none/out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", [".", "shards", "../texts/deep/shards"])
+def test_output_inside_of_the_source_is_refused(tmp_path, place, capsys):
+    texts = tmp_path / "texts"
+    write_corpus(texts, 3)
+    before = content(texts)
+    assert main(arguments(texts, texts / place)) == 2
+    assert "would be read as text the next time" in capsys.readouterr().err
+    assert content(texts) == before
+
+
+def test_records_without_text_are_counted(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": null}\n{"text": "some text"}\n')
+    assert main(arguments(path, tmp_path / "out", "--held-out-fraction", "0")) == 0
+    assert "1 document without text (null or empty) was left out" in capsys.readouterr().out

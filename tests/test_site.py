@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jaxstack.observe.report.page import write_report
-from jaxstack.plan.layout import plan_layout
+from jaxstack.plan.describe import describe_plan
 from tests.browser import DESK, PHONE, Browser, needs_chromium, open_browser
 from tests.small_runs import small_config
 
@@ -100,7 +100,7 @@ def report(tmp_path_factory):
     lines.append({"step": 300, "eval_loss": 2.5, "eval_bits_per_byte": 1.1})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = small_config("parallel.data=2", "parallel.fsdp=2", "parallel.pipeline=2", "train.global_batch_size=16")
-    plan = plan_layout(config)
+    plan = describe_plan(config)
     ran = {
         "kernels": [{"operation": "flash_attention", "site": "a/very/long/path/of/a/file.py:45", "passed_over": ["x"]}],
         "collectives": [{"kind": "all-gather", "axes": "fsdp", "wire_bytes": 1024, "calls": 3}],
@@ -159,7 +159,7 @@ def test_tables_of_the_configuration_are_what_their_script_makes():
     assert "| `steps` | `1000` | Optimizer steps of the whole run. |" in script.make_page(text.replace("1000", "7"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_notebook_of_the_first_hour_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -8,7 +8,7 @@ import pytest
 from flax import linen, nnx
 
 from jaxstack.functional.module import FunctionalModule, make_functional
-from jaxstack.loss import LossSum, as_loss_sum, language_model_loss
+from jaxstack.loss import LossSum, as_loss_sum, language_model_loss, returns_sum
 from jaxstack.models import Transformer
 from jaxstack.parallel import make_mesh, make_rules
 from jaxstack.state import init_state
@@ -36,7 +36,7 @@ def step_of(loss, accumulation: int = 1, devices: int = 1, optimizer=None):
     rules = make_rules(make_mesh(devices=jax.devices()[:devices]))
     module = FunctionalModule(Line)
     optimizer = optimizer or optax.sgd(0.1)
-    steps = StepFunctions(module, loss, optimizer, None, rules, accumulation)
+    steps = StepFunctions(module, loss, optimizer, None, rules, accumulation=accumulation)
     return jax.jit(steps.train_step), init_state(module, optimizer, jax.random.key(0))
 
 
@@ -57,6 +57,7 @@ def test_one_step_is_gradient_descent():
 
 @pytest.mark.parametrize(("accumulation", "devices"), [(2, 1), (4, 2), (2, 4)])
 def test_accumulation_is_one_step_of_the_whole_batch(accumulation, devices):
+    @returns_sum
     def weighted(model, batch):
         error = (model(batch["x"]) - batch["y"]) ** 2 * batch["count"]
         return LossSum(error.sum(), batch["count"].sum())
@@ -65,9 +66,9 @@ def test_accumulation_is_one_step_of_the_whole_batch(accumulation, devices):
     (step, state), (whole, start) = step_of(weighted, accumulation, devices), step_of(weighted)
     (new, metrics), (wanted, expected) = step(state, batch), whole(start, batch)
     np.testing.assert_allclose(new.params["w"], wanted.params["w"], rtol=1e-5)
-    for name in ("loss", "grad_norm", "weight"):
+    for name in ("loss", "grad_norm", "count"):
         assert float(metrics[name]) == pytest.approx(float(expected[name]), rel=1e-5)
-    assert float(metrics["weight"]) == 7
+    assert float(metrics["count"]) == 7
     assert float(new.non_params["calls"]) == accumulation, "variables are carried from one microbatch to the next"
 
 
@@ -88,7 +89,7 @@ def test_a_step_that_is_not_finite_changes_nothing(poison):
 
 
 def test_a_batch_without_items_moves_nothing():
-    step, state = step_of(lambda model, batch: LossSum(model(batch["x"]).sum() * 0, 0.0))
+    step, state = step_of(returns_sum(lambda model, batch: LossSum(model(batch["x"]).sum() * 0, 0.0)))
     new, metrics = step(state, BATCH)
     np.testing.assert_array_equal(new.params["w"], state.params["w"])
     assert float(metrics["loss"]) == 0 and int(metrics["skipped"]) == 0
@@ -111,10 +112,10 @@ def test_keys_differ_between_steps_and_microbatches_and_runs_repeat():
 
 
 def test_losses_may_be_a_mean_or_a_sum():
-    assert as_loss_sum(jnp.float32(3)).weight == 1 and as_loss_sum(2).total == 2
+    assert as_loss_sum(jnp.float32(3)).count == 1 and as_loss_sum(2).total == 2
     assert as_loss_sum(LossSum(jnp.int32(4), 2)).total.dtype == jnp.float32
     for wrong in (jnp.ones(3), "loss", None, (jnp.ones(()), jnp.ones(()))):
-        with pytest.raises(TypeError, match=r"LossSum\(total, weight\)"):
+        with pytest.raises(TypeError, match=r"LossSum\(total, count\)"):
             as_loss_sum(wrong)
 
 
@@ -130,12 +131,12 @@ def test_language_model_loss_is_cross_entropy_of_the_labels_that_count(model):
     counted = batch["labels"] != -100
     wanted = -np.take_along_axis(np.asarray(logits), np.where(counted, batch["labels"], 0)[..., None], -1)[..., 0]
     assert float(found.total) == pytest.approx(wanted[counted].sum(), rel=1e-5)
-    assert float(found.weight) == counted.sum() < counted.size
+    assert float(found.count) == counted.sum() < counted.size
 
 
 def test_z_loss_adds_the_square_of_the_normaliser(model):
     batch = batch_at(0, 4)
-    plain, more = (language_model_loss(model, batch, z_loss=z).total for z in (0.0, 0.5))
+    plain, more = (language_model_loss(model, batch, train=True, z_loss=z).total for z in (0.0, 0.5))
     normaliser = jax.nn.logsumexp(model(batch["tokens"], segment_ids=batch["segment_ids"]), -1)
     assert float(more - plain) == pytest.approx(0.5 * float((normaliser**2)[batch["labels"] != -100].sum()), rel=1e-3)
 

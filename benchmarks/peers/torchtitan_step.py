@@ -1,7 +1,7 @@
 """torchtitan's training step on random tokens, at the sizes of a `jaxstack.models.ModelConfig` that is a Llama 3.
 
-`measure` starts one process a device with torchrun; this file is also the program that they run. Written for torchtitan
-0.2.2; where another version has other names it ends with their error.
+`measure` starts one process per device with torchrun; each runs this file as a program. It is written for torchtitan
+0.2.2; with another version, names that are missing there end it with their error.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.clocks import GpuClocks
+from benchmarks.sustained import SECONDS, block_steps, measure_blocks
 
-WARMUP, BLOCKS, STEPS = 3, 5, 3
+WARMUP = 3
 MULTIPLE = 256
 """torchtitan rounds a Llama's inner width up to a multiple of this."""
 NO_RECOMPUTE = 1.5e9
@@ -30,10 +29,10 @@ NO_RECOMPUTE = 1.5e9
 
 
 def arguments_of(config: Any) -> list[str]:
-    """torchtitan's options for a run's configuration.
+    """Return torchtitan's options for a run's configuration.
 
     Raises:
-        SystemExit: a layout or model that this peer does not cover.
+        SystemExit: This peer does not cover the layout or the model.
     """
     model, train, parallel = config.model, config.train, config.parallel
     degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
@@ -48,10 +47,10 @@ def arguments_of(config: Any) -> list[str]:
     recompute = "none" if few else "full" if train.sequence_length > 32768 else "selective"
     found = {
         "model.name": "jaxstack_peer", "model.flavor": "peer", "training.local_batch_size": rows,
-        "training.seq_len": train.sequence_length, "training.steps": 1000, "training.max_norm": 1.0,
+        "training.seq_len": train.sequence_length, "training.steps": 100_000, "training.max_norm": 1.0,
         "parallelism.data_parallel_shard_degree": -1, "parallelism.context_parallel_degree": context,
         "parallelism.tensor_parallel_degree": parallel.tensor, "activation_checkpoint.mode": recompute,
-        "activation_checkpoint.selective_ac_option": "op", "metrics.log_freq": 1000, "debug.seed": 0,
+        "activation_checkpoint.selective_ac_option": "op", "metrics.log_freq": 100_000, "debug.seed": 0,
     }  # fmt: skip
     options = [f"--{name}={value}" for name, value in found.items()] + ["--compile.enable"]
     if config.precision.fp8 != "none":
@@ -62,8 +61,8 @@ def arguments_of(config: Any) -> list[str]:
     return options
 
 
-def measure(config: Any) -> dict[str, Any]:
-    """Milliseconds of a step, the losses, the peak memory and the title, from processes of their own."""
+def measure(config: Any, seconds: float = SECONDS) -> dict[str, Any]:
+    """Measure the sustained time of a step in separate processes; return it with losses, peak memory and title."""
     model, devices = config.model, 1
     for degree in config.parallel.degrees.values():
         devices *= degree
@@ -77,7 +76,8 @@ def measure(config: Any) -> dict[str, Any]:
         # Without an address, processes look for the first one by the host's name, which not every host can resolve.
         launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         launcher.append(f"--nproc-per-node={devices}")
-        command = [sys.executable, *launcher, __file__, str(output), json.dumps(sizes), *arguments_of(config)]
+        command = [sys.executable, *launcher, __file__, str(output), json.dumps(sizes), str(seconds)]
+        command += arguments_of(config)
         command.append(f"--job.dump_folder={folder}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode or not output.exists():
@@ -85,8 +85,8 @@ def measure(config: Any) -> dict[str, Any]:
         return json.loads(output.read_text(encoding="utf-8"))
 
 
-def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
-    """One process of the job; the first one writes what it measured."""
+def run(output: str, sizes: dict[str, Any], seconds: float, options: Sequence[str]) -> None:
+    """Train in one process of the job; the process of rank 0 writes the measurement."""
     import torch
     import torchtitan
     from torchtitan.config import ConfigManager
@@ -95,7 +95,7 @@ def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
     from torchtitan.train import Trainer
 
     class Measured(Trainer):
-        """Keeps the last loss, which torchtitan only logs."""
+        """A trainer that stores the last loss, which torchtitan only logs."""
 
         last_loss: Any = None
 
@@ -124,28 +124,33 @@ def run(output: str, sizes: dict[str, Any], options: Sequence[str]) -> None:
     on_gpu = torch.cuda.is_available()
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
 
-    def steps(count: int) -> float:
-        synchronize()
-        began = time.perf_counter()
+    def steps(count: int) -> None:
         for _ in range(count):
             trainer.step += 1
             trainer.train_step(batches)
         synchronize()
-        return (time.perf_counter() - began) / count
+
+    def elapsed(passed: float) -> float:
+        """Seconds on which all processes agree."""
+        shared = torch.tensor(passed, device=trainer.device)
+        torch.distributed.broadcast(shared, 0)
+        return float(shared)
 
     steps(1)
     losses = [loss()]
-    steps(WARMUP - 1)
-    with GpuClocks() as clocks:
-        seconds = [steps(STEPS) for _ in range(BLOCKS)]
+    steps(WARMUP - 2)
+    began = time.perf_counter()
+    steps(1)
+    count = block_steps(elapsed(time.perf_counter() - began), seconds)
+    times = measure_blocks(steps, count, seconds, elapsed)
     losses.append(loss())
     mode = trainer.job_config.activation_checkpoint.mode
     if torch.distributed.get_rank() == 0:
         found = {
             "implementation": f"torchtitan {torchtitan.__version__}, compiled, recompute {mode}",
-            "device": torch.cuda.get_device_name(0) if on_gpu else "cpu", "milliseconds": 1e3 * median(seconds),
+            "device": torch.cuda.get_device_name(0) if on_gpu else "cpu", **times,
             "first_loss": losses[0], "last_loss": losses[1],
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None, **clocks.row,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         }  # fmt: skip
         Path(output).write_text(json.dumps(found), encoding="utf-8")
     trainer.close()
@@ -167,19 +172,20 @@ class RandomBatches:
             yield {"input": tokens}, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
+        """Return an empty state: the batches are random."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to restore."""
+        """Ignore the state."""
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output")
     parser.add_argument("sizes", type=json.loads)
+    parser.add_argument("seconds", type=float)
     known, rest = parser.parse_known_args()
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(run)(known.output, known.sizes, rest)
+    record(run)(known.output, known.sizes, known.seconds, rest)

@@ -1,4 +1,4 @@
-"""The end of a save, off the training thread: hash what was written, write the manifest, rename it in."""
+"""The end of a save, in the background thread: hash the written files, write the manifest, rename the folder."""
 
 import datetime
 import json
@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.leaves import LeafSpec
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import JaxstackError
+from jaxstack.files import write_file
 
 _PART = ".hashes-"
 
@@ -18,25 +19,36 @@ _PART = ".hashes-"
 def commit(
     staging: Path, final: Path, index: dict[str, Any], timeout_seconds: int, failure: Exception | None = None
 ) -> Path | None:
-    """Turns the written `staging` into the checkpoint `final`; every process calls it, a failed one too.
+    """Turn the written folder `staging` into the checkpoint `final`. Every process calls it, even if its write failed.
 
-    The processes divide the hashing and leave their results as files in `staging`; a part that is missing
-    fails the save on all of them. Returns where a foreign thing that stood at `final` was moved to.
+    The processes divide the hashing and write their hashes to files in `staging`; if one of these is missing, the save
+    fails on all processes.
 
-    Raises `failure`, or OSError where the checkpoint did not come about.
+    Args:
+      staging: folder with the written arrays.
+      final: folder of the checkpoint.
+      index: content of checkpoint.json, from `make_index`.
+      timeout_seconds: limit on waiting for the other processes.
+      failure: the exception of this process's write, if it failed.
+
+    Returns:
+      The new place of something at `final` that was not a checkpoint and was moved aside; None if there was nothing.
+
+    Raises:
+      Exception: `failure`, or the OSError that prevented the commit.
     """
-    position, count = processes.position()
+    position, count = coordination.process_position()
     moved = None
     try:
         if failure is not None:
             raise failure
         digests = manifest.hash_files(staging, manifest.list_files(staging)[position::count], sync=True)
         if count > 1:
-            manifest.write_synced(staging / f"{_PART}{position}", json.dumps(digests))
+            write_file(staging / f"{_PART}{position}", json.dumps(digests).encode())
     except Exception as error:
         failure, digests = error, {}
-    processes.meet(f"{staging.name}-hashed", timeout_seconds)
-    if processes.is_first() and failure is None:
+    coordination.barrier(f"{staging.name}-hashed", timeout_seconds)
+    if coordination.is_first() and failure is None:
         try:
             if count > 1:
                 digests = _merge_parts(staging, count)
@@ -44,7 +56,7 @@ def commit(
             moved = directory.put_in_place(staging, final)
         except Exception as error:
             failure = error
-    processes.meet(f"{staging.name}-committed", timeout_seconds)
+    coordination.barrier(f"{staging.name}-committed", timeout_seconds)
     if failure is not None:
         raise failure
     return moved
@@ -62,8 +74,12 @@ def _merge_parts(staging: Path, count: int) -> dict[str, str]:
     return digests
 
 
-def make_index(step: int, specs: dict[str, LeafSpec], extra: Any) -> dict[str, Any]:
-    """What checkpoint.json says of a save. Raises JaxstackError where `extra` is not plain JSON."""
+def make_index(step: int, specs: dict[str, LeafSpec], extra: object) -> dict[str, Any]:
+    """Return the content of checkpoint.json.
+
+    Raises:
+      JaxstackError: `extra` is not plain JSON.
+    """
     try:
         extra = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
@@ -79,7 +95,7 @@ def make_index(step: int, specs: dict[str, LeafSpec], extra: Any) -> dict[str, A
 
 
 def explain(error: BaseException, folder: str) -> str:
-    """The reason of a failed save in words that say what to do."""
+    """Return the reason of a failed save, with what the user can do about it."""
     chain: list[str] = []
     link: BaseException | None = error
     while link is not None:

@@ -6,7 +6,7 @@ from jaxstack.config.base import Component
 
 
 class CheckpointConfig(Component):
-    """When to save, and what to keep."""
+    """Intervals of saving, and the number of checkpoints to keep."""
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True, serialize_by_alias=True)
 
@@ -14,7 +14,7 @@ class CheckpointConfig(Component):
     """Save at every multiple of this many steps, and at the last one; never at step 0."""
 
     keep: int = Field(default=3, ge=1)
-    """How many of the newest checkpoints to keep. An older one goes only once a newer one is committed."""
+    """Number of newest checkpoints to keep. An older one is deleted only after a newer one is committed."""
 
     keep_every_steps: int | None = Field(default=None, ge=1)
     """Checkpoints at multiples of this many steps are kept forever."""
@@ -23,7 +23,7 @@ class CheckpointConfig(Component):
     """Write in the background. A step waits only for the copy from the devices to host memory."""
 
     save_on_exit: bool = True
-    """Save once more when the run is told to stop (SIGTERM, Ctrl-C)."""
+    """Save once more when the run is asked to stop (SIGTERM, Ctrl-C)."""
 
     timeout_minutes: int = Field(default=120, ge=1, le=10_080)
-    """A save that is not committed after this long counts as failed."""
+    """Limit on the duration of a save; one that is not committed by then has failed."""

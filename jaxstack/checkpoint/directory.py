@@ -1,17 +1,16 @@
-"""The directory of checkpoints on disk: what lies in it, and how entries come and go in one rename.
+"""The directory of checkpoints on disk. Every entry appears and disappears in one rename.
 
     1000/               a committed checkpoint (see manifest.py)
     .saving-2000-1/     half written; becomes 2000/ in one rename
-    .replaced-1000/     what 1000/ was while a new save of the same step takes its place
-    .deleting-500/      on its way out
-    .lock               held by the process that saves here
+    .replaced-1000/     the former 1000/, while a new save of the same step takes its place
+    .deleting-500/      being deleted
+    .lock               locked by the process that saves here
 
-Whatever else lies there is somebody else's: it is named in a warning, never loaded and never deleted.
+Anything else was put there by somebody else: it is named in a warning, never loaded and never deleted.
 """
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import re
 import shutil
@@ -19,17 +18,18 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from jaxstack.checkpoint.manifest import INDEX, MANIFEST, sync_folder
+from jaxstack.checkpoint.manifest import INDEX, MANIFEST
 from jaxstack.errors import JaxstackError
+from jaxstack.files import FileLock, LockHeld, holder_of, sync_directory
 
 Kind = Literal["committed", "half-written", "deleting", "foreign"]
-_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # what an int32, as the step of a state is, can hold
+_STEP = re.compile(r"0|[1-9][0-9]{0,8}")  # the range of an int32, the type of a state's step
 _REPLACED = re.compile(r"\.replaced-(0|[1-9][0-9]{0,8})")
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One thing in the directory. `step` is set where it is committed; `reason` says why it is foreign."""
+    """An entry of the directory. `step` is set if it is committed; `reason` says why it is foreign."""
 
     path: Path
     kind: Kind
@@ -38,9 +38,10 @@ class Entry:
 
 
 def scan(directory: Path) -> list[Entry]:
-    """What lies in `directory`, committed checkpoints first and newest first.
+    """List the entries of `directory`: committed checkpoints first, newest first. A missing directory has none.
 
-    An absent directory is empty.
+    Raises:
+      JaxstackError: `directory` is a file or cannot be read.
     """
     try:
         names = sorted(os.listdir(directory))
@@ -74,14 +75,14 @@ def _classify(path: Path) -> Entry:
     try:
         names = os.listdir(path)
     except OSError as error:
-        return Entry(path, "foreign", reason=f"it cannot be looked into: {error.strerror or error}")
+        return Entry(path, "foreign", reason=f"it cannot be read: {error.strerror or error}")
     if MANIFEST not in names and INDEX not in names:
         return Entry(path, "foreign", reason=f"no commit marker ({MANIFEST}) in it")
     return Entry(path, "committed", int(name))
 
 
 def put_in_place(staging: Path, final: Path) -> Path | None:
-    """Makes `staging` the committed `final`. Returns where a foreign thing that stood there was moved to."""
+    """Rename `staging` to the committed `final`. Returns the new path of something else that was there, if any."""
     moved = None
     if os.path.lexists(final):
         if _classify(final).kind == "committed":
@@ -92,13 +93,13 @@ def put_in_place(staging: Path, final: Path) -> Path | None:
             moved = final.with_name(f"{final.name}.moved-aside-{time.time_ns()}")
             os.rename(final, moved)
     os.rename(staging, final)
-    sync_folder(final.parent)
+    sync_directory(final.parent)
     shutil.rmtree(final.with_name(f".replaced-{final.name}"), ignore_errors=True)
     return moved
 
 
 def delete(path: Path) -> None:
-    """Takes a checkpoint away in one rename, then frees its space: it is never seen half deleted."""
+    """Delete a checkpoint: rename it first, so that it is never seen half deleted."""
     doomed = path.with_name(f".deleting-{path.name.lstrip('.').removeprefix('deleting-')}")
     if doomed != path:
         remove_tree(doomed)
@@ -107,10 +108,7 @@ def delete(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder, to which a writer that has failed may be adding files for a moment, or a file of that name.
-
-    What cannot be removed stays.
-    """
+    """Remove a folder or file, as far as possible. Retries, as a writer that failed may still be adding files to it."""
     for attempt in range(5):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -123,48 +121,34 @@ def remove_tree(path: Path) -> None:
 
 
 def clear_unfinished(directory: Path) -> None:
-    """Frees the space of saves and deletions that were cut off. Only for the holder of the lock."""
+    """Remove saves and deletions that were cut off. Only the process that holds the lock may call it."""
     for entry in scan(directory):
         if entry.kind in ("half-written", "deleting"):
             remove_tree(entry.path)
 
 
-class DirectoryLock:
-    """Keeps a second run from saving into the same directory. Freed by the kernel when its process ends."""
+def saving_process(directory: Path) -> str | None:
+    """Return the process that saves in `directory` now, such as `process 17 on host a`; None if there is none."""
+    return holder_of(directory / ".lock")
 
-    def __init__(self, directory: Path):
-        """Takes the lock of `directory` or raises JaxstackError.
 
-        File systems without locks are let through.
-        """
-        self._path = directory / ".lock"
-        # Not through a link, which would write into what it points at.
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-        self._file = os.fdopen(handle, "r+", encoding="utf-8", errors="replace")
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            self._file.seek(0)
-            holder = self._file.read().strip()
-            self._file.close()
-            raise JaxstackError(
-                f"another process saves checkpoints in {directory} ({holder}): "
-                "wait for it, stop it, or give this run another name"
-            ) from error
-        except OSError:
-            return
-        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
-            os.ftruncate(self._file.fileno(), 0)
-            os.write(self._file.fileno(), f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+def lock_directory(directory: Path) -> FileLock:
+    """Lock `directory` against saves of other runs. The kernel frees the lock when this process ends.
 
-    def is_there(self) -> bool:
-        """Whether the directory still has the file that is locked: nobody has removed or replaced it."""
-        try:
-            found, mine = os.stat(self._path, follow_symlinks=False), os.fstat(self._file.fileno())
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
+    File systems without locks are accepted, without protection.
 
-    def release(self) -> None:
-        """Frees the lock."""
-        self._file.close()
+    Raises:
+      JaxstackError: another process saves there.
+    """
+    lock = FileLock(directory / ".lock", per_process=True)
+    try:
+        lock.acquire()
+    except LockHeld as holder:
+        lock.release()
+        raise JaxstackError(
+            f"another process saves checkpoints in {directory} ({holder}): "
+            "wait for it, stop it, or give this run another name"
+        ) from holder
+    except OSError:
+        pass
+    return lock

@@ -1,4 +1,4 @@
-"""Compares the tree that is wanted with the one that a checkpoint holds, and says where its arrays go."""
+"""Compares the wanted tree with the stored one, and decides where each array is loaded to."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxstack.checkpoint.leaves import LeafSpec, name_leaves
 from jaxstack.errors import ConfigError, JaxstackError
@@ -13,14 +14,17 @@ from jaxstack.errors import ConfigError, JaxstackError
 _SHOWN = 10
 
 
-def compare(wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool = False) -> list[str]:
-    """One line a difference, the leaves in the order of `wanted`.
+def compare(wanted: dict[str, LeafSpec], stored: dict[str, LeafSpec], subset: bool = False) -> list[str]:
+    """Return one line per difference, in the order of `wanted`.
 
-    With `subset`, leaves not wanted are no difference.
+    Args:
+      wanted: leaves of this run.
+      stored: leaves of the checkpoint.
+      subset: accept that the checkpoint has more leaves.
     """
     lines = []
     for name, want in wanted.items():
-        have = held.get(name)
+        have = stored.get(name)
         if have is None:
             lines.append(f"{name}: {want} wanted, not in the checkpoint")
         elif have.dtype != want.dtype:
@@ -30,14 +34,18 @@ def compare(wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool
         elif not have.is_known:
             lines.append(f"{name}: {have.dtype} of {have.key_impl!r}, which is no such random generator of this jax")
     if not subset:
-        surplus = [name for name in held if name not in wanted]
-        lines += [f"{name}: {held[name]} in the checkpoint, not wanted" for name in surplus]
+        surplus = [name for name in stored if name not in wanted]
+        lines += [f"{name}: {stored[name]} in the checkpoint, not wanted" for name in surplus]
     return lines
 
 
-def check_layout(source: str, wanted: dict[str, LeafSpec], held: dict[str, LeafSpec], subset: bool = False) -> None:
-    """Raises ConfigError that names the first ten differing leaves and counts the rest."""
-    lines = compare(wanted, held, subset)
+def check_layout(source: str, wanted: dict[str, LeafSpec], stored: dict[str, LeafSpec], subset: bool = False) -> None:
+    """Check that a checkpoint has the wanted leaves; see `compare`.
+
+    Raises:
+      ConfigError: it does not. The message names the first ten differences and counts the others.
+    """
+    lines = compare(wanted, stored, subset)
     if not lines:
         return
     shown = lines[:_SHOWN]
@@ -52,12 +60,18 @@ def check_layout(source: str, wanted: dict[str, LeafSpec], held: dict[str, LeafS
 
 
 def initial_leaves(
-    wanted: dict[str, Any], held: dict[str, LeafSpec], later: Mapping[str, Callable[[], Any]]
+    wanted: dict[str, Any], stored: dict[str, LeafSpec], later: Mapping[str, Callable[[], PyTree]]
 ) -> dict[str, Any]:
-    """The leaves of those fields of `later` of which the checkpoint holds none, laid out as they are wanted."""
+    """Return new leaves for those fields of `later` that the checkpoint lacks, with the wanted shardings.
+
+    Args:
+      wanted: leaves of this run.
+      stored: leaves of the checkpoint.
+      later: field -> function of its initial value, for fields that older checkpoints do not have.
+    """
     found = {}
     for field, make in later.items():
-        if any(name.partition("/")[0] == field for name in held):
+        if any(name.partition("/")[0] == field for name in stored):
             continue
         places = {name: leaf.sharding for name, leaf in wanted.items() if name.partition("/")[0] == field}
         if places:
@@ -66,11 +80,12 @@ def initial_leaves(
     return found
 
 
-def abstract_state(tree: Any, shardings: Any = None) -> Any:
-    """The abstract form of `tree` to hand to `CheckpointManager.restore`.
+def abstract_state(tree: PyTree, shardings: PyTree = None) -> PyTree:
+    """Return the abstract form of `tree`, for `CheckpointManager.restore`.
 
-    Arrays become jax.ShapeDtypeStruct with their own sharding, or with that of `shardings`: one sharding for
-    all, or a tree of them shaped like `tree`. Numpy arrays and plain Python values stay as they are.
+    Args:
+      tree: arrays become jax.ShapeDtypeStruct; numpy arrays and plain Python values stay as they are.
+      shardings: one sharding for all arrays, or a tree of them shaped like `tree`. Default: each array's own.
     """
     leaves, structure = jax.tree.flatten(tree)
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
@@ -78,7 +93,7 @@ def abstract_state(tree: Any, shardings: Any = None) -> Any:
     else:
         places = structure.flatten_up_to(shardings)
 
-    def abstract(leaf: Any, place: Any) -> Any:
+    def abstract(leaf: object, place: jax.sharding.Sharding | None) -> object:
         if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         place = place if place is not None else getattr(leaf, "sharding", None)
@@ -87,44 +102,51 @@ def abstract_state(tree: Any, shardings: Any = None) -> Any:
     return structure.unflatten([abstract(leaf, place) for leaf, place in zip(leaves, places, strict=True)])
 
 
-def load_target(wanted: Any, held: LeafSpec) -> Any:
-    """What Orbax is to load for a leaf: host memory for numpy, else the wanted sharding (or one device).
+def load_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: LeafSpec) -> Any:
+    """Return the target of Orbax for a leaf: a numpy array, or an abstract array with the wanted sharding.
 
-    Each device then reads only its own part from the files: nothing is gathered on one host.
+    Each device then reads only its own shard from the files; nothing is gathered on one host. The default sharding is
+    one device.
     """
     if isinstance(wanted, np.ndarray | np.generic):
-        return np.empty(held.shape, held.dtype)
+        return np.empty(stored.shape, stored.dtype)
     sharding = getattr(wanted, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    if held.key_impl is None:
-        return jax.ShapeDtypeStruct(held.shape, jnp.dtype(held.dtype), sharding=sharding)
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(held.shape, wanted.dtype))
+    if stored.key_impl is None:
+        return jax.ShapeDtypeStruct(stored.shape, jnp.dtype(stored.dtype), sharding=sharding)
+    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(stored.shape, wanted.dtype))
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=_for_key_data(sharding))
 
 
-def finish_leaf(name: str, loaded: Any, wanted: Any, held: LeafSpec) -> Any:
-    """The leaf that the caller asked for, from what was loaded for it (None where no array is stored).
+def finish_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
+    """Return a leaf of the restored tree from the loaded array.
 
-    Raises JaxstackError where jax has cut 64-bit numbers to 32 bits: a changed number must not pass unseen.
+    Args:
+      name: path of the leaf, for messages.
+      loaded: the array; None if none is stored for this leaf.
+      wanted: leaf of the tree that the caller asked for.
+      stored: the leaf of the checkpoint.
+
+    Raises:
+      JaxstackError: jax cut 64-bit numbers to 32 bits, which would change their values silently.
     """
-    if held.is_plain:
-        return held.value
-    if not held.has_array:
-        loaded = load_target(wanted, held)
+    if stored.is_plain:
+        return stored.value
+    if loaded is None:
+        loaded = load_target(wanted, stored)
         if isinstance(loaded, jax.ShapeDtypeStruct):
             loaded = jax.device_put(jnp.empty(loaded.shape, loaded.dtype), loaded.sharding)
-    if held.key_impl is not None:
-        return jax.random.wrap_key_data(loaded, impl=held.key_impl)
-    if str(loaded.dtype) != held.dtype:
+    if stored.key_impl is not None:
+        return jax.random.wrap_key_data(loaded, impl=stored.key_impl)
+    if str(loaded.dtype) != stored.dtype:
         raise JaxstackError(
-            f"{name} is {held.dtype} in the checkpoint and would be cut to {loaded.dtype}: "
+            f"{name} is {stored.dtype} in the checkpoint and would be cut to {loaded.dtype}: "
             "set jax_enable_x64, or ask for a numpy array"
         )
     return loaded[()] if isinstance(wanted, np.generic) else loaded
 
 
 def _for_key_data(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    # Key data has one dimension more than its keys; a named sharding leaves trailing dimensions whole by
-    # itself.
+    # Key data has one dim more than its keys. A named sharding does not shard trailing dims that it does not name.
     if isinstance(sharding, jax.sharding.NamedSharding | jax.sharding.SingleDeviceSharding):
         return sharding
     return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -1,4 +1,4 @@
-"""A pytree as a flat dictionary {"params/layers/kernel": leaf}, which needs no Python class to be read."""
+"""Any pytree as a flat dictionary {"params/layers/kernel": leaf}, which can be read without its Python classes."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jaxstack.errors import JaxstackError
 
@@ -20,9 +21,9 @@ _PLAIN_TYPES = (bool, int, float, str)
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What a leaf is.
+    """The type of a leaf: shape and dtype, the value of a plain Python value, the generator of random keys.
 
-    Plain Python values (`dtype` "python int") carry their value; keys name their generator.
+    The dtype of plain Python values is e.g. "python int".
     """
 
     shape: tuple[int, ...]
@@ -32,12 +33,12 @@ class LeafSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a Python value, which is stored in the index and not as an array."""
+        """True for a Python value, which is stored in the index instead of as an array."""
         return self.dtype.startswith("python ")
 
     @property
     def is_known(self) -> bool:
-        """Whether random keys are those of a generator that jax has under this name; true of all else."""
+        """False for random keys whose generator this jax does not have; True for everything else."""
         if self.key_impl is None:
             return not self.dtype.startswith("key<")
         try:
@@ -47,14 +48,14 @@ class LeafSpec:
 
     @property
     def has_array(self) -> bool:
-        """Whether an array is written for it: not for plain values, nor for arrays without elements."""
+        """True if an array is stored for it; False for plain values and for arrays without elements."""
         return not self.is_plain and 0 not in self.shape
 
     def __str__(self) -> str:
         return self.dtype if self.is_plain else f"{self.dtype}{list(self.shape)}"
 
     def to_json(self) -> dict[str, Any]:
-        """A dictionary of plain JSON that `from_json` reads back."""
+        """Return a dictionary of plain JSON, which `from_json` reads."""
         fields: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
         if self.is_plain:
             fields["value"] = self.value
@@ -64,14 +65,15 @@ class LeafSpec:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "LeafSpec":
-        """The inverse of `to_json`."""
+        """Return the specification that `to_json` wrote."""
         return cls(tuple(fields["shape"]), fields["dtype"], fields.get("value"), fields.get("key_impl"))
 
 
-def name_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves of any pytree by path ("optimizer/0/mu/kernel"), in its order, and its structure.
+def name_leaves(tree: PyTree) -> tuple[dict[str, Any], Any]:
+    """Return the leaves of a pytree by path ("optimizer/0/mu/kernel"), in the tree's order, and its structure.
 
-    Raises JaxstackError where two leaves get one name.
+    Raises:
+      JaxstackError: two leaves have the same path.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves: dict[str, Any] = {}
@@ -83,28 +85,29 @@ def name_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
     return leaves, structure
 
 
-def describe(name: str, leaf: Any) -> LeafSpec:
-    """The specification of an array, a typed random key, a plain value, or an abstract form of these.
+def describe(name: str, leaf: object) -> LeafSpec:
+    """Return the specification of an array, a random key, a plain value, or an abstract form of these.
 
-    Raises JaxstackError for what cannot be stored.
+    Raises:
+      JaxstackError: it cannot be stored.
     """
     if type(leaf) in _PLAIN_TYPES:
         return LeafSpec((), f"python {type(leaf).__name__}", value=leaf)
-    dtype = getattr(leaf, "dtype", None)
+    dtype, shape = getattr(leaf, "dtype", None), tuple(getattr(leaf, "shape", ()))
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         impl = str(jax.random.key_impl(leaf)) if isinstance(leaf, jax.Array) else None
-        return LeafSpec(tuple(leaf.shape), str(dtype), key_impl=impl)
+        return LeafSpec(shape, str(dtype), key_impl=impl)
     if dtype is None or str(dtype) not in STORABLE_DTYPES:
         kind = type(leaf).__name__ if dtype is None else f"array of dtype {dtype}"
         raise JaxstackError(
             f"{name} is a {kind}, which a checkpoint cannot hold: "
             "give arrays of a number type, random keys, int, float, bool or str"
         )
-    return LeafSpec(tuple(leaf.shape), str(dtype))
+    return LeafSpec(shape, str(dtype))
 
 
-def to_stored(leaf: Any, spec: LeafSpec) -> Any:
-    """The array that is written for a leaf: key data for keys, an array for a numpy scalar."""
-    if spec.key_impl is not None:
+def to_stored(leaf: jax.Array | np.ndarray | np.generic, spec: LeafSpec) -> jax.Array | np.ndarray:
+    """Return the array that is written for a leaf: the data of a random key, an array for a numpy scalar."""
+    if spec.key_impl is not None and isinstance(leaf, jax.Array):
         return jax.random.key_data(leaf)
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf

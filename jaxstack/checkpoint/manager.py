@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import PyTree
+
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
+from jaxstack.files import FileLock
 
 _ARRAYS = "arrays"
 _Fields = Mapping[str, Callable[[], Any]]
@@ -26,7 +29,7 @@ _open_managers: "weakref.WeakSet[CheckpointManager]" = weakref.WeakSet()
 
 @dataclasses.dataclass(frozen=True)
 class SaveRecord:
-    """What a committed save cost: bytes of arrays on all processes, and seconds that `save` itself took."""
+    """Cost of a committed save: bytes of arrays on all processes, and seconds that `save` blocked its caller."""
 
     step: int
     num_bytes: int
@@ -47,7 +50,7 @@ class _Job:
 
 @atexit.register
 def _warn_of_lost_saves() -> None:
-    # An interpreter on its way out starts no threads, which Orbax needs: the save cannot be finished here.
+    # An interpreter that shuts down starts no threads, which Orbax needs: the save cannot be finished here.
     for manager in list(_open_managers):
         if manager._thread is not None and manager._thread.is_alive():
             manager._report("the last save is lost: the process ended without CheckpointManager.close()")
@@ -56,9 +59,14 @@ def _warn_of_lost_saves() -> None:
 class CheckpointManager:
     """The checkpoints of one run, in one directory on a file system that all its processes share.
 
-    Made and called alike on every process. Reading takes no lock and changes nothing on disk, so that a run
-    can be read while it trains. `report` takes one-line warnings (damage, strangers in the directory, failed
-    saves); without it they go to the logger `jaxstack.checkpoint`.
+    Every process creates it and calls it in the same way. Reading takes no lock and changes nothing on disk, so that
+    a run can be read while it trains.
+
+    Args:
+      directory: the directory of checkpoints, made when it is needed.
+      config: intervals and limits.
+      report: called with one-line warnings (damage, foreign entries of the directory, failed saves). Default: the
+        logger `jaxstack.checkpoint`.
     """
 
     def __init__(
@@ -74,9 +82,10 @@ class CheckpointManager:
         self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
         self._reported: set[str] = set()
         self._intact: dict[int, Any] = {}
+        self._verified: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
-        self._lock: Any = None
+        self._lock: FileLock | None = None
         self._attempts = 0
         self._timeout_seconds = 60 * self.config.timeout_minutes
         _open_managers.add(self)
@@ -84,43 +93,52 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
             return
-        # The other processes may not come to an agreement with one that is on its way out: none is sought.
+        # This process is failing: waiting for an agreement with the others could block forever.
         self._finish_thread()
         self._release()
 
     def claim(self) -> None:
-        """Keeps others from saving here from now on. Raises JaxstackError where one does, or nothing can be written."""
+        """Keep other runs from saving here from now on.
+
+        Raises:
+          JaxstackError: another run saves here, or the directory cannot be written.
+        """
         failure: JaxstackError | None = None
-        if processes.is_first():
+        if coordination.is_first():
             try:
                 self._take_lock()
             except OSError as error:
                 failure = cannot_write(error.filename or self.directory, error)
             except JaxstackError as error:
                 failure = error
-        if not processes.all_true(failure is None):
-            wrong = not processes.all_true(not isinstance(failure, ConfigError))
+        if not coordination.all_true(failure is None):
+            wrong = not coordination.all_true(not isinstance(failure, ConfigError))
             kind = ConfigError if wrong else JaxstackError
             raise failure or kind(f"the first process cannot save in {self.directory}; it says why")
 
     def should_save(self, step: int, last_step: int | None = None) -> bool:
-        """Whether the policy of the configuration saves after `step` steps."""
+        """Return True if the configuration's policy saves after `step` steps."""
         return should_save(step, self.config.every_steps, last_step)
 
-    def save(self, step: int, state: Any, extra: Any = None, wait: bool = False) -> None:
-        """Saves a pytree and `extra` (plain JSON) as `step`; one that is there already is replaced.
+    def save(self, step: int, state: PyTree, extra: object = None, wait: bool = False) -> None:
+        """Save a pytree and `extra` as `step`; a checkpoint of the same step is replaced.
 
-        Returns when the state is in host memory: its buffers may then be donated. At most one copy is held; a
-        save that is still being written is waited for first. A save that fails, now or in the background, is
-        reported and leaves nothing behind, and the next one starts anew; with `wait` (or `async: false`) it
-        raises.
+        Returns once the state is in host memory, so that its buffers may be donated. Host memory has at most one copy:
+        a save that is still being written is waited for first. A save that fails is reported, in the background too,
+        and leaves nothing behind; the next one starts from scratch.
 
-        Raises JaxstackError for leaves or extra data that cannot be stored, and where another process saves
-        here.
+        Args:
+          step: number of steps done, 0 or more.
+          state: arrays, random keys and plain Python values.
+          extra: plain JSON.
+          wait: return when the save is committed, and raise if it fails; as with `async: false`.
+
+        Raises:
+          JaxstackError: a leaf or `extra` cannot be stored, another process saves here, or the save failed.
         """
         started = time.monotonic()
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -142,16 +160,21 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save in progress. Raises JaxstackError where the last save did not commit."""
+        """Wait for the save in progress.
+
+        Raises:
+          JaxstackError: the last save was not committed.
+        """
         self._join()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
-        """Waits for the save in progress and frees the directory.
+        """Wait for the save in progress and free the directory.
 
-        Raises where the last save did not commit.
+        Raises:
+          JaxstackError: the last save was not committed.
         """
         try:
             self.wait()
@@ -159,10 +182,12 @@ class CheckpointManager:
             self._release()
 
     def latest_step(self) -> int | None:
-        """The newest checkpoint whose every file is what was committed; None where there is no checkpoint.
+        """Return the newest step whose files are all unchanged; None if there is no checkpoint.
 
-        Damaged ones are reported with the file's name and passed over, strangers are reported and left alone.
-        Raises JaxstackError where there are checkpoints and all of them are damaged.
+        Damaged checkpoints are reported with the file's name and skipped. Foreign entries are reported.
+
+        Raises:
+          JaxstackError: there are checkpoints, and all of them are damaged.
         """
         self._join()
         newest_damage = None
@@ -180,58 +205,62 @@ class CheckpointManager:
         return None
 
     def all_steps(self) -> list[int]:
-        """The committed steps in ascending order. Their content is not checked."""
+        """Return the committed steps in ascending order. Their content is not checked."""
         return sorted(e.step for e in directory.scan(self.directory) if e.kind == "committed")
 
     def extra(self, step: int) -> Any:
-        """The extra data that was saved with `step`, without its arrays.
+        """Return the extra data that was saved with `step`, without loading arrays.
 
-        Raises JaxstackError where it is damaged.
+        Raises:
+          JaxstackError: the checkpoint is damaged.
         """
         return self._checked_index(step).get("extra")
 
     def restore(
-        self, step: int, abstract_tree: Any, *, subset: bool = False, later: _Fields | None = None
-    ) -> tuple[Any, Any]:
-        """Loads `step` as (tree, extra) in the structure of `abstract_tree`.
+        self, step: int, abstract_tree: PyTree, *, subset: bool = False, later: _Fields | None = None
+    ) -> tuple[PyTree, Any]:
+        """Load `step`. The files are checked first, unless they were already.
 
-        Its leaves say what is wanted: jax.ShapeDtypeStruct (with a sharding, for any mesh) or arrays give
-        jax.Array, numpy arrays give numpy, Python values give Python values. With `subset`, leaves of the
-        checkpoint that are not asked for are left unread. `later` has top-level fields that came after the
-        first release, each with a function of its initial value: one of which the checkpoint has no leaf is
-        filled with it, and reported. The files are checked first unless they were already.
+        Args:
+          step: a committed step.
+          abstract_tree: the wanted tree. jax.ShapeDtypeStruct (with a sharding, on any mesh) and arrays are loaded as
+            jax.Array, numpy arrays as numpy, Python values as Python values.
+          subset: leave leaves of the checkpoint that are not wanted unread, instead of raising.
+          later: top-level fields that older checkpoints lack, each with a function of its initial value. A field
+            without any leaf in the checkpoint gets its initial value, and that is reported.
 
-        Raises JaxstackError with the differences leaf by leaf where the trees do not match, or naming the
-        file where the checkpoint is damaged.
+        Returns:
+          (tree in the structure of `abstract_tree`, extra).
+
+        Raises:
+          JaxstackError: the trees differ (the message lists the leaves), or the checkpoint is damaged (it names the
+            file).
         """
         self._join()
         index = self._checked_index(step)
         source = str(self._path(step))
-        held = {name: LeafSpec.from_json(fields) for name, fields in index["leaves"].items()}
+        stored = {name: LeafSpec.from_json(fields) for name, fields in index["leaves"].items()}
         wanted, structure = name_leaves(abstract_tree)
-        fresh = initial_leaves(wanted, held, later or {})
+        fresh = initial_leaves(wanted, stored, later or {})
         for field in dict.fromkeys(name.partition("/")[0] for name in fresh):
             self._report(f"the checkpoint {source} is older than {field!r}, which begins anew")
-        held |= {name: describe(name, leaf) for name, leaf in fresh.items()}
-        check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, held, subset)
-        stored = [name for name in wanted if held[name].has_array and name not in fresh]
-        targets = {name: load_target(wanted[name], held[name]) for name in stored}
+        stored |= {name: describe(name, leaf) for name, leaf in fresh.items()}
+        check_layout(source, {name: describe(name, leaf) for name, leaf in wanted.items()}, stored, subset)
+        to_read = [name for name in wanted if stored[name].has_array and name not in fresh]
+        targets = {name: load_target(wanted[name], stored[name]) for name in to_read}
         try:
             loaded = arrays.read(self._path(step) / _ARRAYS, targets, self._timeout_seconds)
         except Exception as error:
             reason = explain(error, source)
             raise JaxstackError(f"the checkpoint {source} could not be read: {reason}") from error
         loaded |= fresh
-        leaves = [finish_leaf(name, loaded.get(name), leaf, held[name]) for name, leaf in wanted.items()]
+        leaves = [finish_leaf(name, loaded.get(name), leaf, stored[name]) for name, leaf in wanted.items()]
         return structure.unflatten(leaves), index.get("extra")
 
     def discard_newer(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, for a run that goes back to it.
-
-        Called by the run that saves here.
-        """
+        """Delete the checkpoints after `step`, for the run that saves here and goes back to it."""
         self._join()
-        if not processes.is_first():
+        if not coordination.is_first():
             return
         self._take_lock()
         for later in self.all_steps():
@@ -244,24 +273,24 @@ class CheckpointManager:
             self._lock = None
 
     def _take_lock(self) -> None:
-        if self._lock is not None and not self._lock.is_there():
+        if self._lock is not None and not self._lock.is_in_place():
             self._report(f"{self.directory} was removed while the run saves there, with what it held; it is made anew")
             self._release()
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lock = directory.DirectoryLock(self.directory)
+            self._lock = directory.lock_directory(self.directory)
 
     def _prepare(self, job: _Job) -> bool:
-        """Makes the folder of a save, on the first process. False (and the error noted) where that fails."""
+        """Create the folder of a save, on the first process. Returns False, with the error noted, if that fails."""
         failure: Exception | None = None
-        if processes.is_first():
+        if coordination.is_first():
             try:
                 self._take_lock()
                 directory.clear_unfinished(self.directory)
                 job.staging.mkdir()
             except (OSError, JaxstackError) as error:
                 failure = error
-        if processes.all_true(failure is None):
+        if coordination.all_true(failure is None):
             return True
         if isinstance(failure, JaxstackError):
             raise failure
@@ -290,7 +319,7 @@ class CheckpointManager:
         final = self.directory / str(job.step)
         try:
             moved = commit(job.staging, final, job.index, self._timeout_seconds, failure)
-            if processes.is_first():
+            if coordination.is_first():
                 manifest.check(final, job.step, hashes=False)
         except Exception as error:
             self._fail(job, error)
@@ -300,16 +329,38 @@ class CheckpointManager:
         self._error = None
         total_seconds = time.monotonic() - job.started
         self.last_save = SaveRecord(job.step, job.num_bytes, job.blocking_seconds, total_seconds)
-        if processes.is_first():
+        if coordination.is_first():
             self._delete_old(job.step)
 
     def _delete_old(self, committed: int) -> None:
         try:
             good = [step for step in self.all_steps() if self._has_right_sizes(step)]
-            for step in steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+            doomed: tuple[int, ...] = ()
+            while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+                damaged = [step for step in good if step not in doomed and not self._is_verified(step, committed)]
+                if not damaged:
+                    break
+                good = [step for step in good if step not in damaged]
+            for step in doomed:
                 directory.delete(self._path(step))
         except OSError as error:
             self._report(f"an old checkpoint in {self.directory} could not be deleted: {error}")
+
+    def _is_verified(self, step: int, committed: int) -> bool:
+        """Return True if a checkpoint's files have their hashes, so that an older one may be deleted for it.
+
+        Each checkpoint of an earlier start is read once; what this process has just written is trusted.
+        """
+        path = self._path(step)
+        seen = manifest.signature(path)
+        if step != committed and (seen is None or self._verified.get(step) != seen):
+            try:
+                manifest.check(path, step)
+            except manifest.Damaged as damage:
+                self._report(f"checkpoint {path} is damaged and does not count towards checkpoint.keep: {damage}")
+                return False
+        self._verified[step] = seen
+        return True
 
     def _has_right_sizes(self, step: int) -> bool:
         try:
@@ -319,7 +370,7 @@ class CheckpointManager:
         return True
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        if processes.is_first():
+        if coordination.is_first():
             directory.remove_tree(job.staging)
         self._error = JaxstackError(
             f"the checkpoint of step {job.step} was not saved: {explain(error, str(self.directory))}; "
@@ -338,58 +389,68 @@ class CheckpointManager:
     def _join(self) -> None:
         if not self._finish_thread():
             return
-        if not processes.all_true(self._error is None) and self._error is None:
+        if not coordination.all_true(self._error is None) and self._error is None:
             self._error = JaxstackError("the last checkpoint was not saved: another process failed at it")
 
     def _report(self, line: str) -> None:
-        if processes.is_first() and line not in self._reported:
+        if coordination.is_first() and line not in self._reported:
             self._reported.add(line)
-            self._write_line(line.encode("utf-8", "backslashreplace").decode())  # names of files may be any bytes
+            self._write_line(line.encode("utf-8", "backslashreplace").decode())  # file names may be any bytes
 
     def _agreed_steps(self) -> Iterator[int]:
-        """The committed steps, newest first, as the first process sees them."""
+        """Yield the committed steps, newest first, as the first process sees them."""
         steps = []
-        if processes.is_first():
+        if coordination.is_first():
             for entry in directory.scan(self.directory):
                 if entry.kind == "committed":
                     steps.append(entry.step)
                 elif entry.kind == "foreign":
                     self._report(f"{entry.path} is not a checkpoint and is ignored: {entry.reason}")
                 elif entry.kind == "half-written":
-                    self._report(f"{entry.path} is a save that was cut off; the next save removes it")
-        yield from processes.first_says(steps)
+                    self._report_unfinished(entry.path)
+        yield from coordination.broadcast_from_first(steps)
+
+    def _report_unfinished(self, path: Path) -> None:
+        ours = any(m._lock is not None and m.directory == self.directory for m in _open_managers)
+        if not ours and (holder := directory.saving_process(self.directory)) is not None:
+            self._report(f"{path} is being written by {holder}; the newest finished checkpoint is taken")
+        elif not ours:
+            self._report(f"{path} is a save that was cut off; the next save removes it")
 
     def _path(self, step: int) -> Path:
         final = self.directory / str(step)
         return final if final.exists() else final.with_name(f".replaced-{step}")
 
     def _find_damage(self, step: int) -> str | None:
-        """What is wrong with a checkpoint, the file's name first. It is read once while nobody writes to it."""
+        """Return the damage of a checkpoint, beginning with the file's name; None if it has none.
+
+        A checkpoint is read once, and again only after somebody has written to it.
+        """
         path = self._path(step)
         damage = None
         seen = manifest.signature(path)
-        if processes.all_true(seen is not None and self._intact.get(step) == seen):
+        if coordination.all_true(seen is not None and self._intact.get(step) == seen):
             return None
         try:
-            manifest.check(path, step, processes.position())
+            manifest.check(path, step, coordination.process_position())
         except manifest.Damaged as error:
             damage = str(error)
-        if not processes.all_true(damage is None):
+        if not coordination.all_true(damage is None):
             return damage or self._name_damage(path, step)
         self._intact[step] = seen
         return None
 
     def _name_damage(self, path: Path, step: int) -> str:
-        """What another process found in its share; only the first one tells it."""
+        """Return the damage that another process found in its share; only the first process names the file."""
         try:
-            if processes.is_first():
+            if coordination.is_first():
                 manifest.check(path, step)
         except manifest.Damaged as error:
             return str(error)
         return "another process found a damaged file"
 
     def _checked_index(self, step: int) -> dict[str, Any]:
-        if not processes.first_says(step in self.all_steps()):
+        if not coordination.broadcast_from_first(step in self.all_steps()):
             known = ", ".join(map(str, self.all_steps())) or "none"
             raise JaxstackError(f"no checkpoint of step {step} in {self.directory}: there are {known}")
         damage = self._find_damage(step)

@@ -1,13 +1,13 @@
-"""The content manifest of a checkpoint: a hash of every file, written last and checked before every load.
+"""The manifest of a checkpoint: a hash of every file, written last and checked before every load.
 
 A committed checkpoint directory holds
 
-    SHA256SUMS        one line a file, as `sha256sum -c SHA256SUMS` reads it; its last line is checkpoint.json
+    SHA256SUMS        one line per file, as `sha256sum -c SHA256SUMS` reads it; its last line is checkpoint.json
     checkpoint.json   step, leaves, extra data, and the size of every other file
-    arrays/...        what Orbax wrote
+    arrays/...        written by Orbax
 
-Every bit is covered: a change in SHA256SUMS itself leaves a hash, a name or its last line wrong. Files that
-neither lists are not ours and are not looked at.
+Every bit is covered: any change in SHA256SUMS itself makes a hash, a name or its last line wrong. Files that neither
+of the two lists do not belong to the checkpoint, and are ignored.
 """
 
 import hashlib
@@ -21,22 +21,23 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from jaxstack.errors import ConfigError
+from jaxstack.files import sync_directory, write_file, write_json
 
 MANIFEST = "SHA256SUMS"
 INDEX = "checkpoint.json"
 FORMAT = 1
 _KEYS = {"format": int, "step": int, "saved_at": str, "leaves": dict, "files": dict}
 _LINE = re.compile(r"([0-9a-f]{64})  ([^\n\0]+)")
-_LARGEST = 2**28
-"""Bytes of an index or a manifest at most; what is longer is not one, and is not read into memory."""
+_LARGEST_BYTES = 2**28
+"""Largest size of an index or a manifest; a longer file is neither, and is not read into memory."""
 
 
 class Damaged(Exception):
-    """A checkpoint directory that is not what was committed. The message starts with the file's name."""
+    """A checkpoint directory has changed since it was committed. The message begins with the file's name."""
 
 
 def list_files(root: Path) -> list[str]:
-    """The files below `root` by relative name, sorted, without hidden ones at its top (parts of a save)."""
+    """Return the files below `root` by relative name, sorted, without hidden ones at its top (parts of a save)."""
     names = []
     for folder, _, files in os.walk(root):
         relative = Path(folder).relative_to(root)
@@ -45,9 +46,15 @@ def list_files(root: Path) -> list[str]:
 
 
 def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str, str]:
-    """SHA-256 of each file as hex, on a few threads (hashlib frees the interpreter while it hashes).
+    """Return the SHA-256 of each file in hex. Uses several threads, as hashlib releases the GIL.
 
-    With `sync`, each file is also flushed to the disk. Raises OSError where a file cannot be read.
+    Args:
+      root: the folder.
+      names: files by relative name.
+      sync: also flush each file to the disk.
+
+    Raises:
+      OSError: a file cannot be read.
     """
 
     def digest(name: str) -> str:
@@ -61,53 +68,35 @@ def hash_files(root: Path, names: Iterable[str], sync: bool = False) -> dict[str
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all: temporary name, flush to disk, rename."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def sync_folders(root: Path) -> None:
-    """Flushes the entries of `root` and of every folder below it to the disk."""
+def sync_directories(root: Path) -> None:
+    """Flush the entries of `root` and of all folders below it to the disk."""
     for folder, _, _ in os.walk(root):
-        sync_folder(Path(folder))
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the entries of one folder, so that a rename in it outlives a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_directory(Path(folder))
 
 
 def write_manifest(root: Path, digests: dict[str, str], index: dict[str, Any]) -> None:
-    """Completes a checkpoint directory: its index (with the sizes of the hashed files), then its manifest."""
+    """Complete a checkpoint directory: write its index, with the sizes of the hashed files, then its manifest."""
     sizes = {name: (root / name).stat().st_size for name in digests}
-    write_synced(root / INDEX, json.dumps({**index, "files": sizes}, indent=1) + "\n")
+    write_json(root / INDEX, {**index, "files": sizes})
     lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
     lines.append(f"{hash_files(root, [INDEX])[INDEX]}  {INDEX}\n")
-    write_synced(root / MANIFEST, "".join(lines))
-    sync_folders(root)
+    write_file(root / MANIFEST, "".join(lines).encode())
+    sync_directories(root)
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """The checked content of checkpoint.json.
+    """Read and check checkpoint.json.
 
-    Raises Damaged where it or the manifest is not what was committed.
+    Raises:
+      Damaged: it or the manifest has changed.
     """
     return _read_checked(root)[1]
 
 
 def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
-    """Name, size and time of change of every file: equal as long as nobody wrote to the directory.
+    """Return name, size and modification time of every file: equal as long as nobody writes to the directory.
 
-    None where a file cannot be looked at.
+    None if the status of a file cannot be read.
     """
     try:
         stats = [(name, (root / name).stat()) for name in list_files(root)]
@@ -117,10 +106,16 @@ def signature(root: Path) -> tuple[tuple[str, int, int], ...] | None:
 
 
 def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool = True) -> dict[str, Any]:
-    """Checks the committed checkpoint of `step` against its manifest, returns its index, or raises Damaged.
+    """Check the committed checkpoint of `step` against its manifest, and return its index.
 
-    Sizes are always checked. With `hashes` the content is read too: of every `share[1]`-th file from the
-    `share[0]`-th on, so that several processes can divide the reading.
+    Args:
+      root: the checkpoint.
+      step: the step that its index must have.
+      share: (first, stride) of the files whose content is read, so that several processes can divide the reading.
+      hashes: read and compare contents; False: only sizes.
+
+    Raises:
+      Damaged: something has changed.
     """
     digests, index = _read_checked(root)
     if index["step"] != step:
@@ -142,7 +137,7 @@ def check(root: Path, step: int, share: tuple[int, int] = (0, 1), hashes: bool =
 
 
 def _regular(root: Path, name: str) -> os.stat_result:
-    """The status of a regular file; a link, a pipe or a device in its place is not it."""
+    """Return the status of a regular file. A link, a pipe or a device in its place does not count."""
     try:
         status = os.lstat(root / name)
     except FileNotFoundError:
@@ -174,8 +169,8 @@ def _read_checked(root: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return digests, index
 
 
-def _is_index(index: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether it has the parts of an index, each leaf with what `LeafSpec.from_json` reads."""
+def _is_index(index: object) -> TypeGuard[dict[str, Any]]:
+    """Return True if it has all keys of an index, and each leaf those that `LeafSpec.from_json` reads."""
     if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in _KEYS.items()):
         return False
     for leaf in index["leaves"].values():
@@ -188,8 +183,8 @@ def _is_index(index: Any) -> TypeGuard[dict[str, Any]]:
 
 def _read_small(root: Path, name: str) -> bytes:
     size = _regular(root, name).st_size
-    if size > _LARGEST:
-        raise Damaged(f"{name}: {size} bytes, at most {_LARGEST} expected")
+    if size > _LARGEST_BYTES:
+        raise Damaged(f"{name}: {size} bytes, at most {_LARGEST_BYTES} expected")
     try:
         return (root / name).read_bytes()
     except OSError as error:

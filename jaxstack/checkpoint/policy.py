@@ -1,12 +1,12 @@
-"""When to save and which checkpoints to delete: plain functions of step numbers."""
+"""Decides when to save and which checkpoints to delete: plain functions of step numbers."""
 
 from collections.abc import Collection, Iterable
 
 
 def should_save(step: int, every_steps: int, last_step: int | None = None) -> bool:
-    """Whether `step` (steps done so far) is to be saved: multiples of `every_steps`, and the last step.
+    """Return True if the state after `step` steps is saved: at multiples of `every_steps`, and at the last step.
 
-    Step 0 is never saved: it holds nothing that the configuration does not give again.
+    Step 0 is never saved: the configuration alone gives that state again.
     """
     return step > 0 and (step % every_steps == 0 or step == last_step)
 
@@ -14,9 +14,13 @@ def should_save(step: int, every_steps: int, last_step: int | None = None) -> bo
 def steps_to_delete(
     steps: Iterable[int], keep: int, keep_every_steps: int | None = None, protected: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """The steps to delete, oldest first, out of the committed `steps`.
+    """Return the committed steps to delete, oldest first.
 
-    Kept are the newest `keep`, the multiples of `keep_every_steps`, and those in `protected`.
+    Args:
+      steps: the committed steps.
+      keep: number of newest checkpoints to keep.
+      keep_every_steps: multiples of this are kept forever.
+      protected: further steps to keep.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")

@@ -1,27 +1,33 @@
-"""From YAML text and `section.key=value` overrides to a validated component, with errors that name the way out."""
+"""Read YAML files and `section.key=value` overrides into validated components, with errors that name the way out."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from jaxstack.config.base import Component
 from jaxstack.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Component)
-Tree = dict[str, Any]
+Tree: TypeAlias = dict[str, Any]
+"""Sections, or the keys of a section, as plain data."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `3e-4` is a number (YAML 1.2) and a key given twice is an error."""
+    """Safe YAML in which `3e-4` is a float and `1e3` an integer, as in YAML 1.2, and duplicate keys are an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if (
+                key_node.tag == "tag:yaml.org,2002:merge"
+            ):  # `<<: *defaults`; the other keys of the mapping override its keys
+                continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(
@@ -33,6 +39,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _construct_whole_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    value = float(str(loader.construct_scalar(node)).replace("_", ""))
+    return int(value) if value.is_integer() else value
+
+
+_WHOLE = "tag:jaxstack,2026:whole"
+_Loader.add_constructor(_WHOLE, _construct_whole_number)
+_Loader.add_implicit_resolver(_WHOLE, re.compile(r"^[-+]?\d[\d_]*[eE]\+?\d{1,2}$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
@@ -40,11 +54,19 @@ _Loader.add_implicit_resolver(
 )
 
 
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 
 
-def _count_values(value: Any, known: dict[int, int | None]) -> int:
-    """Values in a tree that may hold a part many times over by YAML's aliases; each part is looked at once."""
+def _count_values(value: object, known: dict[int, int | None]) -> int:
+    """Count the values in a tree whose parts may occur many times by YAML's aliases, visiting each part once.
+
+    Args:
+      value: the tree.
+      known: id of each visited part -> its count, or None while it is being visited.
+
+    Raises:
+      ValueError: an alias refers to itself, or a value cannot be used.
+    """
     if not isinstance(value, dict | list):
         _check_scalar(value)
         return 1
@@ -58,18 +80,18 @@ def _count_values(value: Any, known: dict[int, int | None]) -> int:
     return count
 
 
-def _check_scalar(value: Any) -> None:
+def _check_scalar(value: object) -> None:
     if isinstance(value, int) and value.bit_length() > 63:
-        raise ValueError(f"a whole number of {value.bit_length()} bits stands in it; at most 63 can be computed with")
+        raise ValueError(f"it holds a whole number of {value.bit_length()} bits; at most 63 bits are supported")
     if isinstance(value, str) and "\0" in value:
-        raise ValueError("a null character stands in a text")
+        raise ValueError("it holds a text with a null character")
 
 
 def _parse_yaml(text: str, origin: str) -> Any:
     try:
         parsed = yaml.load(text, Loader=_Loader)
-        if _count_values(parsed, {}) > _MOST_VALUES:
-            raise ValueError(f"its aliases make more than {_MOST_VALUES:,} values of it")
+        if _count_values(parsed, {}) > _MAX_VALUES:
+            raise ValueError(f"its aliases expand to more than {_MAX_VALUES:,} values")
         return parsed
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -79,7 +101,7 @@ def _parse_yaml(text: str, origin: str) -> Any:
 
 
 def load_yaml(path: str | Path) -> Tree:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises:
       ConfigError: the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
@@ -95,7 +117,12 @@ def load_yaml(path: str | Path) -> Tree:
         if folder:
             raise ConfigError(f"cannot read configuration file {path}: it is a directory; {hint}") from None
         raise ConfigError(f"configuration file {path} does not exist; {hint}") from None
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path that holds a null character
+    except UnicodeDecodeError as error:
+        marks = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+        found = marks.get(error.object[:2])
+        reason = f"it is {found}" if found else f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+        raise ConfigError(f"cannot read configuration file {path}: {reason}; save it as UTF-8.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that holds a null character
         raise ConfigError(f"cannot read configuration file {path}: {error}.") from None
     tree = _parse_yaml(text, str(path))
     if tree is None:
@@ -106,7 +133,7 @@ def load_yaml(path: str | Path) -> Tree:
 
 
 def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
-    """A copy of `tree` with each `section.key=value` of `overrides` set; values are read as YAML.
+    """Return a copy of `tree` with each `section.key=value` of `overrides` set; values are parsed as YAML.
 
     Raises:
       ConfigError: an override is not of the form `section.key=value`.
@@ -128,8 +155,61 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
     return merged
 
 
+def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
+    """Remove the keys of components that an override replaces by another component of their union.
+
+    `optimizer.name=sgd` on a file with `optimizer: {name: adamw, b2: 0.95}` removes `b2`, which SGD does not have. Keys
+    that the new component also has stay.
+
+    Args:
+      kind: the component that the tree describes.
+      tree: plain data of the file, without the overrides.
+      overrides: `section.key=value` strings.
+
+    Returns:
+      The tree, and a sentence for each component that was replaced.
+    """
+    notes = []
+    for override in overrides:
+        keys, name = _chosen_name(override)
+        section, annotation = tree, kind
+        for key in keys:
+            components = _components_in(annotation)
+            annotation = _annotation(components[0], key) if components else None
+            section = section.get(key, {}) if isinstance(section, dict) else {}
+        named = [c for c in _components_in(annotation) if "name" in c.model_fields]
+        members = {str(c.model_fields["name"].default): c for c in named}
+        if not isinstance(section, dict) or len(members) < 2 or name not in members:
+            continue
+        known = {"name", *_keys(members[name])}
+        dropped = [key for key in section if key not in known]
+        if dropped:
+            tree = merge_overrides(tree, [])
+            for key in dropped:
+                del _at(tree, keys)[key]
+            shown = ", ".join(".".join([*keys, key]) for key in dropped)
+            notes.append(f"{'.'.join(keys)}.name={name} has no {shown}: the file's value is left out")
+    return tree, notes
+
+
+def _chosen_name(override: str) -> tuple[list[str], str | None]:
+    """Return the section and the component that `section.name=NAME` or `section={name: NAME}` chooses, if it does."""
+    path, _, value = override.partition("=")
+    *keys, last = path.strip().split(".")
+    if last == "name":
+        return keys, value.strip()
+    parsed = _parse_yaml(value, f"the value of {path}") if value.strip().startswith("{") else None
+    return [*keys, last], parsed.get("name") if isinstance(parsed, dict) else None
+
+
+def _at(tree: Tree, keys: Sequence[str]) -> Tree:
+    for key in keys:
+        tree = tree[key]
+    return tree
+
+
 def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """`base` with the values of `over` on top, section by section."""
+    """Return `base` with the values of `over` in place of its own, section by section."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -139,8 +219,14 @@ def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def build_component(kind: type[C], tree: Any, origin: str = "the configuration") -> C:
-    """Validates `tree` as a `kind`.
+def build_component(kind: type[C], tree: object, origin: str = "the configuration", overrides: Sequence[str] = ()) -> C:
+    """Validate plain data as a component.
+
+    Args:
+      kind: class of the component.
+      tree: plain data.
+      origin: what error messages call the data, such as its file name.
+      overrides: the overrides that `merge_overrides` put into the tree; a problem with such a value names the override.
 
     Raises:
       ConfigError: one message that lists every unknown key (with the nearest known ones), wrong type and broken rule.
@@ -149,26 +235,28 @@ def build_component(kind: type[C], tree: Any, origin: str = "the configuration")
         return kind.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         problems = error.errors()
-        # A list whose items are wrong is also reported as too short: the items' own problems say more.
+        # Pydantic also reports a list with wrong items as too short; the problems of its items say more.
         problems = [p for p in problems if p["type"] != "too_short" or not _has_inner(p, problems)]
-        lines = [_explain(kind, problem) for problem in problems]
+        lines = [_explain(kind, problem, overrides) for problem in problems]
     except (TypeError, ValueError) as error:
         lines = [f"it holds a value that is not plain data ({error})."]
     except RecursionError:
         lines = ["it is nested too deeply."]
     unique = list(dict.fromkeys(lines))
+    if len(unique) == 1 and unique[0].startswith(_OVERRIDE):
+        raise ConfigError(unique[0])
     if len(unique) == 1:
         raise ConfigError(f"{origin}: {unique[0]}")
     raise ConfigError(f"{origin} has {len(unique)} problems:\n" + "\n".join(f"  - {line}" for line in unique))
 
 
 def dump_yaml(component: Component) -> str:
-    """The component as YAML that `load_yaml` and `build_component` read back to an equal component."""
+    """Return the component as YAML, from which `load_yaml` and `build_component` make an equal component."""
     tree = component.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {bool: "true/false value", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
@@ -182,15 +270,31 @@ _WANTED = {
 }  # fmt: skip
 
 
-def _has_inner(problem: Any, problems: Sequence[Any]) -> bool:
+def _has_inner(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
+    """Return True if another problem lies within the value of this one."""
     outer = problem["loc"]
     return any(len(p["loc"]) > len(outer) and p["loc"][: len(outer)] == outer for p in problems)
 
 
-def _explain(kind: type[BaseModel], problem: Any) -> str:
-    """One line for one of pydantic's findings: where, what is wrong, and the way out."""
+_OVERRIDE = "override "
+
+
+def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[str]) -> str:
+    """Return one line for a problem that pydantic found: its key, what is wrong, and the way out."""
     path, owner = _walk(kind, problem["loc"])
-    where, found, code = ".".join(path), problem.get("input"), problem["type"]
+    name, text = ".".join(path), _explain_problem(path, owner, problem)
+
+    def concerns(override: str) -> bool:
+        """True if the override gave the value, a part of it, or a value that the message names."""
+        key = override.partition("=")[0].strip()
+        return f"{name}.".startswith(f"{key}.") or bool(path) and key.startswith(f"{name}.") or f"{key} (" in text
+
+    given = [override for override in overrides if concerns(override)]
+    return f"{_OVERRIDE}{', '.join(given)}: {text}" if given else text
+
+
+def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDetails) -> str:
+    where, found, code, context = ".".join(path), problem.get("input"), problem["type"], problem.get("ctx", {})
     if code == "extra_forbidden":
         return f"unknown key {where!r}; {nearest(path[-1], _keys(owner))}"
     if code == "missing":
@@ -201,7 +305,7 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
         hint = f"; set {where}.name to choose one" if named else ""
         return f"{where} must be {_WANTED[code]}; found {shown}{hint}."
     if code == "literal_error":
-        choices = re.findall(r"[^', ]+", problem["ctx"]["expected"].replace(" or ", ", "))
+        choices = re.findall(r"[^', ]+", context["expected"].replace(" or ", ", "))
         return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"
     if code in ("union_tag_invalid", "union_tag_not_found"):
         members = _components_in(_annotation(owner, path[-1]))
@@ -209,19 +313,25 @@ def _explain(kind: type[BaseModel], problem: Any) -> str:
         name = found.get("name") if isinstance(found, dict) else found
         return f"{where}.name cannot be {name!r}; {nearest(str(name), choices)}"
     if code == "value_error":
-        message = str(problem["ctx"]["error"])
+        message = str(context["error"])
         return f"{where}: {message}" if where else message
     limit = problem["msg"].removeprefix("Input ")
     return f"{where}: {limit}; found {found!r}." if where else f"{limit}."
 
 
-def _walk(kind: Any, location: Sequence[Any]) -> tuple[list[str], Any]:
-    """The location as keys of the file, and the component that holds the last of them."""
-    path, owner, annotation = [], kind, kind
+def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
+    """Translate pydantic's location of a problem.
+
+    Returns:
+      The keys as in the file, and the component that has the last of them.
+    """
+    path: list[str] = []
+    owner: type[BaseModel] = kind
+    annotation: object = kind
     for part in location:
         components = _components_in(annotation)
         tagged = [c for c in components if part in get_args(_annotation(c, "name"))]
-        if tagged and len(components) > 1:  # pydantic names the member of a union: not a key of the file
+        if tagged and len(components) > 1:  # the name of a member of a union, which is not a key of the file
             annotation = tagged[0]
             continue
         if isinstance(part, int):
@@ -234,19 +344,20 @@ def _walk(kind: Any, location: Sequence[Any]) -> tuple[list[str], Any]:
     return path, owner
 
 
-def _keys(component: Any) -> list[str]:
+def _keys(component: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in component.model_fields.items()]
 
 
-def _annotation(component: Any, key: Any) -> Any:
+def _annotation(component: type[BaseModel], key: str) -> object:
+    """Return the type of a field, by its name or alias; None if there is no such field."""
     for name, field in component.model_fields.items():
         if key in (name, field.alias):
             return field.annotation
     return None
 
 
-def _components_in(annotation: Any) -> list[Any]:
-    """The component classes inside an annotation such as `Part | None` or `tuple[Part, ...]`."""
+def _components_in(annotation: object) -> list[type[BaseModel]]:
+    """Return the component classes inside an annotation such as `Part | None` or `tuple[Part, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [c for inner in get_args(annotation) for c in _components_in(inner)]

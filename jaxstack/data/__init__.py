@@ -1,3 +1,1 @@
-"""Text to token batches: sources, tokenizers, verified shards, packing, a global order that the seed alone
-decides.
-"""
+"""From text to token batches: sources, tokenizers, verified shards, packing, and an order that the seed decides."""

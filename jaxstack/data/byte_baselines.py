@@ -1,15 +1,17 @@
-"""What general-purpose compressors reach on a text: the yardstick for a language model's bits per byte."""
+"""Bits per byte that general-purpose compressors reach on a text: the baseline for those of a language model."""
 
 import gzip
 import lzma
 
 
 def compression_baselines(raw: bytes) -> dict[str, float]:
-    """Bits per byte of `gzip -9` and `xz -9` on `raw` as one stream.
+    """Return the bits per byte of `gzip -9` and `xz -9` on `raw` as one stream.
 
-    Returns `{"gzip -9": ..., "xz -9": ...}`, empty for empty input. A model whose mean negative
-    log-likelihood in bits, summed over these same bytes and divided by their number, is lower, compresses
-    the text better.
+    A model compresses the text better if its negative log-likelihood in bits, summed over the same bytes and divided
+    by their number, is lower.
+
+    Returns:
+      `{"gzip -9": ..., "xz -9": ...}`; empty for empty input.
     """
     if not raw:
         return {}

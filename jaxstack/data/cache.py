@@ -1,4 +1,4 @@
-"""The private cache of tokens and tokenizers made from raw text, keyed by what they were made of."""
+"""The user's private cache of tokens and tokenizers made from raw text, keyed by a hash of their input."""
 
 import hashlib
 import os
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import tokenizers as tokenizers_library
 
-from jaxstack.data.build import TOKENIZER, BuildOptions, build, build_key
+from jaxstack.data.build_shards import TOKENIZER, BuildOptions, build, build_key
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
-from jaxstack.data.plan import Plan, make_plan
 from jaxstack.data.shards import INDEX, read_index
 from jaxstack.data.subword import train_bpe
-from jaxstack.data.tokenize_unit import sample_texts
+from jaxstack.data.tokenization_plan import TokenizationPlan, make_plan
+from jaxstack.data.tokenize_documents import sample_texts
 from jaxstack.data.tokenizer import CONFIG_FILE, ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import exclusive, writing_to
@@ -25,10 +25,10 @@ Report = Callable[[str], None]
 
 
 def cache_folder(configured: str | None) -> Path:
-    """The cache directory, made with mode 0700: what lies there is trusted at the next start.
+    """Return the cache directory, created with mode 0700: its content is trusted at the next start.
 
     Raises:
-      ConfigError: it cannot be made or written, or belongs to somebody else.
+      ConfigError: it cannot be created or written, or belongs to another user.
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "jaxstack" / "data"
     folder = Path(configured) if configured else default
@@ -45,9 +45,16 @@ def cache_folder(configured: str | None) -> Path:
     return folder
 
 
-def ensure_tokenizer(config: TokenizerConfig, plans: Sequence[Plan], folder: Path, report: Report) -> Tokenizer:
-    """The configured tokenizer; a BPE is trained once on the training documents of `plans` and kept in
-    `folder`.
+def ensure_tokenizer(
+    config: TokenizerConfig, plans: Sequence[TokenizationPlan], folder: Path, report: Report
+) -> Tokenizer:
+    """Return the configured tokenizer; a BPE is trained once on the training documents of `plans` and cached.
+
+    Args:
+      config: the choice of tokenizer.
+      plans: the sources for training a BPE.
+      folder: the cache directory.
+      report: called with a line of text when something takes time.
     """
     if config.name == "byte":
         return ByteTokenizer()
@@ -79,16 +86,17 @@ def _load_or_drop(place: Path, report: Report) -> Tokenizer | None:
         return None
 
 
-def train_tokenizer(plans: Sequence[Plan], vocab_size: int) -> Tokenizer:
-    """A BPE from a bounded sample of the training documents, the same for the same files."""
+def train_tokenizer(plans: Sequence[TokenizationPlan], vocab_size: int) -> Tokenizer:
+    """Train a BPE on a bounded sample of the training documents, which is the same for the same files."""
     budget = TRAINING_SAMPLE_BYTES // max(len(plans), 1)
     texts = (text for plan in plans for text in sample_texts(plan.units, budget))
     return train_bpe(texts, vocab_size)
 
 
-def ensure_tokens(plan: Plan, tokenizer: Tokenizer, folder: Path, options: BuildOptions) -> Path:
-    """The directory of prepared shards of `plan`, made now where the cache lacks it. One process writes,
-    others wait.
+def ensure_tokens(plan: TokenizationPlan, tokenizer: Tokenizer, folder: Path, options: BuildOptions) -> Path:
+    """Return the directory of prepared shards of `plan`, made now if it is not in the cache.
+
+    One process writes; others wait for it.
     """
     place = folder / "tokens" / build_key(plan, tokenizer, options.shard_tokens)[:24]
     if not (place / INDEX).is_file():
@@ -100,13 +108,17 @@ def ensure_tokens(plan: Plan, tokenizer: Tokenizer, folder: Path, options: Build
     return place
 
 
-def plan_source(source: SourceConfig, held_out_fraction: float) -> Plan:
-    """The plan of one source of raw text."""
+def plan_source(source: SourceConfig, held_out_fraction: float) -> TokenizationPlan:
+    """Plan the tokenization of one source of raw text."""
     return make_plan([source], held_out_fraction)
 
 
 def prepared_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a prepared directory, checked against its index."""
+    """Load the tokenizer of a prepared directory, checked against its index.
+
+    Raises:
+      JaxstackError: it is another tokenizer than the one that made the shards.
+    """
     tokenizer = load_tokenizer(folder / TOKENIZER)
     expected = read_index(folder)["tokenizer"]["hash"]
     if tokenizer.hash != expected:

@@ -1,6 +1,6 @@
-"""Chats and prompts with completions, as token ids of which the answers are learnt.
+"""Chats, and prompts with completions, as token ids with a mask of the answers, which alone are trained on.
 
-Each is tokenised once, as one text, and kept in the cache: ids, and whether each is a part of an answer.
+Each is tokenized once, as one text, and cached: its ids, and for each id whether it is part of an answer.
 """
 
 import datetime
@@ -18,8 +18,8 @@ from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.chat_template import ChatError, ChatTemplate, Span, choose_template
 from jaxstack.data.config import ChatConfig, SourceConfig
 from jaxstack.data.documents import Piece, Split, read_records
-from jaxstack.data.files import find_files
-from jaxstack.data.split import split_score
+from jaxstack.data.held_out_split import split_score
+from jaxstack.data.source_files import find_files
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import exclusive, write_file, write_json, writing_to
@@ -27,34 +27,35 @@ from jaxstack.files import exclusive, write_file, write_json, writing_to
 _VERSION = 1
 _INDEX = "index.json"
 _BATCH = 512
-"""Chats that are tokenised together, on all cores."""
+"""Number of chats that are tokenized together, on all cores."""
 _ARRAYS = ("ids", "answers", "ends")
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of one side of a source, end to end."""
+    """All examples of one side of a source's split, concatenated: E examples, N tokens."""
 
     ids: np.ndarray
     """[N] int32."""
     answers: np.ndarray
-    """[N] bool: whether the id is learnt."""
+    """[N] bool: True for tokens of answers, which are trained on."""
     ends: np.ndarray
-    """[E] int64: one behind each example's last id."""
+    """[E] int64: position after the last id of each example."""
     hashes: list[str]
+    """SHA-256 of each array."""
 
     @property
     def tokens(self) -> int:
-        """N."""
+        """The number of tokens, N."""
         return self.ids.size
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 @dataclass(frozen=True)
 class Chats:
-    """How chats are read: tokenizer, template (None: prompts with completions, as they are), configuration."""
+    """The way chats become text: tokenizer, template (None: plain prompts with completions) and configuration."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -62,14 +63,14 @@ class Chats:
 
     @property
     def format(self) -> ChatFormat | None:
-        """What goes into the run's directory with the tokenizer."""
+        """The chat format that is saved in the run's directory, with the tokenizer."""
         if self.template is None:
             return self.tokenizer.chat
         return ChatFormat(self.template.source, self.template.tokens)
 
     @property
     def remark(self) -> str | None:
-        """What the user should know of template and tokenizer, if anything."""
+        """A warning about this template with this tokenizer; None without one."""
         written = [] if self.template is None else self.template.written_tokens
         lacking = [text for text in written if text not in self.tokenizer.special_tokens]
         if not lacking:
@@ -77,21 +78,21 @@ class Chats:
         count = max(len(ids) for ids, _ in self.tokenizer.encode_marked(lacking))
         return (
             f"the chat template writes {', '.join(lacking)}, no special tokens of this tokenizer: each takes up to "
-            f"{count} tokens, and a text that holds them can pass for another turn"
+            f"{count} tokens, and a text that contains them can pass for another turn"
         )
 
     @property
     def identity(self) -> str:
-        """What decides the ids of a chat."""
+        """A string of everything that decides the ids of a chat, for the key of the cache."""
         template = self.template and [self.template.source, self.template.tokens]
         return json.dumps([_VERSION, self.tokenizer.hash, template, self.config.answers, self.config.date])
 
 
 def open_chats(config: ChatConfig, tokenizer: Tokenizer) -> Chats:
-    """The configured way of reading chats.
+    """Choose the template of the configuration.
 
     Raises:
-      ConfigError: there is no such template.
+      ConfigError: the template does not exist.
     """
     if config.template == "none":
         return Chats(tokenizer, None, config)
@@ -102,10 +103,18 @@ def open_chats(config: ChatConfig, tokenizer: Tokenizer) -> Chats:
 def open_examples(
     source: SourceConfig, chats: Chats, held_out_fraction: float, folder: Path, report: Callable[[str], None]
 ) -> dict[Split, Examples]:
-    """The examples of a source, from the cache in `folder` or made now; examples are held out by a hash of them.
+    """Return the examples of a source, from the cache in `folder` or made now.
+
+    Args:
+      source: chats, or prompts with completions, in jsonl files.
+      chats: template and tokenizer.
+      held_out_fraction: share of the examples that is held out, chosen by a hash of their content.
+      folder: the cache directory.
+      report: called with a line of text when something takes time.
 
     Raises:
-      ConfigError, JaxstackError: no such file, or a line that is no example; the message names it.
+      ConfigError: no such file, or a line that is not an example; the message names it.
+      JaxstackError: the template refuses a chat, or the cache is damaged.
     """
     files = find_files(source.path)
     identity = [chats.identity, held_out_fraction, *(file.identity() for file in files)]
@@ -126,7 +135,7 @@ def _write(place: Path, examples: Iterator[tuple[float, np.ndarray, np.ndarray]]
     for score, ids, answers in examples:
         parts["held_out" if score < fraction else "train"].append((ids, answers))
     if not any(parts.values()):
-        raise ConfigError(f"{path} holds no chat")
+        raise ConfigError(f"{path} contains no chat")
     index = {}
     for split, found in parts.items():
         ids, answers = (np.concatenate([[], *column]) for column in zip(*found, strict=True)) if found else ([], [])
@@ -147,7 +156,7 @@ def _read(place: Path) -> dict[Split, Examples]:
         for name, dtype in zip(_ARRAYS, dtypes, strict=True):
             content = (place / f"{split}.{name}").read_bytes()
             if hashlib.sha256(content).hexdigest() != hashes[name]:
-                raise JaxstackError(f"{place}/{split}.{name} is damaged: delete {place}, it is made again")
+                raise JaxstackError(f"{place}/{split}.{name} is damaged: delete {place}; it is made again")
             arrays.append(np.frombuffer(content, dtype))
         found[split] = Examples(*arrays, hashes=list(hashes.values()))
     return found
@@ -155,7 +164,7 @@ def _read(place: Path) -> dict[Split, Examples]:
 
 @dataclass(frozen=True)
 class _Text:
-    """An example written out: what is learnt of it, and the score of its content."""
+    """The text of an example, the spans of its answers, its place in the files, and the split score of its content."""
 
     text: str
     spans: Sequence[Span]
@@ -166,7 +175,7 @@ class _Text:
 def _tokenized(
     records: Iterator[tuple[dict, int, str]], chats: Chats
 ) -> Iterator[tuple[float, np.ndarray, np.ndarray]]:
-    """(score, ids, which of them are learnt) of each example."""
+    """Yield (score, ids [n], mask of the answers [n]) of each example."""
     batch: list[_Text] = []
     reader = _Reader(chats)
     for record, _, where in records:
@@ -189,7 +198,15 @@ def _encoded(batch: list[_Text], chats: Chats) -> Iterator[tuple[float, np.ndarr
 
 
 def _learnt(example: _Text, places: np.ndarray) -> np.ndarray:
-    """[n] bool: which tokens, of the characters places [n, 2], are a part of an answer."""
+    """Return a mask [n] of the tokens that are part of an answer.
+
+    Args:
+      example: the text and the spans of its answers.
+      places: [n, 2] first and last (exclusive) character of each token.
+
+    Raises:
+      ConfigError: a token is part of an answer and of the text around it.
+    """
     begins, ends = places[:, 0], places[:, 1]
     learnt = np.zeros(len(places), np.bool_)
     for first, last in example.spans:
@@ -213,10 +230,10 @@ class _Reader:
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
 
     def read(self, record: dict, where: str) -> _Text:
-        """The text of a record.
+        """Return the text of a record.
 
         Raises:
-          ConfigError: it is neither a chat nor a prompt with its completion, or its text holds special tokens.
+          ConfigError: it is neither a chat nor a prompt with its completion, or its text contains special tokens.
           JaxstackError: the template refuses it.
         """
         score = split_score(json.dumps(record, sort_keys=True).encode())
@@ -231,19 +248,20 @@ class _Reader:
         try:
             text, spans = template.split(messages, record.get("tools"), last=self._chats.config.answers == "last")
         except ChatError as error:
-            raise JaxstackError(f"{where}: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
         return _Text(text, [(first, self._end(text, last)) for first, last in spans], where, score)
 
     def _check(self, text: str, where: str) -> None:
         found = self._special.search(text) if self._special else None
         if found:
             raise ConfigError(
-                f"{where}: its text holds {found[0]!r}, a special token, with which the text could pass for another "
+                f"{where}: its text contains {found[0]!r}, a special token, with which the text could pass for another "
                 "turn; leave the line out, or write that differently"
             )
 
     def _end(self, text: str, end: int) -> int:
-        """An answer's end without the white space that a template adds behind its end token: nobody generates it."""
+        """Return an answer's end without the white space that a template adds after its end token: nobody generates
+        it."""
         bare = text[:end].rstrip()
         return len(bare) if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens) else end
 
@@ -256,12 +274,12 @@ def _pair(record: dict, where: str) -> tuple[str, str]:
             f"{_keys(record)}; for messages set data.chat.template"
         )
     if not completion:
-        raise ConfigError(f"{where}: the completion is empty, so that nothing is to be learnt")
+        raise ConfigError(f"{where}: the completion is empty, so that there is nothing to learn")
     return prompt, completion
 
 
 def _messages(record: dict, where: str) -> list[dict[str, Any]]:
-    """The messages up to the last answer; a prompt and its completion are a question and its answer."""
+    """Return the messages up to the last answer; a prompt with its completion becomes a question with its answer."""
     if "messages" in record:
         messages = record["messages"]
     elif "prompt" in record and "completion" in record:
@@ -282,7 +300,7 @@ def _messages(record: dict, where: str) -> list[dict[str, Any]]:
     if not answers:
         roles = ", ".join(sorted({message["role"] for message in messages}))
         raise ConfigError(
-            f"{where} has no message of the role assistant, so that nothing is to be learnt; roles: {roles}"
+            f"{where} has no message of the role assistant, so that there is nothing to learn; roles: {roles}"
         )
     return messages[: answers[-1] + 1]
 
@@ -291,6 +309,6 @@ def _keys(record: dict) -> str:
     return ", ".join(map(repr, record)) or "none"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."

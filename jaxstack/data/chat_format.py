@@ -1,4 +1,4 @@
-"""What a tokenizer's directory says of chats: the template, and the special tokens that it writes."""
+"""The chat format in a tokenizer's directory: the chat template, and the special tokens that it writes."""
 
 import json
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A Jinja template, None where there is none, and the texts that stand for `bos_token` and the like in it."""
+    """A Jinja template (None: there is none), and the texts of `bos_token`, `eos_token` and the like in it."""
 
     template: str | None = None
     tokens: dict[str, str] = field(default_factory=dict)
 
     def as_json(self) -> str:
-        """tokenizer_config.json, as `transformers` reads it too."""
+        """Return tokenizer_config.json, which `transformers` can read too."""
         template = {} if self.template is None else {"chat_template": self.template}
         return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **self.tokens, **template}, indent=2) + "\n"
 
 
 def read_chat_format(folder: Path) -> ChatFormat:
-    """The format in a directory of Hugging Face's: chat_template.jinja, tokenizer_config.json, special_tokens_map.json.
+    """Read chat_template.jinja, tokenizer_config.json and special_tokens_map.json in a Hugging Face directory.
 
     Raises:
       ConfigError: one of them cannot be read.
@@ -49,7 +49,7 @@ def read_chat_format(folder: Path) -> ChatFormat:
 
 
 def read_template_file(path: Path) -> str:
-    """The text of a template.
+    """Read the text of a template.
 
     Raises:
       ConfigError: it cannot be read.

@@ -1,20 +1,21 @@
-"""Chats as text, by Jinja templates such as models are published with, rendered in Jinja's sandbox.
+"""Turns chats into text by Jinja templates, as they are published with models, rendered in Jinja's sandbox.
 
-A template sees the messages and the names that `transformers` gives it; it reaches no file, no module and no clock, so
-that a chat gives the same text on every day.
+A template sees the messages and the same names as in `transformers`. It has no access to files, modules or the clock,
+so that a chat gives the same text on every day.
 """
 
 import datetime
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from jaxstack.data.chat_format import ChatFormat, read_template_file
@@ -22,25 +23,26 @@ from jaxstack.errors import ConfigError, JaxstackError
 
 FOLDER = Path(__file__).parent / "templates"
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
 Span = tuple[int, int]
-"""Characters of a text: first, and one behind the last."""
+"""Characters of a text: first, and last (exclusive)."""
 
 
 class ChatError(JaxstackError):
-    """A chat that a template refuses or cannot be split by."""
+    """A chat that a template refuses, or whose answers cannot be located."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} ... {% endgeneration %}` around what the model writes: puts the environment's marks there."""
+    """`{% generation %} ... {% endgeneration %}` around what the model writes, replaced by the environment's marks."""
 
     tags = {"generation"}
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _mark(self, caller: Any) -> str:
+    def _mark(self, caller: Callable[[], str]) -> str:
         first, last = self.environment.globals["generation_marks"]
         return f"{first}{caller()}{last}"
 
@@ -49,20 +51,20 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 class ChatTemplate:
-    """A template, compiled.
+    """A compiled chat template.
 
     Args:
-      source: its text.
-      tokens: what `bos_token`, `eos_token`, ... stand for in it.
-      date: what it takes for today.
+      source: the text of the template.
+      tokens: the texts of `bos_token`, `eos_token`, ... in it.
+      date: the date of "today" for templates that write it.
 
     Raises:
-      ConfigError: it is no Jinja template.
+      ConfigError: `source` is not a Jinja template.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], date: datetime.date):
@@ -70,7 +72,7 @@ class ChatTemplate:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
-        nonce = secrets.token_hex(8)  # no chat can hold the marks
+        nonce = secrets.token_hex(8)  # so that no chat can contain the marks
         self._marks = f"\x00{nonce}(", f"\x00{nonce})"
         environment.filters["tojson"] = _to_json
         noon = datetime.datetime.combine(date, datetime.time(12))
@@ -84,32 +86,37 @@ class ChatTemplate:
 
     @property
     def written_tokens(self) -> list[str]:
-        """What looks like special tokens in a chat as this template writes it."""
+        """The texts that look like special tokens in a chat of this template."""
         try:
             text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         except ChatError:
             return []
         return sorted(set(re.findall(r"<\|?\w+\|?>", text)))
 
-    def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str:
-        """The text of a chat; with `prompt` up to where the model's next answer begins.
+    def render(self, messages: Messages, tools: Tools = None, *, prompt: bool = False) -> str:
+        """Return the text of a chat; with `prompt`, up to where the model's next answer begins.
 
         Raises:
-          ChatError: the template refuses the chat, or fails on it.
+          ChatError: the template refuses the chat, or fails.
         """
         text = self._render(messages, tools, prompt)
         for mark in self._marks:
             text = text.replace(mark, "")
         return text
 
-    def split(self, messages: Messages, tools: Any = None, *, last: bool = False) -> tuple[str, list[Span]]:
-        """The text of a chat, and where the answers of the assistant stand in it (with `last`: the last one alone).
+    def split(self, messages: Messages, tools: Tools = None, *, last: bool = False) -> tuple[str, list[Span]]:
+        """Return the text of a chat and the spans of the assistant's answers in it.
 
-        An answer is what the template marks as generated; without marks, what the text of the chat up to this answer
-        has behind the text that asks for it, with everything that the template adds to an answer's end.
+        An answer is what the template marks as generated. Without marks it is the difference between the text of the
+        chat up to this answer and the text that asks for it, including all that the template adds after the answer.
+
+        Args:
+          messages: the chat.
+          tools: tools of the chat, for templates that describe them.
+          last: return the span of the last answer only.
 
         Raises:
-          ChatError: as `render`, or the text does not grow turn by turn, so that answers cannot be told from the rest.
+          ChatError: as `render`, or the text does not grow turn by turn, so that answers cannot be located.
         """
         text = self._render(messages, tools, False)
         if self._marks[0] in text:
@@ -119,7 +126,7 @@ class ChatTemplate:
             spans = [self._turn(messages, tools, text, turn) for turn in (turns[-1:] if last else turns)]
         return text, spans[-1:] if last else spans
 
-    def _turn(self, messages: Messages, tools: Any, text: str, turn: int) -> Span:
+    def _turn(self, messages: Messages, tools: Tools, text: str, turn: int) -> Span:
         asked = self.render(messages[:turn], tools, prompt=True)
         answered = self.render(messages[: turn + 1], tools)
         if not text.startswith(answered) or not answered.startswith(asked):
@@ -142,25 +149,25 @@ class ChatTemplate:
             length += len(answer) + len(rest)
         return "".join(parts), spans
 
-    def _render(self, messages: Messages, tools: Any, prompt: bool) -> str:
+    def _render(self, messages: Messages, tools: Tools, prompt: bool) -> str:
         try:
             chat = [dict(message) for message in messages]
             return self._template.render(messages=chat, tools=tools, documents=None, add_generation_prompt=prompt)
-        except Exception as error:  # a template is a program
+        except Exception as error:  # a template is a program, which can raise anything
             reason = str(error).rstrip(".") or type(error).__name__
             raise ChatError(f"the chat template cannot write this chat: {reason}") from None
 
 
 def template_names() -> list[str]:
-    """The templates that come with jaxstack."""
+    """Return the names of the templates that come with jaxstack."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
 def choose_template(wanted: str, own: ChatFormat | None, date: datetime.date) -> ChatTemplate:
-    """The template of a name: auto (the tokenizer's own), one of `template_names`, or a file.
+    """Return the template named `wanted`: auto (the tokenizer's own), one of `template_names`, or a file.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: it does not exist.
     """
     own = own or ChatFormat()
     named = ", ".join(template_names())
@@ -172,5 +179,5 @@ def choose_template(wanted: str, own: ChatFormat | None, date: datetime.date) ->
         return ChatTemplate(own.template, own.tokens, date)
     path = FOLDER / f"{wanted}.jinja" if wanted in template_names() else Path(wanted).expanduser()
     if not path.is_file():
-        raise ConfigError(f"data.chat.template: {wanted!r} is no file, and none of auto, none, {named}.")
+        raise ConfigError(f"data.chat.template: {wanted!r} is not a file, nor one of auto, none, {named}.")
     return ChatTemplate(read_template_file(path), own.tokens, date)

@@ -1,4 +1,4 @@
-"""The typed configuration of the data: sources, tokenizer, split, packing."""
+"""The configuration of the data: sources, tokenizer, split, packing."""
 
 import datetime
 from typing import Annotated, Literal
@@ -9,23 +9,18 @@ from jaxstack.config.base import Component
 
 
 class TokenizerConfig(Component):
-    """Which tokenizer turns text into token ids. Every one adds a document-start id that no text can
-    produce.
-    """
+    """Choice of the tokenizer. Each adds a document-start id that no text can produce."""
 
     name: Literal["auto", "byte", "bpe", "file"] = "auto"
     """byte: 256 bytes; bpe: byte-level BPE trained on the training documents; file: a tokenizer.json.
-    auto: the tokenizer of a prepared directory among the sources, `file` where a path is given, otherwise
-      bpe.
-    """
+    auto: the tokenizer of a prepared directory among the sources, `file` if a path is given, otherwise bpe."""
     vocab_size: Annotated[int, Field(ge=257, le=2**31 - 1)] = 4096
-    """Ids of a trained BPE, the document-start id included (and the number of ids of a synthetic source)."""
+    """Number of ids of a trained BPE, including the document-start id (and of a synthetic source)."""
     path: str | None = None
-    """A tokenizer.json, or a directory that holds one (name: file)."""
+    """A tokenizer.json, or a directory with one (name: file)."""
     document_start: str | None = None
-    """The special token of a tokenizer.json that opens a document; None: its beginning-of-text token, or
-    else its end-of-text token, or else one id more than the file has.
-    """
+    """The special token of a tokenizer.json that opens a document; default: its beginning-of-text token, else its
+    end-of-text token, else one id more than the file has."""
 
     @model_validator(mode="after")
     def _path_belongs_to_file(self):
@@ -40,31 +35,28 @@ class SourceConfig(Component):
     """A source of documents and its share in the mixture."""
 
     path: Annotated[str, Field(min_length=1)] = "stdlib"
-    """`stdlib`, `synthetic`, a file, a directory, a glob (** too), a URL, or a directory of prepared
-    shards.
-    """
+    """`stdlib`, `synthetic`, a file, a directory, a glob (also with **), a URL, or a directory of prepared shards."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Share of the rows that come from this source, relative to the other sources' weights."""
+    """Share of the rows that comes from this source, relative to the other sources' weights."""
     format: Literal["auto", "text", "jsonl", "parquet", "tokens", "chat"] = "auto"
-    """auto decides by the name: .jsonl(.gz|.zst), .parquet, a directory with index.json is tokens, the rest
-    text. chat: jsonl with `messages`, or `prompt` and `completion`, of which the answers alone are learnt.
-    """
+    """auto decides by the name: .jsonl(.gz|.zst), .parquet, a directory with index.json is tokens, anything else
+    text. chat: jsonl with `messages`, or `prompt` and `completion`, of which only the answers are trained on."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
-    """The key (jsonl) or column (parquet) that holds the text."""
+    """The key (jsonl) or column (parquet) of the text."""
 
 
 class ChatConfig(Component):
-    """How the chats of sources of format chat are written, and what of them is learnt."""
+    """Template and training targets of chats, for sources of format chat."""
 
     template: str = "auto"
-    """auto: the tokenizer's own; chatml, llama3, gemma; a file with a Jinja template; none: prompt and completion
-    as they are, with a document-start id around them."""
+    """auto: the tokenizer's own; chatml, llama3, gemma; a file with a Jinja template; none: plain prompt and
+    completion, between document-start ids."""
     answers: Literal["all", "last"] = "all"
-    """Which answers of a chat are learnt."""
+    """Answers of a chat that are trained on."""
     too_long: Literal["truncate", "drop", "refuse"] = "truncate"
-    """What becomes of a chat of more than sequence_length tokens: cut at its end, left out, or an error."""
+    """Treatment of a chat of more than sequence_length tokens: cut its end, leave it out, or an error."""
     date: str = "2024-07-26"
-    """What templates that write the date take for today; a fixed one, so that a run can be repeated."""
+    """The date of "today" in templates that write it; fixed, so that a run can be repeated."""
 
     @field_validator("date")
     @classmethod
@@ -77,29 +69,28 @@ class ChatConfig(Component):
 
 
 class DataConfig(Component):
-    """What a run trains on and is evaluated on. The default is real text that every machine has."""
+    """Data for training and evaluation. The default is real text that every machine has."""
 
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1)] = (SourceConfig(),)
     """The training mixture."""
     held_out: tuple[SourceConfig, ...] = ()
-    """Sources for evaluation. Empty: a part of the training sources' documents is held out."""
+    """Sources for evaluation. Empty: a share of the training sources' documents is held out."""
     held_out_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """Share of documents held out, chosen by a hash of their content. Not read where held_out is given."""
+    """Share of documents held out, chosen by a hash of their content. Ignored if held_out is given."""
     held_out_max_bytes: Annotated[int, Field(gt=0)] | None = None
-    """Evaluation reads at most about so many bytes of held-out text; left out: all of it."""
+    """Approximate limit on the bytes of held-out text that an evaluation reads; default: all of it."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """`byte`, `bpe`, `file`, or `auto`."""
     chat: ChatConfig = ChatConfig()
-    """Of sources of `format: chat`, see [Fine-tuning](finetuning.md#data)."""
+    """Settings for sources of `format: chat`, see [Fine-tuning](finetuning.md#data)."""
     packing: bool = True
-    """true: segment ids and positions restart at every document. false: one stream, attention crosses
-    documents. Of chats: several a row, or one.
-    """
+    """true: segment ids and positions restart at every document. false: one stream, with attention across documents.
+    For chats: several in a row, or one."""
     shuffle: bool = True
     """Read rows in a new pseudo-random order every epoch; false: in the order of the stream."""
     cache_dir: str | None = None
-    """Where tokens made from raw text are kept; default ~/.cache/jaxstack/data (created with mode 0700)."""
+    """Directory of tokens made from raw text; default ~/.cache/jaxstack/data (created with mode 0700)."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 2**24
-    """Tokens in a shard file."""
+    """Tokens per shard file."""
     read_ahead: Annotated[int, Field(ge=1, le=64)] = 4
-    """Batches that the one reader thread prepares ahead."""
+    """Number of batches that the one reader thread prepares ahead."""

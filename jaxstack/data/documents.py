@@ -1,6 +1,4 @@
-"""Reads documents out of pieces of files: whole texts, ranges of long ones, jsonl lines, parquet rows,
-pydoc topics.
-"""
+"""Reads documents from pieces of files: whole texts, ranges of long ones, jsonl lines, parquet rows, pydoc topics."""
 
 import json
 from collections.abc import Iterator
@@ -8,18 +6,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Literal
 
-from jaxstack.data.files import EXTRA, SourceFile, open_file
+from jaxstack.data.source_files import EXTRA, SourceFile, open_file
 from jaxstack.data.tokenizer import valid_unicode
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""Byte order marks of UTF-16, either of which opens a text."""
 Kind = Literal["text", "jsonl", "parquet", "topics"]
 Split = Literal["train", "held_out"]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a source that one process reads on its own."""
+    """A part of a source that one process reads independently of others."""
 
     kind: Kind
     file: SourceFile
@@ -27,37 +27,40 @@ class Piece:
     start: int = 0
     """First byte (text, jsonl) or row group (parquet)."""
     stop: int | None = None
-    """Where it ends, not included; None: the end of the file."""
+    """End of the range, exclusive; None: the end of the file."""
     opens: bool = True
-    """False: a later range of a long text, which goes on with the document of the range before."""
+    """False: a later range of a long text, which continues the document of the range before."""
     split: Split | None = None
-    """Decided for the whole piece, or None: by each document."""
+    """Side of the split of the whole piece; None: decided for each document."""
     score: float | None = None
-    """The split score of a long text of which this is a range."""
+    """Split score of the long text that this is a range of."""
 
 
 @dataclass
 class Document:
-    """A text, and whether it opens a document (a range of a long text may go on with one)."""
+    """A text, and whether it opens a document: a range of a long text may continue one."""
 
     text: str
     opens: bool = True
     replaced: int = 0
-    """Invalid UTF-8 sequences that became U+FFFD."""
+    """Number of invalid UTF-8 sequences that became U+FFFD."""
     skipped: bool = False
-    """A file that is not text; `text` is empty."""
+    """True for a file that is not text; `text` is empty then."""
+    empty: bool = False
+    """True for a record without a text (null, or an empty string); `text` is empty then."""
 
 
 def read_documents(piece: Piece) -> Iterator[Document]:
-    """The documents of `piece` in their order, empty ones left out.
+    """Yield the documents of `piece` in order. Files and records without text are yielded too, so that they count.
 
     Raises:
-      ConfigError: a jsonl line or a parquet file without `text_key`, or a text in it that is no string.
-      JaxstackError: broken data; the message names the file.
+      ConfigError: a jsonl line or a parquet file without `text_key`, or a value there that is not a string.
+      ConfigError: broken data; the message names the file.
+      JaxstackError: a file that cannot be read, perhaps only now.
     """
     reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "topics": _read_topics}[piece.kind]
     for document in reader(piece):
-        if document.text or document.skipped:
+        if document.text or document.skipped or document.empty:
             yield document
 
 
@@ -69,8 +72,11 @@ def _read_text(piece: Piece) -> Iterator[Document]:
             stream.seek(piece.start)
             raw = stream.read(piece.stop - piece.start)
     if b"\0" in raw[:8192] and piece.opens:
-        if piece.file.explicit:
-            raise ConfigError(f"{piece.file.path} is not text (it holds NUL bytes); give text, jsonl or parquet")
+        if raw.startswith(UTF_16):
+            if piece.file.explicit:
+                raise ConfigError(f"{piece.file.path} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 IN > OUT")
+        elif piece.file.explicit:
+            raise ConfigError(f"{piece.file.path} is not text (it contains NUL bytes); give text, jsonl or parquet")
         yield Document("", skipped=True)
         return
     text, replaced = decode_utf8(raw.removeprefix(BYTE_ORDER_MARK) if piece.opens else raw)
@@ -81,7 +87,7 @@ def _read_text(piece: Piece) -> Iterator[Document]:
 
 
 def decode_utf8(raw: bytes) -> tuple[str, int]:
-    """The text of `raw`, and how many invalid sequences became U+FFFD."""
+    """Return the text of `raw`, and the number of invalid sequences that became U+FFFD."""
     try:
         return raw.decode(), 0
     except UnicodeDecodeError:
@@ -90,9 +96,9 @@ def decode_utf8(raw: bytes) -> tuple[str, int]:
 
 
 def align(stream: IO[bytes], position: int, size: int, whole_lines: bool = False) -> int:
-    """The first place from `position` on where a text may be cut: after a line end.
+    """Return the first position from `position` on where a text may be cut: after a line end.
 
-    Without `whole_lines` a text with no line end in the next MiB is cut before a character.
+    Unless `whole_lines`, a text without a line end in the next MiB is cut before a character.
     """
     if position <= 0 or position >= size:
         return min(max(position, 0), size)
@@ -114,10 +120,10 @@ def _read_jsonl(piece: Piece) -> Iterator[Document]:
 
 
 def read_records(piece: Piece) -> Iterator[tuple[dict, int, str]]:
-    """The objects of a jsonl file, each with the number of invalid UTF-8 sequences, and its file and line.
+    """Yield (object, number of invalid UTF-8 sequences, file and line) for each line of a jsonl file.
 
     Raises:
-      JaxstackError: a line is no JSON object; the message names it.
+      ConfigError: a line is not a JSON object; the message names it.
     """
     with open_file(piece.file) as stream:
         if piece.start:
@@ -143,9 +149,9 @@ def _parse_line(line: bytes, where: str) -> tuple[dict, int]:
     try:
         record = json.loads(decoded)
     except (ValueError, RecursionError) as e:
-        raise JaxstackError(f"{where} is not JSON: {e}") from None
+        raise ConfigError(f"{where} is not JSON: {e}") from None
     if not isinstance(record, dict):
-        raise JaxstackError(f"{where} is a JSON {type(record).__name__}, not an object with a text")
+        raise ConfigError(f"{where} is a JSON {type(record).__name__}, not an object with a text")
     return record, replaced
 
 
@@ -157,15 +163,19 @@ def _document(record: dict, replaced: int, where: str, text_key: str) -> Documen
             f"{where} has no key {text_key!r}; its keys: {keys}; set text_key to the one with the text{chat}"
         )
     text = record[text_key]
-    if text is None:
-        return Document("")
+    if text is None or text == "":
+        return Document("", empty=True)
     if not isinstance(text, str):
         raise ConfigError(f"{where}: {text_key!r} is {type(text).__name__}, not a string; set text_key to the text")
     return Document(valid_unicode(text), replaced=replaced)
 
 
 def import_parquet():
-    """The pyarrow.parquet module, or a ConfigError with the command that installs it."""
+    """Import pyarrow.parquet.
+
+    Raises:
+      ConfigError: it is not installed; the message has the command that installs it.
+    """
     try:
         import pyarrow.parquet as parquet
     except ImportError:
@@ -174,7 +184,11 @@ def import_parquet():
 
 
 def parquet_groups(file: SourceFile, text_key: str) -> list[tuple[int, int]]:
-    """(rows, bytes) of every row group, after a check that the text column is there."""
+    """Return (rows, bytes) of every row group.
+
+    Raises:
+      ConfigError: there is no column `text_key`, or it does not hold strings.
+    """
     parquet = import_parquet()
     with open_file(file) as stream, _parquet_errors(file):
         reader = parquet.ParquetFile(stream)
@@ -192,12 +206,12 @@ def parquet_groups(file: SourceFile, text_key: str) -> list[tuple[int, int]]:
 
 @contextmanager
 def _parquet_errors(file: SourceFile) -> Iterator[None]:
-    """Turns Arrow's errors into one that names the file."""
+    """Turn Arrow's errors into one that names the file."""
     try:
         yield
     except Exception as e:
         if type(e).__module__.startswith("pyarrow"):
-            raise JaxstackError(f"{file.path} is not a whole parquet file: {e}; get it again") from None
+            raise ConfigError(f"{file.path} is not a whole parquet file: {e}; get it again") from None
         raise
 
 
@@ -209,11 +223,11 @@ def _read_parquet(piece: Piece) -> Iterator[Document]:
         groups = list(range(piece.start, stop))
         for batch in reader.iter_batches(row_groups=groups, columns=[piece.text_key], batch_size=1024):
             for text in batch.column(0).to_pylist():
-                yield Document(text or "")
+                yield Document(text or "", empty=not text)
 
 
 def _read_topics(piece: Piece) -> Iterator[Document]:
-    """The help topics of the running interpreter, one document each."""
+    """Yield the help topics of the running interpreter, one document each."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):

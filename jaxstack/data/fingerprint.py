@@ -1,11 +1,11 @@
-"""What the data of a run was, and how it differs from what a resumed run finds."""
+"""Compares the data of a run with the data that a resumed run finds."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
-    """One line that names what differs first (`seed was 0, is 1`), or None where nothing does."""
+    """Return one line that names the first difference (`seed was 0, is 1`), or None if there is none."""
     lines = list(_differences(saved, found, ""))
     if not lines:
         return None
@@ -13,14 +13,14 @@ def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -
     return lines[0] + more
 
 
-def shared_keys(saved: Any, found: Any) -> Any:
-    """`found` with those keys only that `saved` has, at every depth: what a later version added is no difference."""
+def shared_keys(saved: object, found: object) -> Any:
+    """Return `found` with only the keys of `saved`, at every depth, so that keys of later versions do not count."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         return {key: shared_keys(saved[key], value) for key, value in found.items() if key in saved}
     return found
 
 
-def _differences(saved: Any, found: Any, name: str) -> list[str]:
+def _differences(saved: object, found: object, name: str) -> list[str]:
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         lines = []
         for key in dict.fromkeys([*saved, *found]):
@@ -36,6 +36,6 @@ def _differences(saved: Any, found: Any, name: str) -> list[str]:
     return [] if saved == found else [f"{name} was {_short(saved)}, is {_short(found)}"]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"

@@ -18,10 +18,10 @@ DOCUMENT_STARTS = (
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote.
+    """Load the tokenizer that `Tokenizer.save` wrote.
 
     Raises:
-      JaxstackError: nothing there, unreadable, or not what its own hash says.
+      JaxstackError: it is missing, unreadable, or does not have the hash that was saved with it.
     """
     path = Path(directory) / CONFIG_FILE
     try:
@@ -53,7 +53,7 @@ def _build(folder: Path, description: dict) -> Tokenizer:
 
 
 def read_tokenizer_file(path: str, document_start: str | None = None) -> Tokenizer:
-    """A tokenizer from a tokenizer.json, from a directory with one, or from one that `Tokenizer.save` wrote.
+    """Read a tokenizer from a tokenizer.json, a directory with one, or a directory of `Tokenizer.save`.
 
     Raises:
       ConfigError: no such file, not a tokenizer, or no special token `document_start` in it.

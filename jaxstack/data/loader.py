@@ -1,4 +1,4 @@
-"""`open_data`: from a configuration to endless training batches and an exact held-out pass."""
+"""`open_data`: from a configuration to endless training batches and one exact pass over the held-out text."""
 
 import hashlib
 from collections import deque
@@ -8,12 +8,12 @@ from typing import cast
 
 import numpy as np
 
-from jaxstack.data.build import BuildOptions
+from jaxstack.data.build_shards import BuildOptions
 from jaxstack.data.config import DataConfig
 from jaxstack.data.mixture import order_hash, row_order
 from jaxstack.data.packing import Stream
-from jaxstack.data.rows import ExampleRows, ExampleSet, Row, Rows, TextRows, describe_fitted
 from jaxstack.data.streams import Streams, open_streams
+from jaxstack.data.token_rows import ExampleRows, ExampleSet, Row, Rows, TextRows, describe_fitted
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
 
@@ -28,17 +28,18 @@ def open_data(
     report: Callable[[str], None] | None = None,
     workers: int = 1,
 ) -> "Data":
-    """Prepares (once, into the cache), verifies and opens the data of a run.
+    """Prepare (once, into the cache), verify and open the data of a run.
 
     Args:
+      config: sources, tokenizer, split, packing.
       sequence_length: T, tokens in a row.
-      seed: decides the order of rows, nothing else.
-      report: called with a line of text where something takes time or deserves notice.
-      workers: processes that may tokenise; with more than one the calling script needs `if __name__ == "__main__"`, as
-        `multiprocessing` asks for.
+      seed: decides the order of rows, and nothing else.
+      report: called with a line of text when something takes time or deserves notice.
+      workers: largest number of tokenizing processes; with more than one the calling script needs
+        `if __name__ == "__main__"`, as `multiprocessing` does.
 
     Raises:
-      ConfigError: sources that do not exist or cannot be read so, or too little text for one row.
+      ConfigError: sources that do not exist or cannot be read as configured, or too little text for one row.
       JaxstackError: damaged shards or files; the message names the file.
     """
     if sequence_length < 1:
@@ -53,11 +54,12 @@ def open_data(
 
 
 class Data:
-    """Training batches in a global order, and held-out batches, of one run. Build it with `open_data`.
+    """Training batches in a global order, and held-out batches, of one run; made by `open_data`.
 
-    Dimensions: B global batch, T sequence length. Global sample `k * B + s` is row `s` of global batch `k`,
-      whatever
-    the number of processes, so that a position in the data is one integer: the number of the next batch.
+    Global sample `k * B + s` is row `s` of global batch `k`, whatever the number of processes. A position in the data
+    is therefore one integer: the number of the next batch.
+
+    Dimensions: B global batch, T sequence length.
     """
 
     def __init__(self, config: DataConfig, streams: Streams, sequence_length: int, seed: int):
@@ -113,20 +115,18 @@ class Data:
 
     @property
     def train_tokens(self) -> int:
-        """Tokens of one epoch over all training sources."""
+        """Number of tokens of one epoch over all training sources."""
         return sum(s.tokens for s in self._train)
 
     @property
     def held_out_tokens(self) -> int:
-        """Predictable tokens of the held-out streams, held_out_max_bytes respected."""
+        """Number of predicted tokens of the held-out streams, within held_out_max_bytes."""
         return sum(self._held_out_limits(None))
 
     @property
     def fingerprint(self) -> dict:
-        """Plain JSON that is equal exactly where the batches are: compare it before going on from a
-        checkpoint.
-        """
-        # Causes first: other tokens make other shards, and the first difference is the one that is shown in full.
+        """Describe the data as plain JSON that is equal if and only if the batches are; compare it when resuming."""
+        # Causes before effects: other tokens give other shards, and only the first difference is shown in full.
         chats = any(isinstance(rows, ExampleRows) for rows in (*self._rows, *self._held_out_rows))
         return {
             **({"too_long": self._config.chat.too_long} if chats else {}),
@@ -142,20 +142,21 @@ class Data:
         }
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
-        """Rows `rows` of the global batches `start`, `start + 1`, and so on without end.
+        """Yield rows `rows` of the global batches `start`, `start + 1`, and so on without end.
+
+        One thread reads ahead; it stops when the iterator is closed.
 
         Args:
           global_batch_size: B.
-          rows: which of the B rows this process reads, each in 0..B-1, in the order wanted.
-          start: the number of the first global batch.
+          rows: rows of the global batch that this process reads, each in 0..B-1, in the order wanted.
+          start: number of the first global batch.
 
         Yields:
           tokens, labels [len(rows), T] int32, and with packing segment_ids, positions [len(rows), T] int32.
-          One thread reads ahead; closing the iterator ends it.
         """
         wanted = _checked_rows(rows, global_batch_size)
         if start < 0:
-            raise ConfigError(f"start is {start}, a number of a batch is at least 0")
+            raise ConfigError(f"start is {start}, the number of a batch is at least 0")
 
         order = cast(Sequence[tuple[int, int]], self._order)
 
@@ -168,12 +169,15 @@ class Data:
     def held_out_batches(
         self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None = None
     ) -> Iterator[Batch]:
-        """Every held-out token once (the first `max_tokens` of them), the same number of batches in each
-        process.
+        """Yield every held-out token once (or the first `max_tokens`), in the same number of batches on each process.
+
+        Args:
+          batch_size: number of rows of a batch over all processes.
+          rows: rows of each batch that this process reads.
+          max_tokens: limit on the predicted tokens; default: all.
 
         Yields:
-          as `batches`; a label of -100 stands in rows and places beyond the end. Nothing without held-out
-          text.
+          Batches as `batches` does; labels of rows and positions after the end are -100. Nothing without held-out text.
         """
         wanted = _checked_rows(rows, batch_size)
         limits = self._held_out_limits(max_tokens)
@@ -194,31 +198,29 @@ class Data:
         return _read_ahead(batch, 0, -(-len(places) // batch_size), self._config.read_ahead)
 
     def held_out_bytes(self, max_tokens: int | None = None) -> bytes:
-        """The bytes that the labels of `held_out_batches(max_tokens=max_tokens)` stand for, in order.
+        """Return the bytes of the labels of `held_out_batches(max_tokens=max_tokens)`, in order.
 
-        The sum of the losses in bits over these batches, divided by this length, is the bits per byte. The
-        document-start labels are predicted too and stand for no byte, so that a model pays for knowing
-        where texts end.
+        The sum of the losses in bits over these batches, divided by this number of bytes, is the bits per byte.
+        Document-start labels are predicted too but are no bytes, so that a model pays for predicting where texts end.
         """
         limits = self._held_out_limits(max_tokens)
         parts = (rows.label_ids(limit) for rows, limit in zip(self._held_out_rows, limits, strict=True))
         return b"".join(self.tokenizer.decode_bytes(ids) for ids in parts)
 
     def describe_chats(self, say: Callable[[str], None]) -> None:
-        """Says how chats fill their rows, and which are cut or left out."""
+        """Report how chats fill their rows, and how many are cut or left out."""
         for source, rows in zip(self._config.sources, self._rows, strict=True):
             if isinstance(rows, ExampleRows):
                 say(describe_fitted(source.path, rows, self.sequence_length))
 
     def close(self) -> None:
-        """Closes the shard files."""
+        """Close the shard files."""
         for stream in (*self._train, *self._held_out):
             stream.close()
 
     def _held_out_limits(self, max_tokens: int | None) -> list[int]:
-        """How many tokens of each held-out stream are predicted: shares in proportion where there is a
-        limit.
-        """
+        """Return the number of predicted tokens of each held-out stream, in proportion to its size if there is a
+        limit."""
         sizes = [rows.labels for rows in self._held_out_rows]
         total = sum(sizes)
         if self._config.held_out_max_bytes is not None:
@@ -233,7 +235,7 @@ class Data:
         return limits
 
     def _tokens_in_bytes(self, rows: Rows, limit: float) -> int:
-        """The most predicted tokens of `rows` that stand for at most `limit` bytes; at least one."""
+        """Return the number of predicted tokens of `rows` that have at most `limit` bytes together; at least one."""
         ids = rows.label_ids(int(limit) + 1)
         total = np.cumsum(self.tokenizer.byte_lengths[ids])
         return max(int(np.searchsorted(total, limit, side="right")), 1)
@@ -244,7 +246,7 @@ def _stacked(rows: list[Row]) -> Batch:
 
 
 def _joint_hash(stream: Stream | ExampleSet) -> str:
-    """One hash over the hashes of all shards of a stream."""
+    """Return one hash of the hashes of all shards of a stream."""
     return hashlib.sha256(" ".join(stream.hashes).encode()).hexdigest()
 
 
@@ -256,10 +258,9 @@ def _checked_rows(rows: Sequence[int] | np.ndarray, batch_size: int) -> list[int
 
 
 def _read_ahead(make: Callable[[int], Batch], start: int, count: int | None, depth: int) -> Iterator[Batch]:
-    """`make(start)`, `make(start + 1)`, ..., made in one thread, at most `depth` of them before they are
-    asked for.
+    """Yield `make(start)`, `make(start + 1)`, ..., made in one thread at most `depth` batches ahead.
 
-    The executor ends its thread when the iterator is closed or dropped, and at the end of the program.
+    The executor stops its thread when the iterator is closed or dropped, and at the end of the program.
     """
     pending: deque[Future] = deque()
     stop = None if count is None else start + count

@@ -1,6 +1,4 @@
-"""The global order of training rows: a Grain pipeline of indices that depends on the seed and the weights
-alone.
-"""
+"""The global order of training rows: a Grain pipeline of indices that depends only on the seed and the weights."""
 
 import hashlib
 import os
@@ -33,11 +31,19 @@ class _Rows:
 
 
 def row_order(counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> grain.MapDataset:
-    """An endless dataset whose element i is the (source, row) of global sample i.
+    """Return an endless dataset whose element i is the (source, row) of global sample i.
 
-    Every source is read in a new permutation each epoch, decided by (seed, source, epoch); sources
-    alternate in the proportion of their weights at every stretch of the order, so that no random draw can
-    skew a short run.
+    Every source is read in a new permutation each epoch, decided by (seed, source, epoch). Sources alternate in the
+    proportion of their weights within every stretch of the order, so that no random draw can skew a short run.
+
+    Args:
+      counts: number of rows of each source.
+      weights: share of each source, relative to the others.
+      seed: decides the permutations.
+      shuffle: False: rows in their order.
+
+    Raises:
+      ConfigError: a source has more rows than Grain's shuffle can order.
     """
     parts = []
     for source, count in enumerate(counts):
@@ -56,11 +62,11 @@ def row_order(counts: Sequence[int], weights: Sequence[float], seed: int, shuffl
 
 
 def source_seed(seed: int, source: int | str) -> int:
-    """A 32-bit seed for one source, unrelated to those of near seeds and other sources."""
+    """Return a 32-bit seed for one source, independent of other sources and of neighbouring seeds."""
     return int.from_bytes(hashlib.sha256(f"{seed} {source}".encode()).digest()[:4], "big")
 
 
 def order_hash(order: grain.MapDataset) -> str:
-    """A hash over samples of the order, which tells when a library's next version orders otherwise."""
+    """Return a hash of samples of the order, which shows if another version of Grain orders differently."""
     picked = [*range(64), *(2**k + k for k in range(7, 31))]
     return hashlib.sha256(repr([order[i] for i in picked]).encode()).hexdigest()

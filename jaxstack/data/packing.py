@@ -1,5 +1,4 @@
-"""Rows of a token stream as model inputs: next-token labels, segment ids, positions that restart at
-documents.
+"""Rows of a token stream as model inputs: next-token labels, segment ids, positions that restart at documents.
 
 Dimensions: B rows, T sequence length.
 """
@@ -13,7 +12,7 @@ IGNORE = -100
 
 
 class Stream(Protocol):
-    """Token ids by position."""
+    """Token ids, read by position."""
 
     tokens: int
     document_start: int
@@ -27,12 +26,12 @@ class Stream(Protocol):
 
 
 def row_count(tokens: int, sequence_length: int) -> int:
-    """Rows that predict every token but the first exactly once; the last may be padded."""
+    """Return the number of rows that predict every token except the first exactly once; the last may be padded."""
     return -(-(tokens - 1) // sequence_length) if tokens > 1 else 0
 
 
 def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.ndarray:
-    """[T+1] ids from position `row * T` on. Behind position `limit` (or the stream's end) stands -1."""
+    """Return T+1 ids from position `row * T` on, int32, with -1 after position `limit` or the stream's end."""
     start = row * sequence_length
     ids = stream.read(start, min(sequence_length + 1, max(limit - start, 0)))
     if ids.size == sequence_length + 1:
@@ -43,17 +42,17 @@ def read_row(stream: Stream, row: int, sequence_length: int, limit: int) -> np.n
 
 
 def make_batch(rows: Sequence[np.ndarray], document_start: int, packing: bool) -> dict[str, np.ndarray]:
-    """Stacks rows of T+1 ids into a batch.
+    """Stack rows of T+1 ids into a batch.
 
     Args:
       rows: B arrays [T+1]; -1 marks padding at the end of a row.
-      document_start: the id that opens a document. As a label it ends the document before it.
-      packing: adds the keys that keep documents apart.
+      document_start: the id that opens a document and, as a label, ends the document before it.
+      packing: add segment_ids and positions, which keep documents apart.
 
     Returns:
-      tokens, labels [B, T] int32 (a label of -100 is not to be learnt), and with packing
-      segment_ids [B, T] int32, 1 for the first document of a row and one more at each document start after
-      it, positions [B, T] int32, 0 at each document start and at each row's first token.
+      tokens, labels [B, T] int32, where the label -100 is not trained on, and with packing
+      segment_ids [B, T] int32, 1 for the first document of a row and 1 more at each later document start, and
+      positions [B, T] int32, 0 at each document start and at each row's first token.
     """
     ids = np.stack(rows)
     padding = ids < 0
@@ -67,9 +66,9 @@ def make_batch(rows: Sequence[np.ndarray], document_start: int, packing: bool) -
 
 
 def segments(tokens: np.ndarray, document_start: int) -> tuple[np.ndarray, np.ndarray]:
-    """Segment ids and positions [B, T] int32 of rows of packed documents."""
+    """Return segment ids and positions, [B, T] int32 each, of rows of packed documents."""
     starts = tokens == document_start
-    starts[:, 0] = True  # a row that goes on with a document opens its first segment
+    starts[:, 0] = True  # a row that continues a document opens its first segment
     segment_ids = np.cumsum(starts, axis=1, dtype=np.int32)
     columns = np.arange(tokens.shape[1], dtype=np.int32)
     positions = columns - np.maximum.accumulate(np.where(starts, columns, 0), axis=1)
@@ -77,16 +76,20 @@ def segments(tokens: np.ndarray, document_start: int) -> tuple[np.ndarray, np.nd
 
 
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """Puts items into rows of `capacity`: from the longest on, each into the row with the least room that is enough.
+    """Distribute items over rows of `capacity`: longest first, each into the row with the least sufficient room.
 
-    Best-fit decreasing, which leaves next to no room for language data (Ding et al. 2024, arXiv:2404.10830).
+    Best-fit decreasing, which leaves almost no padding for language data (Ding et al. 2024, arXiv:2404.10830).
 
     Args:
-      lengths: [E] each in 1..capacity.
+      lengths: [E], each in 1..capacity.
+      capacity: length of a row.
+
+    Returns:
+      The numbers of the items in each row.
     """
     rows: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by the room that they have
-    rooms = 0  # bit r is set where with_room[r] has a row
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # rows by their remaining room
+    rooms = 0  # bit r is set if with_room[r] has a row
     for item in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[item])
         enough = rooms >> length

@@ -1,8 +1,8 @@
 """Token shards on disk: files of fixed length with a SHA-256 each, written atomically, verified before use.
 
-A prepared directory holds `index.json`, `tokenizer/` and, for each split, `<split>-00000.bin` and on: one
-stream of token ids cut into files of `shard_tokens` ids (the last may be shorter), uint16 or uint32, little
-endian, no header.
+A prepared directory contains `index.json`, `tokenizer/` and, for each split, `<split>-00000.bin` and so on: one stream
+of token ids cut into files of `shard_tokens` ids (the last may be shorter), uint16 or uint32, little endian, without a
+header.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,7 @@ MOST_OPEN_FILES = 128
 
 
 class ShardWriter:
-    """Cuts a stream of ids into shard files. Nothing of a shard is visible before it is whole and on the
-    disk.
-    """
+    """Cuts a stream of ids into shard files. A shard becomes visible once it is complete and on the disk."""
 
     def __init__(
         self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int,
@@ -47,7 +45,7 @@ class ShardWriter:
         self._count = 0
 
     def append(self, ids: np.ndarray) -> None:
-        """Adds ids to the stream; writes every shard that became full."""
+        """Append ids to the stream; write every shard that became full."""
         while ids.size:
             room = self._shard_tokens - self._count
             self._parts.append(ids[:room])
@@ -57,7 +55,7 @@ class ShardWriter:
                 self._write()
 
     def finish(self) -> list[dict]:
-        """Writes what is left as the last shard; returns name, tokens, sha256 of every shard."""
+        """Write the remaining ids as the last shard. Return name, tokens and sha256 of every shard."""
         if self._count:
             self._write()
         return self.shards
@@ -73,15 +71,15 @@ class ShardWriter:
 
 
 def is_prepared(path: str) -> bool:
-    """Whether `path` is a directory of prepared shards."""
+    """Return True if `path` is a directory of prepared shards."""
     return "://" not in path and (Path(path).expanduser() / INDEX).is_file()
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The checked content of `index.json`.
+    """Read and check `index.json`.
 
     Raises:
-      JaxstackError: missing, not ours, of a later version, or with entries that make no sense.
+      JaxstackError: it is missing, not one of ours, of a later version, or inconsistent.
     """
     path = folder / INDEX
     try:
@@ -120,13 +118,13 @@ def _check_split(split: dict, shard_tokens: int) -> None:
 
 
 def verify_shards(folder: Path, shards: list[dict], item_size: int) -> None:
-    """Checks the size of every shard, and its SHA-256 unless this very file passed before.
+    """Check the size of every shard, and its SHA-256 unless this same file passed before.
 
-    Which files passed is kept beside them by size, modification and change time and inode; where the
-    directory cannot be written, every start hashes again (1 to 2 GB/s a core).
+    A file in the directory records which shards passed, by size, modification time, change time and inode. If the
+    directory cannot be written, every start computes the hashes again (1 to 2 GB/s per core).
 
     Raises:
-      JaxstackError: a shard is missing, of another size, or of other content; the message names it.
+      JaxstackError: a shard is missing, or has another size or other content; the message names it.
     """
     stamps = _read_stamps(folder)
     pending = []
@@ -154,7 +152,7 @@ def verify_shards(folder: Path, shards: list[dict], item_size: int) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
@@ -187,14 +185,13 @@ def _write_stamps(folder: Path, stamps: dict) -> None:
     try:
         write_json(folder / STAMPS, stamps)
     except OSError:
-        return  # a read-only directory: the next start hashes again
+        return  # a read-only directory: the next start computes the hashes again
 
 
 class TokenStream:
     """The ids of one split as one long array, read by position. Safe to use from several threads.
 
-    Reads with pread, not with a memory map: a file that is cut off while it is in use gives an error, not
-      SIGBUS.
+    Reads with pread instead of a memory map: a file that is cut off while in use then gives an error, not SIGBUS.
     """
 
     def __init__(self, folder: Path, shards: list[dict], dtype: np.dtype, shard_tokens: int, document_start: int):
@@ -213,7 +210,7 @@ class TokenStream:
         return [s["sha256"] for s in self._shards]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """The ids `start` to `start + count`, fewer at the end of the stream; dtype of the shards."""
+        """Return `count` ids from position `start` on, fewer at the end of the stream, in the dtype of the shards."""
         stop = min(start + count, self.tokens)
         parts = []
         while start < stop:
@@ -249,7 +246,7 @@ class TokenStream:
         return self._files[shard]
 
     def close(self) -> None:
-        """Closes the files; a later read opens them again."""
+        """Close the files; a later read opens them again."""
         with self._lock:
             _close_all(self._files)
 
@@ -260,8 +257,24 @@ def _close_all(files: OrderedDict[int, int]) -> None:
 
 
 def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
-    """The verified stream of `split` ("train" or "held_out") of a prepared directory."""
+    """Open the verified stream of `split` ("train" or "held_out") of a prepared directory."""
     shards = index["splits"][split]["shards"]
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     verify_shards(folder, shards, dtype.itemsize)
     return TokenStream(folder, shards, dtype, index["shard_tokens"], index["tokenizer"]["document_start"])
+
+
+def notes_on(index: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each kind of input that was changed or left out when the shards were made."""
+    empty = "without text (null or empty)"
+    rows = (
+        ("replaced_characters", "invalid UTF-8 sequence", "invalid UTF-8 sequences", "became U+FFFD"),
+        ("skipped_files", "file that is not text", "files that are not text", "left out"),
+        ("empty_documents", f"document {empty}", f"documents {empty}", "left out"),
+    )
+    notes = []
+    for key, one, several, fate in rows:
+        if count := index.get(key):
+            verb = "" if fate.startswith("became") else "was " if count == 1 else "were "
+            notes.append(f"{count:,} {one if count == 1 else several} {verb}{fate}")
+    return notes

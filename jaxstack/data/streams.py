@@ -1,11 +1,11 @@
-"""Opens the configured sources as token streams with one tokenizer for all of them."""
+"""Opens the configured sources as token streams that share one tokenizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxstack.data.build import BuildOptions
+from jaxstack.data.build_shards import BuildOptions
 from jaxstack.data.cache import (
     cache_folder,
     ensure_tokenizer,
@@ -15,13 +15,13 @@ from jaxstack.data.cache import (
 )
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.documents import Split
-from jaxstack.data.files import EXTRA
 from jaxstack.data.mixture import source_seed
 from jaxstack.data.packing import Stream
-from jaxstack.data.plan import Plan
-from jaxstack.data.rows import ExampleSet
-from jaxstack.data.shards import INDEX, is_prepared, open_split, read_index
+from jaxstack.data.shards import INDEX, is_prepared, notes_on, open_split, read_index
+from jaxstack.data.source_files import EXTRA
 from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream
+from jaxstack.data.token_rows import ExampleSet
+from jaxstack.data.tokenization_plan import TokenizationPlan
 from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer, Tokenizer
 from jaxstack.errors import ConfigError
 
@@ -30,7 +30,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Streams:
-    """The tokenizer, and a training and a held-out stream per source."""
+    """The tokenizer, and a training stream and a held-out stream for each source."""
 
     tokenizer: Tokenizer
     train: list[Stream | ExampleSet]
@@ -38,7 +38,7 @@ class Streams:
 
 
 def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Streams:
-    """Prepares what is not prepared yet, verifies the shards, opens them.
+    """Prepare the sources that are not prepared yet, verify the shards, and open them.
 
     Raises:
       ConfigError: sources that cannot be read, or that were prepared with different tokenizers.
@@ -46,7 +46,7 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
     """
     fraction = 0.0 if config.held_out else config.held_out_fraction
     everything = (*config.sources, *config.held_out)
-    is_raw = {s: not is_chat(s) and not prepared(s) and s.path != "synthetic" for s in everything}
+    is_raw = {s: not is_chat(s) and not is_prepared_source(s) and s.path != "synthetic" for s in everything}
     plans = {(s, False): plan_source(s, fraction) for s in config.sources if is_raw[s]}
     plans |= {(s, True): plan_source(s, 1.0) for s in config.held_out if is_raw[s]}
     with_chats = any(map(is_chat, everything))
@@ -70,12 +70,16 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
 
 
 def is_chat(source: SourceConfig) -> bool:
-    """Whether `source` holds chats."""
+    """Return True if `source` consists of chats."""
     return source.format == "chat"
 
 
 def import_chat():
-    """The module that reads chats, or a ConfigError with the command that installs what it needs."""
+    """Import the module that reads chats.
+
+    Raises:
+      ConfigError: jinja2 is not installed; the message has the command that installs it.
+    """
     try:
         from jaxstack.data import chat
     except ImportError:
@@ -83,8 +87,12 @@ def import_chat():
     return chat
 
 
-def prepared(source: SourceConfig) -> bool:
-    """Whether `source` is a directory of shards."""
+def is_prepared_source(source: SourceConfig) -> bool:
+    """Return True if `source` is a directory of shards.
+
+    Raises:
+      ConfigError: its format is tokens, but it is not such a directory.
+    """
     if source.format == "tokens" and not is_prepared(source.path):
         raise ConfigError(
             f"the data source {source.path!r} has format tokens, but there is no {INDEX} in it: "
@@ -94,10 +102,10 @@ def prepared(source: SourceConfig) -> bool:
 
 
 def _choose_tokenizer(
-    config: DataConfig, sources: Sequence[SourceConfig], plans: list[Plan], folder: Path, report: Report
+    config: DataConfig, sources: Sequence[SourceConfig], plans: list[TokenizationPlan], folder: Path, report: Report
 ) -> Tokenizer:
     wanted = config.tokenizer
-    made = [(s.path, prepared_tokenizer(Path(s.path).expanduser())) for s in sources if prepared(s)]
+    made = [(s.path, prepared_tokenizer(Path(s.path).expanduser())) for s in sources if is_prepared_source(s)]
     for path, tokenizer in made[1:]:
         if tokenizer.hash != made[0][1].hash:
             raise ConfigError(f"{made[0][0]} and {path} were prepared with different tokenizers: use the same")
@@ -133,7 +141,7 @@ def _mismatch(path: str, tokenizer: Tokenizer, wanted: str) -> str:
 @dataclass
 class _Opener:
     tokenizer: Tokenizer
-    plans: dict[tuple[SourceConfig, bool], Plan]
+    plans: dict[tuple[SourceConfig, bool], TokenizationPlan]
     folder: Path
     options: BuildOptions
     seed: int
@@ -141,12 +149,14 @@ class _Opener:
     chats: Any = None
 
     def open(self, source: SourceConfig, split: Split, whole: bool, number: int) -> Stream | ExampleSet:
-        """The stream of one side of one source.
+        """Open the stream of one side of one source.
 
         Args:
-          whole: the source was named as held out, so that all of it is, also where a prepared directory has
-            no
-            held-out side of its own.
+          source: the source.
+          split: the side.
+          whole: use all of the source, which was given as held-out source, even if a prepared directory has no
+            held-out side.
+          number: number of the source among the training or the held-out sources.
         """
         if source.path == "synthetic":
             tokens = TRAIN_TOKENS if split == "train" else HELD_OUT_TOKENS
@@ -161,12 +171,8 @@ class _Opener:
         else:
             place = Path(source.path).expanduser()
         index = read_index(place)
-        for note, count in (
-            ("invalid UTF-8 sequences became U+FFFD", index.get("replaced_characters")),
-            ("files are not text and were left out", index.get("skipped_files")),
-        ):
-            if count and split == "train":
-                self.options.report(f"{source.path}: {count} {note}")
+        for note in notes_on(index) if split == "train" else ():
+            self.options.report(f"{source.path}: {note}")
         if whole and not index["splits"]["held_out"]["tokens"]:
             split = "train"
         return open_split(place, index, split)

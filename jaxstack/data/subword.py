@@ -1,4 +1,4 @@
-"""Subword tokenizers through the `tokenizers` library: byte-level BPE trained here, or any tokenizer.json."""
+"""Subword tokenizers of the `tokenizers` library: byte-level BPE trained here, or any tokenizer.json."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +13,10 @@ from jaxstack.errors import JaxstackError
 
 
 class SubwordTokenizer(Tokenizer):
-    """A `tokenizers` model plus a document-start id that its text side cannot reach."""
+    """A model of the `tokenizers` library with a document-start id that no text can produce."""
 
     def __init__(self, model: Model, kind: str, document_start: int):
-        model.encode_special_tokens = True  # "<s>" written in a text stays ordinary characters
+        model.encode_special_tokens = True  # "<s>" in a text is encoded as ordinary characters
         model.no_truncation()
         model.no_padding()
         self.kind = kind
@@ -44,7 +44,7 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def _marked(self) -> Model:
-        """The model that reads special tokens, and whose places are not trimmed by a post-processor."""
+        """The model that reads special tokens, without the post-processor, which would trim positions."""
         model = Model.from_str(json.dumps({**json.loads(self._json), "post_processor": None}))
         model.encode_special_tokens = False
         return model
@@ -53,8 +53,12 @@ class SubwordTokenizer(Tokenizer):
         encoded = self._marked.encode_batch([valid_unicode(text) for text in texts], add_special_tokens=False)
         return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encoded]
 
-    @cached_property
+    @property
     def special_tokens(self) -> dict[str, int]:
+        return self._special_tokens
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, int]:
         return {t.content: i for i, t in self._model.get_added_tokens_decoder().items() if t.special}
 
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
@@ -69,7 +73,7 @@ class SubwordTokenizer(Tokenizer):
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
-        """[V] the bytes of each id; special ids and holes have none."""
+        """The bytes of each id, V in all; empty for special and unused ids."""
         added = self._model.get_added_tokens_decoder()
         to_byte = {c: b for b, c in byte_alphabet().items()}
         table = [b""] * self.vocab_size
@@ -83,8 +87,12 @@ class SubwordTokenizer(Tokenizer):
         table[self.document_start] = b""
         return table
 
-    @cached_property
+    @property
     def byte_lengths(self) -> np.ndarray:
+        return self._byte_lengths
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
         return np.array([len(b) for b in self._token_bytes], np.int64)
 
     def model_json(self) -> str:
@@ -92,10 +100,10 @@ class SubwordTokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> SubwordTokenizer:
-    """Trains byte-level BPE with at most `vocab_size` ids, the document-start id (the last one) included.
+    """Train byte-level BPE with at most `vocab_size` ids, including the document-start id, which is the last one.
 
-    Merges after Sennrich et al. 2016 (arXiv:1508.07909) over bytes as in GPT-2; the same texts in the same
-    order give the same merges. A small text gives fewer ids than asked for.
+    Merges as in Sennrich et al. 2016 (arXiv:1508.07909), over bytes as in GPT-2. The same texts in the same order give
+    the same merges. A small text gives fewer ids than `vocab_size`.
     """
     model = Model(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
@@ -115,21 +123,21 @@ def _training_chunks(texts: Iterable[str]) -> Iterator[str]:
 
 
 def file_vocab_size(model: Model) -> int:
-    """One more than the largest id, whatever holes the ids have."""
+    """Return one more than the largest id; ids below it may be unused."""
     return max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def is_byte_level(model_json: str) -> bool:
-    """Whether the ids of this tokenizer.json stand for bytes one after the other (GPT-2, Llama 3, Qwen)."""
+    """Return True if each id of this tokenizer.json stands for fixed bytes (GPT-2, Llama 3, Qwen)."""
     decoder = json.loads(model_json).get("decoder") or {}
     steps = decoder.get("decoders") or [decoder]
     return [s.get("type") for s in steps] == ["ByteLevel"]
 
 
 def byte_alphabet() -> dict[int, str]:
-    """The printable character by which byte-level vocabularies write each byte.
+    """Return byte -> the printable character that stands for it in byte-level vocabularies.
 
-    Printable Latin-1 bytes stand for themselves; the others, in order, for the characters from U+0100 on.
+    Printable Latin-1 bytes stand for themselves; the others, in order, are the characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]

@@ -1,6 +1,6 @@
-"""Tokenizers: bytes, byte-level BPE, any tokenizer.json. Text never produces the document-start id.
+"""Tokenizers: bytes, byte-level BPE, any tokenizer.json. No text produces the document-start id.
 
-Dimensions: V vocabulary. Ids are int32 arrays of one dim.
+Dimensions: V vocabulary. Ids are int32 arrays with one dim.
 """
 
 import hashlib
@@ -25,67 +25,68 @@ CHUNK_CHARACTERS = 2**17
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. `document_start` opens a document and, as a label, ends the one before it."""
+    """Converts text to ids and back. `document_start` opens a document and, as a label, ends the one before it."""
 
     kind: str
     vocab_size: int
-    """V: every id is below it, the document-start id included."""
+    """V: all ids are below it, including the document-start id."""
     document_start: int
     chat: ChatFormat | None = None
-    """How chats are written for it; no part of its hash."""
+    """The chat template and its special tokens; not part of the tokenizer's hash."""
     writes_bytes = True
-    """Whether a token stands for the same bytes wherever it stands, so that texts can be joined token by token."""
+    """True if an id stands for the same bytes in every context, so that texts can be joined id by id."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The little-endian integer type in which shards keep these ids."""
+        """The little-endian integer type of these ids in shards."""
         return np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, int32, without a document-start id. Lone surrogates become U+FFFD."""
+        """Return the ids of `text`, int32, without a document-start id. Lone surrogates become U+FFFD."""
         return self.encode_documents([text])[0]
 
     @abstractmethod
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of many texts at once, on all cores where the implementation can."""
+        """Encode many texts at once, on all cores if the implementation can."""
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids [n] of each text, in which special tokens are written out, and the characters [n, 2] that they stand for.
+        """Encode texts in which special tokens are written out.
+
+        Returns:
+          The ids [n] of each text, and [n, 2], the first and last (exclusive) character of each id.
 
         Raises:
-          ConfigError: this kind of tokenizer has no text.
+          ConfigError: this kind of tokenizer has no special tokens in text.
         """
         raise ConfigError(f"a {self.kind} tokenizer cannot write chats; set data.tokenizer.path to a tokenizer.json")
 
     @property
     def special_tokens(self) -> dict[str, int]:
-        """Texts that `encode_marked` takes for one id, with that id."""
+        """The texts that `encode_marked` encodes as one id, with that id."""
         return {}
 
     @abstractmethod
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
-        """The bytes that `ids` stand for; document-start and other special ids stand for none."""
+        """Return the bytes that `ids` stand for; document-start and other special ids stand for none."""
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     @property
     @abstractmethod
     def byte_lengths(self) -> np.ndarray:
-        """[V] int64: the number of bytes that each id stands for (about, where the tokenizer is not
-        byte-level).
-        """
+        """[V] int64: number of bytes of each id; approximate if the tokenizer is not byte-level."""
 
     @property
     def hash(self) -> str:
-        """SHA-256 over everything that decides the ids."""
+        """SHA-256 of everything that decides the ids."""
         digest = hashlib.sha256(json.dumps(self.description(), sort_keys=True).encode())
         digest.update((self.model_json() or "").encode())
         return digest.hexdigest()
 
     def description(self) -> dict:
-        """What `save` writes beside the model."""
+        """Return the description that `save` writes next to the model."""
         return {
             "format": FORMAT,
             "version": 1,
@@ -95,11 +96,11 @@ class Tokenizer(ABC):
         }
 
     def model_json(self) -> str | None:
-        """The text of tokenizer.json, or None where the kind needs none."""
+        """Return the text of tokenizer.json; None if this kind needs none."""
         return None
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes the tokenizer so that `load_tokenizer` gives an equal one."""
+        """Write the tokenizer, so that `load_tokenizer` returns an equal one."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         model = self.model_json()
@@ -112,7 +113,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids 0..255; id 256 starts a document. Needs no files."""
+    """UTF-8 bytes as ids 0..255; id 256 opens a document. Needs no files."""
 
     kind = "byte"
     vocab_size = 257
@@ -133,13 +134,17 @@ class ByteTokenizer(Tokenizer):
         array = checked_ids(ids, self.vocab_size)
         return array[array < 256].astype(np.uint8).tobytes()
 
-    @cached_property
+    @property
     def byte_lengths(self) -> np.ndarray:
+        return self._byte_lengths
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
         return (np.arange(257) < 256).astype(np.int64)
 
 
 class SyntheticTokenizer(Tokenizer):
-    """The stand-in for random ids, which mean no text: encodes bytes modulo V, decodes to the numbers."""
+    """Stands in as tokenizer of random ids, which mean no text: encodes bytes modulo V, decodes to numbers."""
 
     kind = "synthetic"
     writes_bytes = False
@@ -156,13 +161,17 @@ class SyntheticTokenizer(Tokenizer):
         array = checked_ids(ids, self.vocab_size)
         return " ".join(map(str, array[array != self.document_start])).encode()
 
-    @cached_property
+    @property
     def byte_lengths(self) -> np.ndarray:
+        return self._byte_lengths
+
+    @cached_property
+    def _byte_lengths(self) -> np.ndarray:
         return np.array([len(str(i)) + 1 for i in range(self.vocab_size)], np.int64)
 
 
 def valid_unicode(text: str) -> str:
-    """`text` with lone surrogates, which UTF-8 cannot hold, as U+FFFD."""
+    """Return `text` with U+FFFD in place of lone surrogates, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -171,7 +180,11 @@ def valid_unicode(text: str) -> str:
 
 
 def checked_ids(ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """`ids` as an array of one dim, refused where one lies outside of the vocabulary."""
+    """Return `ids` as an array with one dim.
+
+    Raises:
+      JaxstackError: an id is outside of the vocabulary.
+    """
     array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids)).reshape(-1).astype(np.int64)
     if array.size and (array.min() < 0 or array.max() >= vocab_size):
         bad = array[(array < 0) | (array >= vocab_size)][0]
@@ -180,9 +193,7 @@ def checked_ids(ids: Iterable[int] | np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def chunks(text: str, limit: int = CHUNK_CHARACTERS) -> list[str]:
-    """Cuts a long text after line ends (or spaces, or anywhere), so that its parts are encoded side by
-    side.
-    """
+    """Cut a long text after line ends (or spaces, or anywhere), so that its parts can be encoded in parallel."""
     parts = []
     start = 0
     while len(text) - start > limit:

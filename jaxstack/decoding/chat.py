@@ -1,7 +1,6 @@
-"""Answers: a question in, written by the chat template of the tokenizer, and what the model says to it out."""
+"""Generation of answers to questions, formatted by the chat template of the tokenizer."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
@@ -10,28 +9,32 @@ from jaxstack.decoding.text import Piece, TextGenerator
 
 
 class ChatGenerator(TextGenerator):
-    """A text generator whose prompts are what a user asks, and whose texts end where an answer does.
+    """A text generator whose prompts are a user's questions, and whose texts end where an answer ends.
+
+    Args:
+      generator: a generator for the same model; its `opening` is not used, because the template opens a chat.
 
     Raises:
       ConfigError: the tokenizer has no chat template.
-      JaxstackError: the template cannot write a question with its answer.
+      JaxstackError: the template cannot format a question with its answer.
     """
 
     def __init__(self, generator: TextGenerator):
         tokenizer = generator.tokenizer
-        template: Any = import_chat().open_chats(ChatConfig(), tokenizer).template
+        template = import_chat().open_chats(ChatConfig(), tokenizer).template
+        assert template is not None
         chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         text, ((_, last),) = template.split(chat, last=True)
-        end = text[:last].rpartition("answer")[2].strip()
+        end = text[:last].rpartition("answer")[2].strip()  # what the template writes after an answer
         special = tokenizer.special_tokens.get(end)
-        ends = generator.stop_tokens if special is None else generator.stop_tokens | {special}
-        super().__init__(generator.decoder, tokenizer, (), ends)
-        self._template, self._ends = template, (end,) if end and special is None else ()
+        stop_tokens = generator.stop_tokens if special is None else generator.stop_tokens | {special}
+        super().__init__(generator.decoder, tokenizer, (), stop_tokens)
+        self._template, self._stop = template, (end,) if end and special is None else ()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a chat of one question, up to its answer."""
-        asked = self._template.render([{"role": "user", "content": text}], prompt=True)
-        return self.tokenizer.encode_marked([asked])[0][0].tolist()
+        """Return the ids of a chat with one question, up to the beginning of its answer."""
+        question = self._template.render([{"role": "user", "content": text}], prompt=True)
+        return self.tokenizer.encode_marked([question])[0][0].tolist()
 
     def stream(
         self,
@@ -42,4 +45,5 @@ class ChatGenerator(TextGenerator):
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        return super().stream(prompts, max_tokens, sampling, seed=seed, stop=(*stop, *self._ends))
+        """Yield pieces of all answers, each up to the text that ends an answer in the template."""
+        return super().stream(prompts, max_tokens, sampling, seed=seed, stop=(*stop, *self._stop))

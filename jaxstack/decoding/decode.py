@@ -1,73 +1,86 @@
-"""Autoregressive decoding with a KV cache: one prefill over the prompts, then a token a step for all of them."""
+"""Autoregressive decoding with a KV cache: one prefill over the prompts, then one token per step for all of them."""
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxstack.decoding.sampling import Sampling, sample
+from jaxstack.distributed.devices import memory_per_device
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.parallel.rules import AxisRules, is_matrix, logical_axis_rules
+from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.parallel.rules import AxisRules, is_matrix
+
+Params = dict[str, PyTree]
+"""Parameters, or other variables, of a module as nested dicts of arrays."""
+Cache = PyTree
+"""Keys and values, or states, of all layers."""
 
 _BLOCK = 64
-"""Prompts are filled up to this many tokens times a power of two, caches to a multiple, so that few shapes are
-compiled."""
+"""Unit of padding: prompts are padded to this many tokens times a power of two, and caches to a multiple, so that few
+shapes are compiled."""
 
 
 class ModelOnMesh:
-    """A `Transformer` on a mesh, ready for use without training.
+    """A `Transformer` with its parameters on a mesh, for use without training.
 
     Args:
       module: the functional form of the Transformer.
-      params, rest: its arrays; their sharding is kept. Matrices are kept in the compute dtype, as they are used.
-      rules: the mesh that they lie on.
+      params: its parameters, in their final sharding. Matrices are cast to the compute dtype.
+      non_params: its other variables.
+      rules: sharding rules of the mesh.
 
     Raises:
       ConfigError: the mesh splits sequences or layers over devices.
     """
 
-    def __init__(self, module: FunctionalModule, params: Any, non_params: Any, rules: AxisRules):
+    def __init__(self, module: FunctionalModule, params: Params, non_params: Params, rules: AxisRules):
         wrong = {axis: rules.mesh.shape[axis] for axis in ("pipeline", "context") if rules.mesh.shape[axis] > 1}
         if wrong:
             shown = ", ".join(f"{axis} {degree}" for axis, degree in wrong.items())
             raise ConfigError(
-                f"generation and tasks lay a model over data, fsdp, expert and tensor; found {shown}: set it to 1."
+                f"generation and tasks support only data, fsdp, expert and tensor; found {shown}: set it to 1."
             )
         self.module, self.rules = module, rules
         self.config = module.merge(module.abstract_params, module.abstract_non_params).config
         self.load(params, non_params)
 
-    def load(self, params: Any, non_params: Any) -> None:
-        """Takes other arrays of the same model; nothing is compiled anew."""
-        self.params, self.non_params = in_compute_dtype(self.module, params, self.rules), non_params
+    def load(self, params: Params, non_params: Params) -> None:
+        """Replace the arrays by others of the same model, without compiling again."""
+        self.params, self.non_params = cast_matrices(self.module, params, self.rules), non_params
 
     def unload(self) -> None:
-        """Lets the arrays go, until others are loaded."""
-        self.params = self.non_params = None
+        """Release the arrays until `load` is called again."""
+        self.params, self.non_params = {}, {}
 
     @property
     def batch_unit(self) -> int:
-        """What a number of rows should be divisible by: the devices that have rows of their own."""
+        """Number of shards of the batch; a batch size should be a multiple of it."""
         return self.rules.degree(self.rules.table["batch"])
 
     @property
     def context_length(self) -> int | None:
-        """Most tokens of a sequence; None: the model does not bound it."""
+        """Maximum number of tokens of a sequence; None if the model has no limit."""
         return self.config.max_position_embeddings
 
-    def width(self, longest: int) -> int:
-        """To how many tokens rows are filled up whose longest has so many."""
-        width = _BLOCK
-        while width < longest:
-            width *= 2
-        return max(longest, min(width, self.context_length or width))
+    def padded_length(self, longest: int) -> int:
+        """Return the length that rows are padded to, where the longest row has `longest` tokens."""
+        length = _BLOCK
+        while length < longest:
+            length *= 2
+        return max(longest, min(length, self.context_length or length))
 
     def check_ids(self, rows: Sequence[Sequence[int]]) -> None:
-        """Raises ConfigError where a token is none of the model's."""
+        """Check that every token id is in the model's vocabulary.
+
+        Raises:
+          ConfigError: one is not.
+        """
         highest = max((max(row) for row in rows if len(row)), default=0)
         if highest >= (self.config.vocab_size or 0):
             raise ConfigError(
@@ -76,10 +89,10 @@ class ModelOnMesh:
             )
 
 
-def in_compute_dtype(module: FunctionalModule, params: Any, rules: AxisRules) -> Any:
-    """The parameters with matrices in the dtype of the computation, as a Transformer casts them where it uses them."""
+def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) -> Params:
+    """Cast matrices to the compute dtype, as a Transformer does where it uses them; routers keep their dtype."""
 
-    def casts(names: Any, shape: Sequence[int], _: Any) -> bool:
+    def casts(names: Sequence[str | None] | None, shape: Sequence[int], _: object) -> bool:
         return is_matrix(names, shape) and "router" not in (names or ())
 
     wanted = module.map_parameters(casts, rules)
@@ -87,20 +100,27 @@ def in_compute_dtype(module: FunctionalModule, params: Any, rules: AxisRules) ->
 
 
 class Decoder(ModelOnMesh):
-    """Generates with a `Transformer`; arguments as of `ModelOnMesh`. Fastest with `scan_layers: false`.
+    """Generates tokens with a `Transformer`. Unrolled layers (`scan_layers: false`) are fastest.
 
     Args:
-      vocab_size: draw among the first so many ids, where the model has rows that no token of the tokenizer uses.
+      module, params, non_params, rules: as of `ModelOnMesh`.
+      vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
     """
 
     def __init__(
-        self, module: FunctionalModule, params: Any, non_params: Any, rules: AxisRules, *, vocab_size: int | None = None
+        self,
+        module: FunctionalModule,
+        params: Params,
+        non_params: Params,
+        rules: AxisRules,
+        *,
+        vocab_size: int | None = None,
     ):
         super().__init__(module, params, non_params, rules)
         self._vocab_size = vocab_size
         self._prefill = jax.jit(self._prefill_step, static_argnames="room")
         self._next = jax.jit(self._decode_step, donate_argnames="cache")
-        self._draw = jax.jit(self._draw_step, static_argnames="sampling", out_shardings=rules.sharding(jax.P()))
+        self._sample = jax.jit(self._sample_step, static_argnames="sampling", out_shardings=rules.sharding(jax.P()))
 
     def generate(
         self,
@@ -110,40 +130,41 @@ class Decoder(ModelOnMesh):
         *,
         seed: int | Sequence[int] = 0,
         stop_tokens: Collection[int] = (),
-    ) -> Iterator[np.ndarray]:
-        """Yields the next token of every prompt, int32 [B], at most `max_tokens` times.
+    ) -> Iterator[Int[np.ndarray, " B"]]:
+        """Yield the next token of every prompt, int32 [B], at most `max_tokens` times.
 
         Args:
-          prompts: token ids; they may differ in length.
-          seed: of each row; a number s stands for s, s + 1, ... A row's tokens depend on its prompt and its seed alone
-            (to rounding: XLA may choose another matmul for another number of rows).
-          stop_tokens: a row ends with one of them, and is -1 from then on. When all have ended nothing more comes.
+          prompts: token ids of each row; they may differ in length.
+          max_tokens: number of new tokens.
+          sampling: how tokens are sampled from the logits.
+          seed: seed of each row; a number s stands for s, s + 1, ... The tokens of a row depend on its prompt and its
+            seed alone (up to rounding: XLA may choose another matmul for another number of rows).
+          stop_tokens: ids that end a row, which is -1 from then on. Generation ends when all rows have ended.
 
         Raises:
-          ConfigError: a prompt is empty, has unknown ids, or exceeds with its new tokens what the model can hold.
+          ConfigError: a prompt is empty, has unknown ids, or is too long for the model with its new tokens.
         """
         self._check(prompts, max_tokens)
-        seeds = np.asarray([seed + row for row in range(len(prompts))] if isinstance(seed, int) else seed, np.uint32)
-        if len(seeds) != len(prompts):
-            raise ValueError(f"seed must be a number or one a prompt ({len(prompts)}); found {len(seeds)}.")
+        seeds = _seed_rows(seed, len(prompts))
         rows = -(-len(prompts) // self.batch_unit) * self.batch_unit
-        tokens, lengths = _filled_up(prompts, rows, self.width(max(map(len, prompts))))
-        room = tokens.shape[1] + -(-max_tokens // _BLOCK) * _BLOCK
-        draw = functools.partial(self._draw, seeds=np.resize(seeds, rows), sampling=sampling)
+        tokens, lengths = _pad(prompts, rows, self.padded_length(max(map(len, prompts))))
+        capacity = tokens.shape[1] + -(-max_tokens // _BLOCK) * _BLOCK
+        self._check_cache(rows, capacity, tokens.shape[1])
+        sample_step = functools.partial(self._sample, seeds=np.resize(seeds, rows), sampling=sampling)
         ended, stops = np.zeros(len(prompts), bool), np.asarray(sorted(stop_tokens), np.int32)
         with jax.set_mesh(self.rules.mesh):
-            logits, cache = self._prefill(self.params, self.non_params, tokens, lengths, room=room)
-            token = draw(logits, step=0)
+            logits, cache = self._prefill(self.params, self.non_params, tokens, lengths, room=capacity)
+            token = sample_step(logits, step=0)
         for step in range(max_tokens):
-            shown = token
+            current = token
             if step + 1 < max_tokens:
-                # Dispatched before this step's token is looked at: the device does not wait for us.
+                # Dispatched before the host reads the current token, so that the device does not wait for the host.
                 with jax.set_mesh(self.rules.mesh):
-                    logits, cache = self._next(self.params, self.non_params, shown, lengths + step, cache)
-                    token = draw(logits, step=step + 1)
-            found = np.where(ended, -1, np.asarray(shown)[: len(prompts)])
-            yield found
-            ended |= np.isin(found, stops)
+                    logits, cache = self._next(self.params, self.non_params, current, lengths + step, cache)
+                    token = sample_step(logits, step=step + 1)
+            new = np.where(ended, -1, np.asarray(current)[: len(prompts)])
+            yield new
+            ended |= np.isin(new, stops)
             if ended.all():
                 return
 
@@ -163,24 +184,76 @@ class Decoder(ModelOnMesh):
                 f"max_position_embeddings ({limit}); at most {limit - longest} new tokens fit."
             )
 
-    def _prefill_step(self, params: Any, non_params: Any, tokens: jax.Array, lengths: jax.Array, *, room: int) -> Any:
+    def _check_cache(self, rows: int, capacity: int, filled: int) -> None:
+        """Check that the cache for `capacity` tokens of each row, `filled` of them prompts, fits the devices' memory.
+
+        Raises:
+          ConfigError: it does not.
+        """
+        available = memory_per_device()
+        if available is None:
+            return
+        total = available * self.rules.mesh.size
+        needed = self._cache_bytes(rows, capacity)
+        if needed <= total:
+            return
+        per_token = (needed - self._cache_bytes(rows, _BLOCK)) / max(capacity - _BLOCK, 1)
+        fits = max(0, int(total / per_token) // _BLOCK * _BLOCK - filled)
+        raise ConfigError(
+            f"the cache of keys and values for {rows} x {capacity:,} tokens takes {needed / 2**30:,.1f} GiB, of "
+            f"{total / 2**30:,.1f} GiB on {self.rules.mesh.size} device(s); at most about {fits:,} new tokens fit."
+        )
+
+    def _cache_bytes(self, rows: int, capacity: int) -> int:
+        model = self.module.merge(self.module.abstract_params, self.module.abstract_non_params)
+        cache = jax.eval_shape(lambda: model.make_cache(rows, capacity).layers)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+    def _prefill_step(
+        self,
+        params: Params,
+        non_params: Params,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, " B"],
+        *,
+        room: int,
+    ) -> tuple[Float[Array, "B V"], Cache]:
         with logical_axis_rules(self.rules):
             return self.module.merge(params, non_params).prefill(tokens, lengths, room)
 
-    def _decode_step(self, params: Any, non_params: Any, token: jax.Array, position: jax.Array, cache: Any) -> Any:
+    def _decode_step(
+        self,
+        params: Params,
+        non_params: Params,
+        token: Int[Array, " B"],
+        position: Int[Array, " B"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "B V"], Cache]:
         with logical_axis_rules(self.rules):
             logits, cache = self.module.merge(params, non_params).decode(token[:, None], position[:, None], cache)
         return logits[:, 0], cache
 
-    def _draw_step(self, logits: jax.Array, *, seeds: jax.Array, step: jax.Array, sampling: Sampling) -> jax.Array:
+    def _sample_step(
+        self, logits: Float[Array, "B V"], *, seeds: UInt32[Array, " B"], step: int | jax.Array, sampling: Sampling
+    ) -> Int[Array, " B"]:
         keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds)
         if self._vocab_size is not None:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < self._vocab_size, logits, -jnp.inf)
         return sample(logits, keys, sampling)
 
 
-def _filled_up(prompts: Sequence[Sequence[int]], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 [rows, width] that begin with the prompts, and how many of each row are its own, int32 [rows]."""
+def _seed_rows(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, " B"]:
+    """Return a seed per row: the given ones, or `seed`, `seed` + 1, ..."""
+    seeds = np.asarray([seed + row for row in range(rows)] if isinstance(seed, int) else seed, np.uint32)
+    if len(seeds) != rows:
+        raise ValueError(f"seed must be one number, or one per prompt ({rows}); found {len(seeds)}.")
+    return seeds
+
+
+def _pad(
+    prompts: Sequence[Sequence[int]], rows: int, width: int
+) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+    """Return tokens int32 [rows, width] that begin with the prompts, and the length of each prompt, int32 [rows]."""
     tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt

@@ -1,14 +1,15 @@
-"""Models as EleutherAI's lm-evaluation-harness wants them (`pip install 'jaxstack[eval]'`), and its tasks run on them.
+"""Adapter of models to EleutherAI's lm-evaluation-harness (`pip install 'jaxstack[eval]'`), which runs its tasks.
 
-The harness brings tasks, prompts and metrics; we give it log-likelihoods and generated text.
+The harness brings tasks, prompts and metrics; the adapter answers with log-likelihoods and generated text.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -18,37 +19,39 @@ from jaxstack.decoding.score import Scorer
 from jaxstack.decoding.text import TextGenerator
 from jaxstack.errors import ConfigError, JaxstackError, nearest
 
-_TOKENS = 256
-"""New tokens of a generated answer, where the task does not say."""
+_DEFAULT_TOKENS = 256
+"""Token limit of a generated answer, unless the task sets one."""
 _LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens")
-_KNOWN = {"until", "do_sample", "temperature", "top_k", "top_p", "min_p", *_LIMITS}
+_KNOWN_SETTINGS = {"until", "do_sample", "temperature", "top_k", "top_p", "min_p", *_LIMITS}
 
 
-class _Question(NamedTuple):
-    """A request to generate, with what may not differ within a batch."""
+class _BatchKey(NamedTuple):
+    """Generation settings, which must be the same for all questions of a batch."""
 
-    number: int
-    ids: list[int]
-    tokens: int
+    max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        return self.tokens, self.sampling, self.stop
+
+class _Question(NamedTuple):
+    """A request to generate text."""
+
+    number: int
+    ids: list[int]
+    settings: _BatchKey
 
 
 class HarnessModel(TemplateLM):
     """A model for `lm_eval.simple_evaluate(model=...)`.
 
-    A text begins with the ids that open one (`TextGenerator.opening`), as in training.
+    Texts begin with the ids of `TextGenerator.opening`, as in training.
 
     Args:
       generator: the model with its tokenizer.
-      max_length: tokens of a sequence; what is longer loses its beginning.
-      batch_size: rows at a time.
-      seed: of answers that are drawn; answer number n of a task has seed + n, whatever batch it is in.
-      report: is told after each batch how many of a kind of requests are done; default: shown on a terminal.
+      max_length: token limit of a sequence; the beginning of a longer one is cut off.
+      batch_size: sequences per batch.
+      seed: seed of sampled answers; answer number n of a task has seed + n, in whatever batch it is.
+      report: called after each batch with the number of requests done; default: shows progress on a terminal.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class HarnessModel(TemplateLM):
         max_length: int,
         batch_size: int = 16,
         seed: int = 0,
-        report: Callable[[int], Any] | None = None,
+        report: Callable[[int], object] | None = None,
     ):
         super().__init__()
         self.generator, self.max_length, self.seed, self._report = generator, max_length, seed, report
@@ -66,37 +69,43 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Id that separates documents."""
         return self.generator.tokenizer.document_start
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's caches."""
+        """Name of the tokenizer in the keys of the harness's caches."""
         return self.generator.tokenizer.hash
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text without those that open it."""
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Return the ids of a text, without those that open it."""
         return list(map(int, self.generator.tokenizer.encode(string)))
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], disable_tqdm: bool = False, **kwargs: Any
+        self,
+        requests: Sequence[tuple[tuple[str, str], Sequence[int], Sequence[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: object,
     ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, True if greedy) of each answer; requests are (texts, context ids, answer ids)."""
         rows = []
         for _, context, wanted in requests:
-            before = self._opened(context)
+            before = self._with_opening(context)
             if len(wanted) > self.max_length:
                 raise ConfigError(f"an answer of {len(wanted)} tokens exceeds the model's {self.max_length}.")
             ids = [*before, *wanted][-(self.max_length + 1) :]
             rows.append((ids, len(ids) - len(wanted)))
         found = self._scores(rows, disable_tqdm)
-        for (words, *_), one in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", words, one)
+        for (texts, *_), result in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, result)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each whole text, in windows of `max_length` tokens."""
         rows, owners = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            for window in get_rolling_token_windows(ids, self._opened([])[-1], self.max_length, 1):
+            for window in get_rolling_token_windows(ids, self._with_opening([])[-1], self.max_length, 1):
                 context, wanted = make_disjoint_window(window)
                 rows.append(([*context, *wanted], len(context)))
                 owners.append(number)
@@ -105,12 +114,13 @@ class HarnessModel(TemplateLM):
             totals[number] += value
         return totals
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        questions = [self._question(number, *request.args) for number, request in enumerate(requests)]
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return the generated answer to each request."""
+        questions = [self._make_question(number, *request.args) for number, request in enumerate(requests)]
         answers, progress = [""] * len(requests), self._progress("answered", len(requests), disable_tqdm)
         done = 0
-        for kind in dict.fromkeys(question.kind for question in questions):
-            alike = sorted((q for q in questions if q.kind == kind), key=lambda q: -len(q.ids))
+        for settings in dict.fromkeys(question.settings for question in questions):
+            alike = sorted((q for q in questions if q.settings == settings), key=lambda q: -len(q.ids))
             for start in range(0, len(alike), self.scorer.batch_size):
                 batch = alike[start : start + self.scorer.batch_size]
                 self._answer(batch, answers)
@@ -120,7 +130,7 @@ class HarnessModel(TemplateLM):
             self.cache_hook.add_partial("generate_until", request.args, answer)
         return answers
 
-    def _progress(self, word: str, total: int, quiet: bool) -> Callable[[int], Any]:
+    def _progress(self, word: str, total: int, quiet: bool) -> Callable[[int], object]:
         if self._report is not None:
             return self._report
 
@@ -131,8 +141,8 @@ class HarnessModel(TemplateLM):
 
         return show
 
-    def _opened(self, context: Sequence[int]) -> list[int]:
-        """A context from the beginning of a text on; at least one token, as something must come before an answer."""
+    def _with_opening(self, context: Sequence[int]) -> list[int]:
+        """Prepend the opening ids, unless they are there; at least one token, because an answer needs a context."""
         opening = list(self.generator.opening)
         if list(context[: len(opening)]) == opening:
             opening = []
@@ -142,13 +152,19 @@ class HarnessModel(TemplateLM):
         scores = self.scorer.score(rows, self._progress("scored", len(rows), quiet))
         return [(score.log_probability, score.is_greedy) for score in scores]
 
-    def _question(self, number: int, context: str, settings: dict[str, Any]) -> _Question:
-        if unknown := sorted(settings.keys() - _KNOWN):
-            raise ConfigError(f"a task wants the generation setting {unknown[0]!r}; {nearest(unknown[0], _KNOWN)}")
+    def _make_question(self, number: int, context: str, settings: Mapping[str, Any]) -> _Question:
+        """Translate the harness's generation settings.
+
+        Raises:
+          ConfigError: a setting is unknown or wrong.
+        """
+        if unknown := sorted(settings.keys() - _KNOWN_SETTINGS):
+            hint = nearest(unknown[0], _KNOWN_SETTINGS)
+            raise ConfigError(f"a task wants the generation setting {unknown[0]!r}; {hint}")
         until = settings.get("until") or []
         stop = [until] if isinstance(until, str) else until
         limits = (settings.get(name) for name in _LIMITS)
-        tokens = min(int(next((n for n in limits if n is not None), _TOKENS)), self.max_length // 2)
+        tokens = min(int(next((n for n in limits if n is not None), _DEFAULT_TOKENS)), self.max_length // 2)
         temperature = float(settings.get("temperature") or 0.0)
         if settings.get("do_sample") is False:
             temperature = 0.0
@@ -156,13 +172,14 @@ class HarnessModel(TemplateLM):
             sampling = Sampling(temperature, *(settings.get(name) for name in ("top_k", "top_p", "min_p")))
         except ValueError as error:
             raise ConfigError(f"a task's generation settings: {error}") from None
-        ids = self._opened(self.tok_encode(context))[-(self.max_length - tokens) :]
-        return _Question(number, ids, tokens, sampling, tuple(s for s in stop if s))
+        ids = self._with_opening(self.tok_encode(context))[-(self.max_length - tokens) :]
+        return _Question(number, ids, _BatchKey(tokens, sampling, tuple(s for s in stop if s)))
 
     def _answer(self, batch: Sequence[_Question], answers: list[str]) -> None:
-        tokens, sampling, stop = batch[0].kind
+        """Generate the answers to a batch of questions with the same settings, into `answers`."""
+        tokens, sampling, stop = batch[0].settings
         rows = [question.ids for question in batch]
-        missing = self.scorer.batch_size - len(rows)  # the last batch has the shape of the others
+        missing = self.scorer.batch_size - len(rows)  # pads the last batch to the shape of the others
         seeds = [(self.seed + question.number) % 2**32 for question in batch]
         ended = 0
         pieces = self.generator.stream(
@@ -171,7 +188,7 @@ class HarnessModel(TemplateLM):
         for piece in pieces:
             if piece.row < len(batch):
                 answers[batch[piece.row].number] += piece.text
-                ended += piece.reason is not None
+                ended += piece.finish_reason is not None
                 if ended == len(batch):
                     break
 
@@ -184,13 +201,17 @@ def run_tasks(
     limit: int | None = None,
     manager: TaskManager | None = None,
 ) -> dict[str, Any]:
-    """The harness's results, plain data: `results` has the metrics of each task.
+    """Run tasks of the harness on a model.
 
     Args:
+      model: the model to evaluate.
       tasks: names, or paths of task files.
-      num_fewshot: examples before each question; default: as the task says.
-      limit: questions of each task at most.
-      manager: what `find_tasks` returned for them.
+      num_fewshot: examples before each question; default: as the task defines.
+      limit: maximum number of questions per task.
+      manager: what `find_tasks` returned for these tasks.
+
+    Returns:
+      The harness's results as plain data; `results` has the metrics of each task.
 
     Raises:
       ConfigError: there is no such task.
@@ -204,16 +225,19 @@ def run_tasks(
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskManager:
-    """What loads the tasks; the harness's own, of which it reads thousands of files, only where a name asks for them.
+    """Return the harness's manager for these tasks.
+
+    Its own tasks, thousands of files, are read only if a name asks for them.
 
     Args:
-      include_path: directory with further task files.
+      tasks: names, or paths of task files.
+      include_path: directory with additional task files.
 
     Raises:
       ConfigError: there is no such task.
     """
     names = [name for name in tasks if not Path(name).is_file()]
-    manager = _Tasks(include_path=include_path, include_defaults=bool(names))
+    manager = _TaskManager(include_path=include_path, include_defaults=bool(names))
     for name in names:
         if name not in manager.all_tasks:
             hint = nearest(name, manager.all_tasks)
@@ -221,22 +245,24 @@ def find_tasks(tasks: Sequence[str], include_path: str | None = None) -> TaskMan
     return manager
 
 
-class _Tasks(TaskManager):
-    """Tasks whose loading fails with one message: files, their code, the network."""
+class _TaskManager(TaskManager):
+    """A task manager that reports every failure to load a task with one message: of files, code, or the network."""
 
     def load(self, task_list: Any) -> Any:
         try:
             return super().load(task_list)
-        except Exception as error:  # whatever a task's own code raises
-            cause = error.__cause__ or error  # of unreadable data only the cause says what is wrong with them
+        except Exception as error:  # a task's own code may raise anything
+            cause = error.__cause__ or error  # for unreadable data, only the cause says why
             reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
             raise JaxstackError(f"the tasks {task_list} cannot be loaded: {reason}") from error
 
 
-def task_metrics(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Of each task and group its numbers: metric -> value, and `<metric>_stderr` where the harness has one.
+def task_metrics(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the metrics of each task and group from the results of `run_tasks`.
 
-    Where a task filters answers in several ways, the filter's name follows that of the metric.
+    Returns:
+      Task -> metric -> value, with `<metric>_stderr` if the harness computes it. If a task filters answers in several
+      ways, the filter's name follows the metric's.
     """
     found: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():

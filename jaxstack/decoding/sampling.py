@@ -1,20 +1,23 @@
-"""From logits to the next token."""
+"""Sampling of the next token from logits."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn. The limits apply in the order in which they stand here, each to what is left.
+    """Temperature, and limits on the tokens to sample from.
+
+    Limits apply in the order of the attributes, each to the tokens that the ones before it leave.
 
     Attributes:
-      temperature: logits are divided by it; 0 takes the likeliest token.
-      top_k: draw among so many likeliest tokens only.
-      top_p: draw among the likeliest tokens whose probabilities first reach this sum (Holtzman et al. 2020).
-      min_p: draw among the tokens that are at least this many times as likely as the likeliest one (Nguyen et al. 2024,
+      temperature: divisor of the logits; 0 takes the likeliest token.
+      top_k: sample from this many likeliest tokens.
+      top_p: sample from the likeliest tokens whose probabilities first reach this sum (Holtzman et al. 2020).
+      min_p: sample from the tokens at least this many times as likely as the likeliest one (Nguyen et al. 2024,
         arXiv:2407.01082).
     """
 
@@ -34,21 +37,25 @@ class Sampling:
             raise ValueError(f"min_p must be at least 0 and at most 1; found {self.min_p}.")
 
 
-def sample(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
-    """Token ids int32 [B] drawn from logits float32 [B, V].
+def sample(logits: Float[Array, "B V"], key: Key[Array, ""] | Key[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
+    """Sample one token id per row.
 
     Args:
-      key: one for all rows, or one a row, [B]: then a row's draw does not depend on the others.
+      logits: float32.
+      key: one key for all rows, or one per row, so that the sample of a row does not depend on the others.
+      sampling: temperature and limits.
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, -1).astype(jnp.int32)
     logits = keep_likeliest(logits / sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    draw = jax.vmap(jax.random.categorical) if key.ndim else jax.random.categorical
-    return draw(key, logits).astype(jnp.int32)
+    categorical = jax.vmap(jax.random.categorical) if key.ndim else jax.random.categorical
+    return categorical(key, logits).astype(jnp.int32)
 
 
-def keep_likeliest(logits: jax.Array, top_k: int | None, top_p: float | None, min_p: float | None = None) -> jax.Array:
-    """logits [B, V] with -inf for all tokens but those that the limits leave; at least one is left a row."""
+def keep_likeliest(
+    logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, min_p: float | None = None
+) -> Float[Array, "B V"]:
+    """Return the logits with -inf for the tokens that the limits of `Sampling` exclude; each row keeps at least one."""
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -1,34 +1,38 @@
-"""How likely a model finds given tokens."""
+"""Log probabilities of given tokens under a model."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxstack.decoding.decode import ModelOnMesh
-from jaxstack.parallel.rules import logical_axis_rules
+from jaxstack.decoding.decode import ModelOnMesh, Params
+from jaxstack.parallel.context import logical_axis_rules
 
-_LOGITS_AT_ONCE = 4096
-"""Tokens whose logits are in memory together."""
+_MAX_LOGIT_TOKENS = 4096
+"""Number of tokens whose logits are in memory at a time."""
 
 
 class Score(NamedTuple):
-    """Of tokens after given ones."""
+    """Score of a continuation.
+
+    Attributes:
+      log_probability: natural logarithm, summed over the tokens of the continuation.
+      is_greedy: True if each token is the likeliest at its place.
+    """
 
     log_probability: float
-    """Natural logarithm, summed over them."""
     is_greedy: bool
-    """Whether each is the likeliest where it stands."""
 
 
 class Scorer:
     """Scores rows of tokens in batches of few shapes.
 
     Args:
-      model: on its mesh.
-      batch_size: rows at a time, rounded up to what the mesh divides.
+      model: the model on its mesh.
+      batch_size: rows per batch; rounded up to a multiple of the model's `batch_unit`.
     """
 
     def __init__(self, model: ModelOnMesh, batch_size: int):
@@ -37,19 +41,25 @@ class Scorer:
         self._score = jax.jit(self._score_batch, out_shardings=model.rules.sharding(jax.P()))
 
     def score(
-        self, rows: Sequence[tuple[Sequence[int], int]], report: Callable[[int], Any] = lambda done: None
+        self, rows: Sequence[tuple[Sequence[int], int]], report: Callable[[int], object] = lambda done: None
     ) -> list[Score]:
-        """The scores of rows (ids, first): of ids[first:] after what is before them; `first` is at least 1.
+        """Score ids[first:] as a continuation of ids[:first], for each row (ids, first).
 
         Args:
-          report: is told how many rows are done.
+          rows: ids of a row, and the index of its first scored token, at least 1.
+          report: called after each batch with the number of rows done.
+
+        Returns:
+          A score per row.
 
         Raises:
-          ConfigError: an id is none of the model's.
+          ConfigError: an id is not in the model's vocabulary.
         """
         self.model.check_ids([ids for ids, _ in rows])
         found: dict[int, Score] = {}
-        order = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))  # what needs most memory first
+        order = sorted(
+            range(len(rows)), key=lambda number: -len(rows[number][0])
+        )  # longest first, to run out of memory early
         for start in range(0, len(order), self.batch_size):
             numbers = order[start : start + self.batch_size]
             tokens, targets = self._arrange([rows[number] for number in numbers])
@@ -60,9 +70,11 @@ class Scorer:
             report(len(found))
         return [found[number] for number in range(len(rows))]
 
-    def _arrange(self, rows: Sequence[tuple[Sequence[int], int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets int32 [batch size, width]; a target of -1 does not count."""
-        width = self.model.width(max(len(ids) - 1 for ids, _ in rows))
+    def _arrange(
+        self, rows: Sequence[tuple[Sequence[int], int]]
+    ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]:
+        """Return tokens and targets, int32, padded to the batch size; a target of -1 is not scored."""
+        width = self.model.padded_length(max(len(ids) - 1 for ids, _ in rows))
         tokens, targets = (np.full((self.batch_size, width), fill, np.int32) for fill in (0, -1))
         for row, (ids, first) in enumerate(rows):
             tokens[row, : len(ids) - 1] = ids[:-1]
@@ -70,17 +82,18 @@ class Scorer:
         return tokens, targets
 
     def _score_batch(
-        self, params: Any, non_params: Any, tokens: jax.Array, targets: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+        self, params: Params, non_params: Params, tokens: Int[Array, "B T"], targets: Int[Array, "B T"]
+    ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+        """Return the summed log probability of each row, and whether all of its targets are the likeliest."""
         with logical_axis_rules(self.model.rules):
             model = self.model.module.merge(params, non_params)
             hidden = model.hidden(tokens)
-            piece = tokens.shape[1]
-            while piece % 2 == 0 and piece * tokens.shape[0] > _LOGITS_AT_ONCE:
-                piece //= 2
+            length = tokens.shape[1]
+            while length % 2 == 0 and length * tokens.shape[0] > _MAX_LOGIT_TOKENS:
+                length //= 2
 
-            def of_piece(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                x, wanted = part
+            def score_chunk(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                x, wanted = chunk
                 logits = model.logits(x)
                 chosen = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], -1)[..., 0]
                 log_probability = chosen - jax.nn.logsumexp(logits, -1)
@@ -88,6 +101,6 @@ class Scorer:
                 likeliest = (jnp.argmax(logits, -1) == wanted) | ~counts
                 return jnp.where(counts, log_probability, 0).sum(1), likeliest.all(1)
 
-            pieces = [jnp.stack(jnp.split(x, tokens.shape[1] // piece, 1)) for x in (hidden, targets)]
-            sums, greedy = jax.lax.map(of_piece, tuple(pieces))
+            chunks = [jnp.stack(jnp.split(x, tokens.shape[1] // length, 1)) for x in (hidden, targets)]
+            sums, greedy = jax.lax.map(score_chunk, tuple(chunks))
         return sums.sum(0), greedy.all(0)

@@ -1,9 +1,9 @@
-"""From generated tokens to text, piece by piece: whole characters only, up to a stop string or the end of the text."""
+"""Text from generated tokens, piece by piece: whole characters only, up to a stop string or the end of the text."""
 
 import codecs
 import dataclasses
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Decoder
@@ -11,14 +11,27 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 
 _CONTEXT = 8
-"""Tokens before new ones that decide how these are written: a space before a word, a character in several tokens."""
+"""Number of tokens before new ones that are decoded with them: a leading space, or a character, may depend on them."""
 _LONGEST_CHARACTER = 4
-"""Tokens that may go by before what is not yet a character is given up."""
-Reason = Literal["stop", "length"]
+"""Number of tokens after which an incomplete character is given up and shown as U+FFFD."""
+FinishReason = Literal["stop", "length"]
+"""Reason for the end of a text: "stop" for a stop string or stop token, "length" for the token limit."""
+
+
+class _TokenText(Protocol):
+    """Incremental decoding of tokens."""
+
+    def push(self, token: int) -> str:
+        """Return the text that is complete after `token`."""
+        ...
+
+    def flush(self) -> str:
+        """Return the text that is still incomplete, at the end."""
+        ...
 
 
 class _ByteText:
-    """Text of tokens that stand for bytes one after the other; bytes of a character wait for the rest."""
+    """Text of tokens that each stand for bytes; the bytes of a character wait until it is complete."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -27,12 +40,12 @@ class _ByteText:
     def push(self, token: int) -> str:
         return self._decoder.decode(self._tokenizer.decode_bytes([token]))
 
-    def non_params(self) -> str:
+    def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
 class _WordText:
-    """Text of tokens that are written differently after others: what a token adds is what the longer text has more."""
+    """Text of tokens whose spelling depends on the tokens before them: the difference of two decoded texts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
@@ -41,15 +54,16 @@ class _WordText:
 
     def push(self, token: int) -> str:
         self._ids.append(token)
-        text = self._added()
+        text = self._pending()
         if text.endswith("\ufffd") and len(self._ids) - self._shown < _LONGEST_CHARACTER:
             return ""
         return self._take(text)
 
-    def non_params(self) -> str:
-        return self._take(self._added())
+    def flush(self) -> str:
+        return self._take(self._pending())
 
-    def _added(self) -> str:
+    def _pending(self) -> str:
+        """Return the text that the tokens not yet shown add."""
         before = self._tokenizer.decode(self._ids[self._start : self._shown])
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
 
@@ -60,12 +74,13 @@ class _WordText:
 
 
 class TextStream:
-    """The text of one row, a token at a time.
+    """The text of one row, one token at a time.
 
     Args:
-      prompt: the ids before it.
-      stop: strings that end the text; they, and what comes after them, are not part of it.
-      stop_tokens: ids that do.
+      tokenizer: the model's tokenizer.
+      prompt: the ids before the text.
+      stop: strings that end the text; they, and what follows them, are not part of it.
+      stop_tokens: ids that end the text.
     """
 
     def __init__(
@@ -75,56 +90,67 @@ class TextStream:
         stop: Sequence[str] = (),
         stop_tokens: Collection[int] = (),
     ):
-        self._text: Any = _ByteText(tokenizer) if tokenizer.writes_bytes else _WordText(tokenizer, prompt)
-        self._stop, self._stop_tokens, self._ids = tuple(stop), frozenset(stop_tokens), tokenizer.vocab_size
-        self._held = ""
-        self.reason: Reason | None = None
-        """Why the text has ended; None while it has not."""
+        self._text: _TokenText = _ByteText(tokenizer) if tokenizer.writes_bytes else _WordText(tokenizer, prompt)
+        self._stop, self._stop_tokens, self._vocab_size = tuple(stop), frozenset(stop_tokens), tokenizer.vocab_size
+        self._withheld = ""
+        self.finish_reason: FinishReason | None = None
+        """None until the text has ended."""
 
     def push(self, token: int) -> str:
-        """What is certain to come next in the text: nothing while it may be part of a character or a stop string."""
+        """Add a token and return the text that is now certain.
+
+        Text is withheld while it may be part of an incomplete character or of a stop string.
+        """
         if token in self._stop_tokens:
             return self.finish("stop")
-        return self._release(self._text.push(token)) if token < self._ids else ""
+        return self._release(self._text.push(token)) if token < self._vocab_size else ""
 
-    def finish(self, reason: Reason = "length") -> str:
-        """Ends the text; returns what was held back."""
-        piece = self._release(self._text.non_params())
-        if self.reason is None:
-            self.reason, piece = reason, piece + self._held
+    def finish(self, reason: FinishReason = "length") -> str:
+        """End the text and return what was withheld."""
+        piece = self._release(self._text.flush())
+        if self.finish_reason is None:
+            self.finish_reason, piece = reason, piece + self._withheld
         return piece
 
     def _release(self, new: str) -> str:
-        text = self._held + new
+        text = self._withheld + new
         found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         if found:
-            self.reason, self._held = "stop", ""
+            self.finish_reason, self._withheld = "stop", ""
             return text[: min(found)]
-        begun = max((_begun(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - begun :]
-        return text[: len(text) - begun]
+        overlap = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._withheld = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
 
-def _begun(text: str, stop: str) -> int:
-    """How many of the last characters of `text` are the beginning of `stop`."""
+def _overlap(text: str, stop: str) -> int:
+    """Return the number of characters at the end of `text` that may be the beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Text that row `row` goes on with; with its last piece, which may be empty, comes the reason of its end."""
+    """A piece of generated text.
+
+    Attributes:
+      row: index of the text among those of the call.
+      text: continuation of that text; may be empty in its last piece.
+      finish_reason: set in the last piece of a text, None before.
+    """
 
     row: int
     text: str
-    reason: Reason | None = None
+    finish_reason: FinishReason | None = None
 
 
 class TextGenerator:
-    """Text in, text out.
+    """Generates text for text prompts.
 
     Args:
-      opening: ids that a text begins with.
-      stop_tokens: ids that end one.
+      decoder: the model on its mesh.
+      tokenizer: its tokenizer.
+      opening: ids that each text begins with, such as the document start.
+      stop_tokens: ids that end a text.
     """
 
     def __init__(
@@ -134,7 +160,7 @@ class TextGenerator:
         self.opening, self.stop_tokens = tuple(opening), frozenset(stop_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text from its beginning on."""
+        """Return the ids of a text, with those that open it."""
         return [*self.opening, *map(int, self.tokenizer.encode(text))]
 
     def stream(
@@ -146,29 +172,30 @@ class TextGenerator:
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> Iterator[Piece]:
-        """Pieces of all rows as they come, until each has ended. Arguments as of `Decoder.generate`.
+        """Yield pieces of all texts as they come, until each has ended.
 
         Args:
-          stop: strings that end a text, wherever tokens cut them.
+          prompts: ids of each prompt, from `encode`.
+          max_tokens, sampling, seed: as of `Decoder.generate`.
+          stop: strings that end a text; they may begin and end within a token.
 
         Raises:
-          ConfigError: as `Decoder.generate`, or a stop string is empty.
+          ConfigError: a stop string is empty, or `Decoder.generate` refuses a prompt.
         """
         if "" in stop:
             raise ConfigError("a stop string must have at least one character.")
         rows = [TextStream(self.tokenizer, prompt, stop, self.stop_tokens) for prompt in prompts]
-        options: dict[str, Any] = {"seed": seed, "stop_tokens": self.stop_tokens}
-        for tokens in self.decoder.generate(prompts, max_tokens, sampling, **options):
+        for tokens in self.decoder.generate(prompts, max_tokens, sampling, seed=seed, stop_tokens=self.stop_tokens):
             for number, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-                if row.reason is None:
+                if row.finish_reason is None:
                     text = row.push(token)
-                    if text or row.reason is not None:
-                        yield Piece(number, text, row.reason)
-            if all(row.reason is not None for row in rows):
+                    if text or row.finish_reason is not None:
+                        yield Piece(number, text, row.finish_reason)
+            if all(row.finish_reason is not None for row in rows):
                 return
         for number, row in enumerate(rows):
-            if row.reason is None:
-                yield Piece(number, row.finish(), row.reason)
+            if row.finish_reason is None:
+                yield Piece(number, row.finish(), row.finish_reason)
 
     def generate(
         self,
@@ -179,7 +206,7 @@ class TextGenerator:
         seed: int | Sequence[int] = 0,
         stop: Sequence[str] = (),
     ) -> list[str]:
-        """What each prompt goes on with; see `stream`."""
+        """Return the continuation of each prompt; arguments as of `stream`, with prompts as text."""
         texts = [""] * len(prompts)
         ids = [self.encode(prompt) for prompt in prompts]
         for piece in self.stream(ids, max_tokens, sampling, seed=seed, stop=stop):

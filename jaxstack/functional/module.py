@@ -4,9 +4,10 @@ The train state holds dicts, not modules: they flatten fast, checkpoint without 
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
+import optax
 from flax import linen as nn
 from flax import nnx
 
@@ -14,10 +15,12 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import measure_magnitudes, merge_adapters
 from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.parallel.rules import AxisRules
-from jaxstack.precision.recipe import ScalingState, renewed
+from jaxstack.precision.recipe import ScalingState, update_scaling
 from jaxstack.tree_rules import ADAPTER
 
+State = TypeVar("State")
 Dict = dict[str, Any]
+"""Nested dicts with arrays, or something for each array, as leaves."""
 NNXFactory = Callable[[nnx.Rngs], nnx.Module]
 
 
@@ -55,6 +58,28 @@ class FunctionalModule:
     def _set_non_params(self, non_params: Any) -> None:
         self._non_params = non_params
         self.abstract_non_params = _nested(non_params)
+
+    @property
+    def plain(self) -> "FunctionalModule":
+        """The module whose parameters checkpoints hold: in the model's order, which a pipeline's are not."""
+        return self
+
+    @property
+    def stores_plain(self) -> bool:
+        """True if this module's train state is that of `plain` as it is."""
+        return True
+
+    def stage_parameters(self, params: Dict) -> Dict:
+        """Return the parameters of `plain` in the order in which this module stores them. Traceable."""
+        return params
+
+    def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
+        """Return this module's train state as that of `plain`. Traceable."""
+        return state
+
+    def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
+        """Return a train state of `plain` as that of this module. Traceable."""
+        return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""
@@ -116,7 +141,7 @@ class FunctionalModule:
     def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
         """The variables with the next step's scaling states, from the maxima of this one."""
         scaling, others = self.split_scaling(non_params)
-        return self.join(renewed(scaling, maxima), others)
+        return self.join(update_scaling(scaling, maxima), others)
 
     def map_parameters(self, function: Callable[..., Any], rules: AxisRules) -> Dict:
         """`function(logical axes or None, shape, metadata)` of every parameter, in the structure of `abstract_params`.
@@ -133,9 +158,14 @@ class FunctionalModule:
 
         return _nest((path, apply(variable)) for path, variable in self._params)
 
-    def parameter_specs(self, rules: AxisRules) -> Dict:
-        """The layout in which every parameter is stored, in the structure of `abstract_params`."""
-        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape), rules)
+    def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
+        """Return the PartitionSpec in which every parameter is stored, in the structure of `abstract_params`.
+
+        Args:
+          rules: the mapping of logical axes onto the mesh.
+          zero: `StepLayout.zero`.
+        """
+        return self.map_parameters(lambda names, shape, _: rules.stored_spec(names, shape, zero), rules)
 
 
 def make_functional(module: Any) -> FunctionalModule:

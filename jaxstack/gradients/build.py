@@ -2,22 +2,29 @@
 
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.gspmd import GlobalGradients
-from jaxstack.gradients.microbatches import Gradients, LossFunction, Microbatches, takes_key
-from jaxstack.gradients.shard_map import LocalGradients, as_given
-from jaxstack.parallel.rules import AxisRules
+from jaxstack.gradients.microbatches import Gradients, Microbatches
+from jaxstack.gradients.pipeline import PipelinedGradients
+from jaxstack.gradients.pipeline_module import StagedModule
+from jaxstack.gradients.shard_map import LocalGradients
+from jaxstack.loss import Loss, LossFunction, as_loss
+from jaxstack.parallel.context import ShardingContext
 
 
 def make_gradients(
-    module: FunctionalModule, loss: LossFunction, rules: AxisRules, accumulation: int = 1
-) -> "Gradients":
-    """The way that suits the module and the layout.
+    module: FunctionalModule, loss: LossFunction | Loss, context: ShardingContext, accumulation: int = 1
+) -> Gradients:
+    """Return the way to compute gradients that suits the module, the loss and the layout.
 
     Args:
-      loss: `loss(module, batch)` or `loss(module, batch, key)`; returns a scalar mean or a `LossSum`.
-      accumulation: number of microbatches that a batch is cut into.
+      module: a `StagedModule` runs in the stages of a pipeline.
+      loss: see `jaxstack.loss`. A mean is computed on the whole batch, as it does not add up over parts of one.
+      context: the rules and the layout of the step.
+      accumulation: number of microbatches that a batch is split into; a pipeline has its own.
     """
-    keyed = loss if takes_key(loss) else lambda model, batch, key: loss(model, batch)
-    whole = GlobalGradients(Microbatches(module, keyed, accumulation), rules)
-    if not module.gathers_weights or not rules.batch_axes:
-        return whole
-    return LocalGradients(Microbatches(module, keyed, accumulation, as_sum=as_given), rules, whole)
+    loss = as_loss(loss)
+    if isinstance(module, StagedModule):
+        return PipelinedGradients(module, loss, context)
+    microbatches = Microbatches(module, loss, accumulation)
+    if module.gathers_weights and context.rules.batch_axes and loss.returns_sum:
+        return LocalGradients(microbatches, context)
+    return GlobalGradients(microbatches, context)

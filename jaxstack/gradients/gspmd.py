@@ -1,54 +1,58 @@
 """Gradients computed by one program over the global batch, which XLA partitions (GSPMD)."""
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxstack.gradients.microbatches import Batch, Microbatches, Sums
-from jaxstack.loss import LossSum
-from jaxstack.parallel.rules import AxisRules, logical_axis_rules
+from jaxstack.functional.module import Dict
+from jaxstack.gradients.microbatches import GradientSums, Microbatches
+from jaxstack.loss import Batch, LossSum
+from jaxstack.parallel.context import ShardingContext
 
 
 class GlobalGradients:
-    """One program over the global batch, partitioned by XLA: statistics and means are those of all its rows.
+    """Computes gradients by one program that XLA partitions: statistics and means are those of all rows of the batch.
 
-    With ZeRO 1 and 2 the parameters are made whole over `data`, in float32, once a step, and the gradients split after
-    the last microbatch: in which dtype such a module uses its parameters, and where, is not known here.
+    With ZeRO 1 and 2 the parameters are gathered over `data`, in float32, once a step, and the gradients are scattered
+    after the last microbatch: it is not known where such a module uses its parameters, nor in which dtype.
     """
 
-    def __init__(self, microbatches: Microbatches, rules: AxisRules):
-        self._microbatches, self._rules = microbatches, rules
-        module = microbatches.module
-        self._stored = module.split_frozen(module.parameter_specs(rules))[0]
-        self._used = module.map_parameters(lambda names, shape, _: rules.parameter_spec(names, shape), rules)
+    def __init__(self, microbatches: Microbatches, context: ShardingContext):
+        self._microbatches, self._context, self._rules = microbatches, context, context.rules
+        module, zero = microbatches.module, context.layout.zero
+        self._stored = module.split_frozen(module.parameter_specs(self._rules, zero))[0]
+        spec = self._rules.parameter_spec
+        self._used = module.map_parameters(lambda names, shape, _: spec(names, shape), self._rules)
 
-    def __call__(self, params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+    def __call__(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+        """Return the sums of the global batch, and the module's other variables after it."""
         sums, non_params = self._sums(self._placed(params, self._used), non_params, batch, key)
-        return sums._replace(gradients=self._placed(sums.gradients, self._stored)), non_params
+        return dataclasses.replace(sums, gradients=self._placed(sums.gradients, self._stored)), non_params
 
-    def _placed(self, tree: Any, specs: Any) -> Any:
-        if not self._rules.zero:
+    def _placed(self, tree: Dict, specs: Dict) -> Dict:
+        """Constrain arrays to these specs, with ZeRO 1 and 2."""
+        if not self._context.layout.zero:
             return tree
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731
         return jax.tree.map(place, tree, specs)
 
-    def _sums(self, params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
-        rules = self._rules
-        # `data` is either 1 or manual where rows are cut; the batch's other axes still split them.
+    def _sums(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+        rules, context = self._rules, self._context
+        # If rows are split into microbatches, `data` has size 1 or is manual; the batch's other axes still shard them.
         shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data"])
         if self._microbatches.count == 1 or rules.mesh.shape["data"] == 1:
-            with logical_axis_rules(rules):
+            with context.entered():
                 return self._microbatches.finish(*self._microbatches(params, non_params, batch, key, shards=shards))
 
-        # `data` is manual here: XLA, left to itself, would reduce gradients over it once a microbatch.
-        def replica(params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+        # `data` is manual here: XLA would otherwise all-reduce gradients over it after every microbatch.
+        def replica(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-            with logical_axis_rules(rules.within(["data"])):
+            with context.within(["data"]).entered():
                 sums, non_params = self._microbatches(params, non_params, batch, key, shards=shards)
-            gradients, loss, weight = jax.lax.psum(sums[:3], "data")
-            sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
+            gradients, loss, count = jax.lax.psum((sums.gradients, sums.loss, sums.count), "data")
+            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count)
             return self._microbatches.finish(sums, jax.tree.map(_mean_over_data, non_params), ("data",))
 
         whole, split = PartitionSpec(), PartitionSpec("data")
@@ -61,9 +65,12 @@ class GlobalGradients:
             check_vma=False,
         )(params, non_params, batch, key)
 
-    def loss(self, params: Any, non_params: Any, batch: Batch) -> LossSum:
-        with logical_axis_rules(self._rules):
-            return self._microbatches.loss(self._placed(params, self._used), non_params, batch, None)[0]
+    def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
+        """Return the loss sum and item count of a batch in evaluation."""
+        with self._context.entered():
+            return self._microbatches.loss(self._placed(params, self._used), non_params, batch, key=None, train=False)[
+                0
+            ]
 
 
 def _mean_over_data(x: jax.Array) -> jax.Array:

@@ -3,129 +3,138 @@
 Gradients are those of the sum over the real items of the whole global batch; the step divides once.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxstack.functional.module import FunctionalModule
-from jaxstack.loss import LossSum, as_loss_sum
-
-Batch = Mapping[str, jax.Array]
-LossFunction = Callable[..., Any]
+from jaxstack.functional.module import Dict, FunctionalModule
+from jaxstack.loss import Batch, Loss, LossSum
 
 
-class Sums(NamedTuple):
-    """What a batch adds: gradient of the loss sum, loss sum, weight."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradientSums:
+    """Sums over the items of a batch: of the loss, of its gradient, and their number."""
 
-    gradients: Any
-    """Of the parameters that are trained; float32, laid out as these are stored."""
+    gradients: Dict
+    """Gradient of the loss sum by the trained parameters; float32, laid out as these are stored."""
     loss: jax.Array
-    weight: jax.Array
-    maxima: Any = None
-    """What comes as the gradient of FP8 scaling states, while microbatches and devices are combined."""
+    """[] float32: the loss sum."""
+    count: jax.Array
+    """[] float32: the number of items."""
+    maxima: Dict | None = None
+    """FP8 amax values, the cotangents of the scaling states; None once `Microbatches.finish` has used them."""
 
-    def plus(self, other: "Sums") -> "Sums":
-        """Both microbatches' together."""
-        gradients, loss, weight = jax.tree.map(jnp.add, self[:3], other[:3])
-        return Sums(gradients, loss, weight, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
+    def plus(self, other: "GradientSums") -> "GradientSums":
+        """Return the sums of two microbatches, with the larger of their amax values."""
+        gradients = jax.tree.map(jnp.add, self.gradients, other.gradients)
+        loss, count = self.loss + other.loss, self.count + other.count
+        return GradientSums(gradients, loss, count, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
 
 
 class Gradients(Protocol):
-    """A way to compute the sums of a global batch; it may be called under `jax.jit` only."""
+    """A way to compute the sums of a global batch. Call it under `jax.jit` only."""
 
-    def __call__(self, params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
-        """The sums of the global batch, and the module's other variables after it."""
+    def __call__(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+        """Return the sums of the global batch, and the module's other variables after it."""
         ...
 
-    def loss(self, params: Any, non_params: Any, batch: Batch) -> LossSum:
-        """The loss sum and weight of a batch, without gradients, accumulation and random key."""
+    def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
+        """Return the loss sum and item count of a batch in evaluation: no gradients, no accumulation, no key."""
         ...
 
 
 class Microbatches:
-    """A module and its loss over a batch in pieces, one after the other, their gradients added up in float32."""
+    """Runs a module and its loss on the microbatches of a batch in turn, and accumulates gradients in float32.
 
-    def __init__(
-        self,
-        module: FunctionalModule,
-        loss: LossFunction,
-        count: int,
-        as_sum: Callable[[Any], LossSum] = as_loss_sum,
-    ):
-        self.module, self.count, self._loss, self._as_sum = module, count, loss, as_sum
+    Args:
+      module: the module.
+      loss: its loss.
+      count: number of microbatches that a batch is split into.
+    """
 
-    def loss(self, params: Any, non_params: Any, batch: Batch, key: jax.Array | None) -> tuple[LossSum, Any]:
-        """The loss of the batch as one piece, and the module's other variables after it."""
+    def __init__(self, module: FunctionalModule, loss: Loss, count: int):
+        self.module, self.count, self._loss = module, count, loss
+
+    def loss(
+        self, params: Dict, non_params: Dict, batch: Batch, *, key: jax.Array | None, train: bool
+    ) -> tuple[LossSum, Dict]:
+        """Return the loss of the batch as one piece, and the module's other variables after it."""
         model = self.module.merge(params, non_params)
-        return self._as_sum(self._loss(model, batch, key)), self.module.split(model)[1]
+        return self._loss(model, batch, key=key, train=train), self.module.split(model)[1]
 
     def __call__(
         self,
-        params: Any,
-        non_params: Any,
+        params: Dict,
+        non_params: Dict,
         batch: Batch,
         key: jax.Array,
         *,
         shards: int = 1,
-        use: Callable[[Any], Any] = lambda params: params,
-    ) -> tuple[Sums, Any]:
-        """The sums of this batch, and the module's other variables after it.
+        prepare: Callable[[Dict], Dict] = lambda params: params,
+    ) -> tuple[GradientSums, Dict]:
+        """Return the sums of this batch, and the module's other variables after it.
 
         Args:
-          shards: into how many parts XLA splits the batch's rows.
-          use: makes of the parameters, to which the gradients belong, what the module gets.
+          params: the parameters that the gradients belong to.
+          non_params: the module's other variables.
+          batch: the batch; its rows are split into `count` microbatches.
+          key: random key; microbatch i gets fold_in(key, i) if there are several.
+          shards: number of shards of the batch's rows that XLA partitions.
+          prepare: turns the parameters into those that the module uses; it is differentiated.
         """
         if self.count == 1:
-            return self._one(params, non_params, batch, key, use)
+            return self._one(params, non_params, batch, key, prepare)
 
-        def add(carry: tuple[Sums, Any], item: tuple[Batch, jax.Array]) -> tuple[tuple[Sums, Any], None]:
+        def add(
+            carry: tuple[GradientSums, Dict], item: tuple[Batch, jax.Array]
+        ) -> tuple[tuple[GradientSums, Dict], None]:
             sums, non_params = carry
             microbatch, index = item
-            new, non_params = self._one(params, non_params, microbatch, jax.random.fold_in(key, index), use)
+            new, non_params = self._one(params, non_params, microbatch, jax.random.fold_in(key, index), prepare)
             return (sums.plus(new), non_params), None
 
         zero = jnp.zeros((), jnp.float32)
         zeros = lambda tree: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree)  # noqa: E731
-        start = Sums(
-            zeros(self.module.split_frozen(params)[0]), zero, zero, zeros(self.module.split_scaling(non_params)[0])
-        )
+        gradients, maxima = self.module.split_frozen(params)[0], self.module.split_scaling(non_params)[0]
+        start = GradientSums(zeros(gradients), zero, zero, zeros(maxima))
         pieces = {name: self._split(x, shards) for name, x in batch.items()}
         carry, _ = jax.lax.scan(add, (start, non_params), (pieces, jnp.arange(self.count)))
         return carry
 
     def _one(
-        self, params: Any, non_params: Any, batch: Batch, key: jax.Array, use: Callable[[Any], Any]
-    ) -> tuple[Sums, Any]:
+        self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, prepare: Callable[[Dict], Dict]
+    ) -> tuple[GradientSums, Dict]:
+        """Return the sums of one microbatch, and the module's other variables after it."""
         scaling, others = self.module.split_scaling(non_params)
         trained, frozen = self.module.split_frozen(params)
 
-        def objective(trained: Any, scaling: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-            params = self.module.join(trained, frozen)
-            loss, new = self.loss(use(params), self.module.join(scaling, others), batch, key)
-            return loss.total, (loss.weight, new)
+        def objective(trained: Dict, scaling: Dict) -> tuple[jax.Array, tuple[jax.Array, Dict]]:
+            used = prepare(self.module.join(trained, frozen))
+            loss, new = self.loss(used, self.module.join(scaling, others), batch, key=key, train=True)
+            return loss.total, (loss.count, new)
 
         compute = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (total, (weight, non_params)), (gradients, maxima) = compute(trained, scaling)
-        return Sums(gradients, total, weight, maxima), non_params
+        (total, (count, non_params)), (gradients, maxima) = compute(trained, scaling)
+        return GradientSums(gradients, total, count, maxima), non_params
 
-    def finish(self, sums: Sums, non_params: Any, axes: tuple[str, ...] = ()) -> tuple[Sums, Any]:
-        """The sums without the maxima, which make the next scaling states, of all devices along `axes`."""
+    def finish(self, sums: GradientSums, non_params: Dict, axes: tuple[str, ...] = ()) -> tuple[GradientSums, Dict]:
+        """Update the FP8 scaling states from the amax values, and return the sums without these.
+
+        Args:
+          sums: of all microbatches.
+          non_params: the module's other variables, with this step's scaling states.
+          axes: manual mesh axes over whose devices the largest amax value is taken.
+        """
+        assert sums.maxima is not None
         maxima = jax.lax.pmax(sums.maxima, axes) if axes else sums.maxima
-        return sums._replace(maxima=None), self.module.renew_scaling(non_params, maxima)
+        return dataclasses.replace(sums, maxima=None), self.module.renew_scaling(non_params, maxima)
 
     def _split(self, x: jax.Array, shards: int) -> jax.Array:
-        """[B, ...] -> [count, B / count, ...], each device keeping its own rows."""
+        """Split the rows into microbatches without moving any to another shard: [B, ...] -> [count, B / count, ...]."""
         rows = x.shape[0] // shards // self.count
         x = jnp.swapaxes(x.reshape(shards, self.count, rows, *x.shape[1:]), 0, 1)
         return x.reshape(self.count, shards * rows, *x.shape[3:])
-
-
-def takes_key(loss: LossFunction) -> bool:
-    """Whether `loss` takes the random key: a third positional parameter, without a default or called `key`."""
-    parameters = inspect.signature(loss).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    third = positional[2] if len(positional) >= 3 else None
-    return third is not None and (third.default is third.empty or third.name == "key")

@@ -1,98 +1,111 @@
 """Gradients computed by each device on its own part of the batch, in one `shard_map` over all axes but `tensor`."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxstack.gradients.microbatches import Batch, Gradients, Microbatches, Sums
-from jaxstack.loss import LossSum, as_loss_sum
+from jaxstack.functional.module import Dict
+from jaxstack.gradients.microbatches import GradientSums, Microbatches
+from jaxstack.loss import Batch, LossSum
+from jaxstack.parallel.context import ShardingContext, TracedParameters
 from jaxstack.parallel.exchange import Dims, Exchange, WorkingCopy, sum_gradient
-from jaxstack.parallel.rules import AxisRules, Names, is_cast, logical_axis_rules, restrict
-from jaxstack.parallel.weights import beside_tensor, dims_of, exchange_weight
+from jaxstack.parallel.rules import Names, is_cast, restrict
+from jaxstack.parallel.weights import dims_of, exchange_weight, on_tensor_shards
+
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How a parameter lies on the mesh."""
+class ParameterLayout:
+    """How a parameter is sharded and used."""
 
     spec: PartitionSpec
-    """As it is used in a step."""
+    """Its layout during a step: `AxisRules.parameter_spec`."""
     stored: PartitionSpec
-    """As it is stored between steps: with ZeRO 1 and 2 in parts over `data` too."""
+    """Its layout between steps: with ZeRO 1 and 2 it is split over `data` too."""
     dtype: str
-    """Of the copy of a parameter stored in parts."""
+    """Dtype of its working copy, if it is split over `data`."""
     summed_by_module: bool
-    """Whether the module itself sums the gradient where asked to, see `gather_parameter`."""
+    """True if the module sums the gradient where it uses the parameter, see `gather_parameter`."""
 
 
 class LocalGradients:
-    """Each device runs the module on its own part of the batch, with its own shards of the parameters.
+    """Computes gradients on each device's own part of the batch, with its own shards of the parameters.
 
-    Over the `weight_axes` a gradient is summed where its weight was gathered. Over the other axes it is summed where
-    the weight is used if there is one microbatch, so that the rest of the backward pass can run meanwhile, else once
-    after all of them. With ZeRO 1 and 2 a copy in the compute dtype is gathered once a step, and gradients go back in
-    parts: with 1 after all microbatches, with 2 wherever the weight is used, so that whole gradients never exist.
+    Over the `weight_axes` a gradient is reduce-scattered where its weight was gathered. Over the other axes it is
+    summed where the weight is used if there is one microbatch, so that the sum overlaps with the backward pass, and
+    otherwise once, after all microbatches. With ZeRO 1 and 2 a working copy in the compute dtype is gathered over
+    `data` once a step. Its gradient is reduce-scattered after all microbatches with ZeRO 1, and wherever the weight is
+    used with ZeRO 2, so that no device ever holds a whole gradient.
 
-    A loss that is no `LossSum` may not add up over parts of a batch: it gets the whole one, from `otherwise`.
+    The loss must add up over parts of a batch: it returns a `LossSum`.
     """
 
-    def __init__(self, microbatches: Microbatches, rules: AxisRules, otherwise: Gradients):
-        self._microbatches, self._otherwise, self._rules = microbatches, otherwise, rules
-        # Where XLA has nothing to partition, no axis is left to it: a kernel then needs no shard_map of its own.
-        self._taken = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
+    def __init__(self, microbatches: Microbatches, context: ShardingContext):
+        rules, layout = context.rules, context.layout
+        self._microbatches, self._rules, self._zero = microbatches, rules, layout.zero
+        # A tensor axis of one device is manual too: no axis is then left to XLA, and kernels need no shard_map.
+        self._manual = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
         self._split = rules.batch_axes
-        self._exchange = Exchange("", rules.reduce, copies=rules.copies)
-        self._at_use = rules.zero == 2 or (rules.zero == 0 and microbatches.count == 1)
-        summed = self._split if self._at_use else ()
-        self._inner = dataclasses.replace(rules.within(self._taken), summed=summed)
+        self._exchange = Exchange("", layout.reduce_dtype, peer_copies=layout.peer_copies)
+        self._sums_at_use = layout.zero == 2 or (layout.zero == 0 and microbatches.count == 1)
+        summed = self._split if self._sums_at_use else ()
+        self._inner = dataclasses.replace(context.within(self._manual), parameters=TracedParameters(summed=summed))
         self._layouts = microbatches.module.map_parameters(self._layout, rules)
         self._specs = jax.tree.map(lambda x: restrict(x.stored, self._split), self._layouts)
         self._trained_layouts = microbatches.module.split_frozen(self._layouts)[0]
         self._trained_specs = microbatches.module.split_frozen(self._specs)[0]
 
-    def __call__(self, params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
-        def local(params: Any, non_params: Any, batch: Batch, key: jax.Array) -> tuple[Sums, Any]:
+    def __call__(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+        """Return the sums of the global batch, and the module's other variables after it."""
+
+        def local(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
             key = jax.random.fold_in(key, jax.lax.axis_index(self._split))
-            copies = jax.tree.map(self._copy, params, self._layouts)
-            if self._at_use:
-                use = lambda params: jax.tree.map(self._summing, params, copies, self._layouts)  # noqa: E731
-                sums, non_params = self._microbatches(params, non_params, batch, key, use=use)
+            copies = jax.tree.map(self._working_copy, params, self._layouts)
+            if self._sums_at_use:
+                prepare = lambda params: jax.tree.map(self._summing, params, copies, self._layouts)  # noqa: E731
+                sums, non_params = self._microbatches(params, non_params, batch, key, prepare=prepare)
                 gradients = sums.gradients
             else:
                 sums, non_params = self._microbatches(copies, non_params, batch, key)
                 gradients = jax.tree.map(self._sum, sums.gradients, self._trained_layouts)
-            loss, weight = jax.lax.psum((sums.loss, sums.weight), self._split)
-            sums = sums._replace(gradients=gradients, loss=loss, weight=weight)
+            loss, count = jax.lax.psum((sums.loss, sums.count), self._split)
+            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count)
             return self._microbatches.finish(sums, jax.tree.map(self._mean, non_params), self._split)
 
-        whole: Any = PartitionSpec()
-        out_specs = (Sums(self._trained_specs, whole, whole), whole)
-        try:
-            return self._on_own_parts(local, out_specs, params, non_params, batch, key)
-        except NotASumError:
-            return self._otherwise(params, non_params, batch, key)
+        whole: Any = PartitionSpec()  # a spec in the place of an array
+        out_specs = (GradientSums(self._trained_specs, whole, whole), whole)
+        return self._on_own_parts(local, out_specs, params, non_params, batch, key)
 
-    def loss(self, params: Any, non_params: Any, batch: Batch) -> LossSum:
-        def local(params: Any, non_params: Any, batch: Batch) -> LossSum:
-            copies = jax.tree.map(self._copy, params, self._layouts)
-            return jax.lax.psum(self._microbatches.loss(copies, non_params, batch, None)[0], self._split)
+    def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
+        """Return the loss sum and item count of a batch in evaluation."""
 
-        try:
-            return self._on_own_parts(local, PartitionSpec(), params, non_params, batch)
-        except NotASumError:
-            return self._otherwise.loss(params, non_params, batch)
+        def local(params: Dict, non_params: Dict, batch: Batch) -> LossSum:
+            copies = jax.tree.map(self._working_copy, params, self._layouts)
+            loss, _ = self._microbatches.loss(copies, non_params, batch, key=None, train=False)
+            return jax.lax.psum(loss, self._split)
+
+        return self._on_own_parts(local, PartitionSpec(), params, non_params, batch)
 
     def _on_own_parts(
-        self, function: Callable[..., Any], out_specs: Any, params: Any, non_params: Any, batch: Batch, *key: jax.Array
-    ) -> Any:
+        self,
+        function: Callable[..., Result],
+        out_specs: Any,
+        params: Dict,
+        non_params: Dict,
+        batch: Batch,
+        *key: jax.Array,
+    ) -> Result:
+        """Map `function` over the devices' shards of parameters and batch."""
         rules = self._rules
 
-        def local(*arguments: Any) -> Any:
-            with logical_axis_rules(self._inner):
+        def local(*arguments: Any) -> Result:
+            with self._inner.entered():
                 return function(*arguments)
 
         parts = {name: restrict(rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
@@ -101,58 +114,49 @@ class LocalGradients:
             mesh=rules.mesh,
             in_specs=(self._specs, PartitionSpec(), parts, *(PartitionSpec() for _ in key)),
             out_specs=out_specs,
-            axis_names=set(self._taken),
+            axis_names=set(self._manual),
             check_vma=False,
         )(params, non_params, dict(batch), *key)
 
-    def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> Layout:
+    def _layout(self, names: Names | None, shape: tuple[int, ...], metadata: dict[str, Any]) -> ParameterLayout:
         rules = self._rules
-        spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape)
+        spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape, self._zero)
         dtype = self._microbatches.module.dtype if is_cast(names, shape) else None
-        return Layout(spec, stored, str(jnp.dtype(dtype or jnp.float32)), bool(metadata.get("sum_where_used")))
+        dtype = str(jnp.dtype(dtype or jnp.float32))
+        return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")))
 
-    def _copy(self, x: jax.Array, layout: Layout) -> jax.Array:
-        """A parameter as the microbatches use it: whole over `data`, in the compute dtype if it has to be gathered."""
-        parts = _parts_of(layout)
+    def _working_copy(self, x: jax.Array, layout: ParameterLayout) -> jax.Array:
+        """Gather a parameter over `data` in the compute dtype; return it as it is if it is not split over `data`."""
+        parts = _data_shards(layout)
         if not parts:
             return x
         how = self._exchange._replace(dtype=layout.dtype, gathered=parts)
-        return exchange_weight(x, how, layout.spec, self._inner)
+        return exchange_weight(x, how, layout.spec, self._inner.rules)
 
-    def _summing(self, x: jax.Array, copy: jax.Array, layout: Layout) -> jax.Array | WorkingCopy:
-        """What the module gets for the parameter `x`, so that its gradient arrives summed up and in the layout of x."""
-        parts = _parts_of(layout)
-        held = WorkingCopy(x, copy) if parts else x
+    def _summing(self, x: jax.Array, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy:
+        """Return what the module gets for the parameter `x`: its gradient arrives summed, in the layout of x."""
+        parts = _data_shards(layout)
+        weight = WorkingCopy(x, copy) if parts else x
         if layout.summed_by_module:
-            return held
+            return weight
         lacking = self._rules.lacking(layout.spec, self._split)
         how = self._exchange._replace(dtype=str(copy.dtype), scattered=parts, summed=lacking)
-        return exchange_weight(held, how, layout.spec, self._inner)
+        return exchange_weight(weight, how, layout.spec, self._inner.rules)
 
-    def _sum(self, gradient: jax.Array, layout: Layout) -> jax.Array:
-        """The sum of a whole gradient over the axes along which the parameter is whole, as the parameter is stored."""
-        parts = _parts_of(layout)
+    def _sum(self, gradient: jax.Array, layout: ParameterLayout) -> jax.Array:
+        """Sum a gradient over the axes along which the parameter is replicated, into the stored layout."""
+        parts = _data_shards(layout)
         lacking = self._rules.lacking(layout.stored, self._split)
         if not parts and not lacking:
             return gradient
         how = self._exchange._replace(scattered=parts, summed=lacking)
-        add = beside_tensor(lambda g: sum_gradient(g, how), layout.spec, self._inner)
+        add = on_tensor_shards(functools.partial(sum_gradient, how=how), layout.spec, self._inner.rules)
         return add(gradient).astype(jnp.float32)
 
     def _mean(self, x: jax.Array) -> jax.Array:
         return jax.lax.pmean(x, self._split) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _parts_of(layout: Layout) -> Dims:
-    """The dim that is split over `data` while the parameter is stored."""
+def _data_shards(layout: ParameterLayout) -> Dims:
+    """Return the dim that is split over `data` while the parameter is stored, if there is one."""
     return dims_of(layout.stored, ("data",))
-
-
-class NotASumError(Exception):
-    """A loss that is the mean of a batch was asked for a part of it."""
-
-
-def as_given(loss: Any) -> LossSum:
-    if not isinstance(loss, LossSum):
-        raise NotASumError
-    return as_loss_sum(loss)

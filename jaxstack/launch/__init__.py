@@ -1,1 +1,1 @@
-"""Starts the processes of a node, watches them, and starts them again. No jax: it must outlive what jax does."""
+"""Starts and supervises the processes of a training command on one node."""

@@ -1,4 +1,4 @@
-"""`python -m jaxstack.launch --preflight`: each process says what it sees, and all of them add numbers up together."""
+"""`python -m jaxstack.launch --preflight`: each process describes its node, and all of them sum numbers together."""
 
 import os
 import socket
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.cli import run_command
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import find_place
-from jaxstack.resilience.ending import EndAtOnce
+from jaxstack.resilience.exit_on_signal import ExitOnSignal
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.resilience.progress_file import ProgressFile
 
@@ -21,7 +21,7 @@ _SECONDS = 120
 
 
 def check() -> None:
-    """Prints, on the first process, what was found.
+    """Print the findings, on the first process.
 
     Raises:
       JaxstackError: the processes differ, or one of them does not answer in two minutes.
@@ -30,27 +30,27 @@ def check() -> None:
     place = find_place()
     warnings = []
     if place is not None:
-        processes.join(place, connect_seconds=_SECONDS)
+        coordination.connect(place, connect_seconds=_SECONDS)
         warnings = check_program("", _SECONDS)
     signs.note()
     if place is not None:
         check_devices(_SECONDS)
     devices = jax.local_devices()
     seen = f"{socket.gethostname()}: {len(devices)} x {devices[0].device_kind}"
-    lines = [f"process {index} on {text}" for index, text in enumerate(processes.exchange("seen", seen, _SECONDS))]
+    lines = [f"process {index} on {text}" for index, text in enumerate(coordination.all_gather("seen", seen, _SECONDS))]
     lines += [f"warning: {line}" for line in warnings]
     local = int(os.environ.get("JAX_LOCAL_DEVICE_IDS", "0").split(",")[0])
-    reports = processes.exchange("gpus", describe_gpus() if local == 0 else "", _SECONDS)
+    reports = coordination.all_gather("gpus", describe_gpus() if local == 0 else "", _SECONDS)
     lines += [text for text in dict.fromkeys(reports) if text]
     signs.note()
     lines.append(measure_sum())
-    if processes.position()[0] == 0:
+    if coordination.process_position()[0] == 0:
         print("\n".join(lines), flush=True)
     signs.note("end")
 
 
 def measure_sum() -> str:
-    """The time of a sum over all devices, which needs every link to work."""
+    """Return the duration of a sum over all devices, which needs every link to work."""
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("all",))
     split, whole = jax.NamedSharding(mesh, jax.P("all")), jax.NamedSharding(mesh, jax.P())
@@ -70,7 +70,7 @@ def measure_sum() -> str:
 
 
 def describe_gpus() -> str:
-    """Clocks, temperatures and links as the driver tells them; empty without one."""
+    """Return clocks, temperatures and links from the GPU driver; empty without one."""
     fields = "index,name,clocks.sm,clocks.max.sm,temperature.gpu,ecc.errors.uncorrected.volatile.total"
     parts = []
     for words in (("--format=csv", f"--query-gpu={fields}"), ("topo", "-m")):
@@ -83,13 +83,13 @@ def describe_gpus() -> str:
 
 
 def main() -> int:
-    """Runs the check; returns its exit code."""
+    """Run the check; returns its exit code."""
 
     def body() -> None:
-        with EndAtOnce("jaxstack launch --preflight"):
+        with ExitOnSignal("jaxstack launch --preflight"):
             check()
 
-    return processes.end(run_command("jaxstack launch --preflight", body))
+    return coordination.exit_process(run_command("jaxstack launch --preflight", body))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One process of the run as its supervisor holds it: in a session of its own, so that nothing of it outlives it."""
+"""A process of the run, as its supervisor sees it: in its own session, so that all that it starts can be ended."""
 
 import contextlib
 import ctypes
@@ -24,11 +24,11 @@ class Child:
     """A started process.
 
     Args:
-      rank: of the whole run.
+      rank: its number in the whole run.
       command: program and arguments.
-      environment: all of its environment.
-      folder: for its progress and its stacks.
-      prefix: stands before each line that it prints; None: it prints on the launcher's own terminal.
+      environment: its whole environment.
+      folder: for the files with its progress and its stacks.
+      prefix: written before each line that it prints; None: it prints to the launcher's own terminal.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class Child:
             self._pump.start()
 
     def poll(self) -> int | None:
-        """Its exit code (negative: the signal that ended it); None while it runs."""
+        """Return its exit code (negative: the signal that ended it); None while it runs."""
         return self._process.poll()
 
     def record(self) -> Record:
-        """Its newest sign of life."""
+        """Return its newest progress record."""
         self._last = read_record(self._progress) or self._last
         return self._last
 
     def send(self, signum: int) -> None:
-        """Sends a signal to it, and to whatever it started."""
+        """Send a signal to it and to everything that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signum)
 
     def is_stopped(self) -> bool:
-        """Whether it was suspended (SIGSTOP, a debugger)."""
+        """Return True if it is suspended (SIGSTOP, a debugger)."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8")
         except OSError:
@@ -75,8 +75,9 @@ class Child:
         return any(line.startswith("State:") and line.split()[1] in ("T", "t") for line in status.splitlines())
 
     def stacks(self, seconds: float = 5.0) -> str:
-        """Where its threads stand: by py-spy where it is installed, else by itself on SIGUSR1, whoever holds the
-        interpreter. A suspended process is woken for it.
+        """Return the stacks of its threads, from py-spy if that is installed, else from the process itself on SIGUSR1.
+
+        Needs no GIL. Resumes a suspended process.
         """
         suspended = self.is_stopped()
         with contextlib.suppress(ProcessLookupError):
@@ -98,7 +99,7 @@ class Child:
         return "\n".join([*head, *lines[:_STACK_LINES]])
 
     def wait(self, seconds: float) -> bool:
-        """Whether it ended within the time; its output is then complete."""
+        """Wait for its end. Returns True if it ended in time; its output is then complete."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -109,24 +110,24 @@ class Child:
 
 
 def _die_with_parent() -> None:
-    # The supervisor's own death, by SIGKILL say, must not leave a run without one behind.
+    # Even if the supervisor is killed, by SIGKILL say, no unsupervised run may stay behind.
     _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def _copy_lines(source: IO[bytes], prefix: str) -> None:
     for line in source:
-        with contextlib.suppress(OSError):  # the reader of our output has gone; theirs must not fill up
+        with contextlib.suppress(OSError):  # nobody reads our output any more; the child's pipe must not fill up
             sys.stdout.buffer.write(prefix.encode() + line)
             sys.stdout.flush()
 
 
 def adopt_orphans() -> None:
-    """Makes processes that lose their parent children of this one, so that they can be found and ended."""
+    """Make processes that lose their parent children of this one, so that they can be found and ended."""
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1)
 
 
 def end_all(children: Sequence[Child], grace_seconds: float) -> None:
-    """Ends the children and all that they started: SIGTERM, and SIGKILL for what is there after the grace."""
+    """End the children and everything they started: SIGTERM first, SIGKILL after `grace_seconds`."""
     deadline = time.monotonic() + grace_seconds
     for signum in (signal.SIGTERM, signal.SIGCONT):
         for child in children:
@@ -146,7 +147,7 @@ def end_all(children: Sequence[Child], grace_seconds: float) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below `pid`."""
+    """Return all processes below `pid`."""
     parents: dict[int, int] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():

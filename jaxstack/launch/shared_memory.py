@@ -1,4 +1,4 @@
-"""Files in /dev/shm that processes which were killed have left behind, as NCCL's and Python's do."""
+"""Removes files in /dev/shm that killed processes have left, such as NCCL's and Python's."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ FOLDER = Path("/dev/shm")
 
 
 def list_files(folder: Path = FOLDER) -> set[Path]:
-    """Files there that belong to this user."""
+    """Return the files in `folder` that belong to this user."""
     found = set()
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
@@ -19,13 +19,13 @@ def list_files(folder: Path = FOLDER) -> set[Path]:
 
 
 def remove_left_behind(before: set[Path], folder: Path = FOLDER) -> list[Path]:
-    """Removes the files that are new since `before` and that no living process of this user holds; returns them."""
+    """Remove the files that are new since `before` and that no living process of this user uses. Returns them."""
     left = {}
     for path in list_files(folder) - before:
         with contextlib.suppress(OSError):
             left[path] = _identity(path.lstat())
-    held = _held() if left else set()
-    gone = sorted(path for path, identity in left.items() if identity not in held)
+    used = _used_files() if left else set()
+    gone = sorted(path for path, identity in left.items() if identity not in used)
     for path in gone:
         path.unlink(missing_ok=True)
     return gone
@@ -35,9 +35,9 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _held() -> set[tuple[int, int]]:
-    """(device, inode) of what processes have mapped or open: a semaphore is mapped under a name that it has lost."""
-    held = set()
+def _used_files() -> set[tuple[int, int]]:
+    """Return (device, inode) of all files that processes have mapped or open. A mapped file may have lost its name."""
+    used = set()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue
@@ -45,9 +45,9 @@ def _held() -> set[tuple[int, int]]:
             for line in (process / "maps").read_text(errors="replace").splitlines():
                 device, inode = line.split(maxsplit=5)[3:5]
                 major, minor = (int(number, 16) for number in device.split(":"))
-                held.add((os.makedev(major, minor), int(inode)))
+                used.add((os.makedev(major, minor), int(inode)))
         with contextlib.suppress(OSError):
             for descriptor in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    held.add(_identity(descriptor.stat()))
-    return held
+                    used.add(_identity(descriptor.stat()))
+    return used

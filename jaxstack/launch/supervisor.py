@@ -1,4 +1,4 @@
-"""The supervisor of a node: starts its processes, watches their progress, ends all of them together, starts anew."""
+"""The supervisor of a node: starts its processes, watches their progress, ends all of them together, restarts them."""
 
 import contextlib
 import dataclasses
@@ -16,40 +16,40 @@ from types import FrameType
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, LOCAL_DEVICES, Nodes, split_devices
 from jaxstack.errors import ConfigError
 from jaxstack.launch import shared_memory
-from jaxstack.launch.budget import Budget
 from jaxstack.launch.child import Child, adopt_orphans, end_all
-from jaxstack.launch.guard import Guard
-from jaxstack.launch.watch import Limits, find_straggler, find_stuck
-from jaxstack.resilience.ending import SAME_SECONDS
+from jaxstack.launch.cleanup_process import CleanupProcess
+from jaxstack.launch.health import Limits, find_straggler, find_stuck
+from jaxstack.launch.restart_budget import RestartBudget
+from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 from jaxstack.resilience.progress_file import Record
 
 _LOOK_SECONDS = 0.1
 _STRAGGLER_SECONDS = 60.0
 _END_SECONDS = 3.0
 _PAUSE_SECONDS = 5.0
-"""A look that comes so late: the whole job was suspended, and silence meanwhile says nothing."""
+"""If a look is this late, the whole job was suspended, and the silence of its processes means nothing."""
 _STOPPED = (143, 130)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run, and within what bounds."""
+    """A command to run, with its limits."""
 
     command: tuple[str, ...]
     processes: int = 1
-    """On this node."""
+    """Number of processes on this node."""
     nodes: Nodes = Nodes()
     limits: Limits = Limits()
     restarts: int = 3
     grace_seconds: float = 120.0
-    """For a save after SIGTERM."""
+    """Time for a save after SIGTERM."""
     peers_seconds: float = 15.0
-    """After which the other nodes know that one has failed, and have ended too."""
+    """Time after which the other nodes have noticed a failure, and have ended too."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How one start ended: its code (0: all done), why in words, and the newest checkpoint that it knew."""
+    """Result of one start: exit code (0: done), reason in words, and the newest checkpoint that it knew."""
 
     code: int
     reason: str
@@ -57,7 +57,7 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs a job to its end."""
+    """Runs a job until it is done or has failed too often."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -66,11 +66,15 @@ class Supervisor:
         self._told: dict[int, float] = {}
 
     def run(self) -> int:
-        """The exit code: 0, or 143 or 130 after a signal, 2 for a wrong configuration, 1 after too many failures."""
+        """Run the job.
+
+        Returns:
+          The exit code: 0, 143 or 130 after a signal, 2 for a wrong configuration, 1 after too many failures.
+        """
         folder = Path(tempfile.mkdtemp(prefix="jaxstack-launch-"))
-        guard = Guard(folder)
+        cleanup = CleanupProcess(folder)
         adopt_orphans()
-        budget, attempt = Budget(self.job.restarts), 0
+        budget, attempt = RestartBudget(self.job.restarts), 0
         try:
             with self._signals():
                 while True:
@@ -91,7 +95,7 @@ class Supervisor:
                     if self._signum is not None:
                         return 128 + self._signum
         finally:
-            guard.close()
+            cleanup.close()
             shutil.rmtree(folder, ignore_errors=True)
 
     def _attempt(self, folder: Path, attempt: int) -> Outcome:
@@ -126,7 +130,7 @@ class Supervisor:
         return children
 
     def _watch(self, children: Sequence[Child]) -> tuple[int, str]:
-        """Waits for the end of a start; returns its code and why. Some of the children may be running still."""
+        """Wait for the end of a start. Returns its code and the reason. Some of the children may still be running."""
         forwarded: float | None = None
         looked, past = time.monotonic(), {child.rank: child.record() for child in children}
         now = awake = looked
@@ -147,7 +151,7 @@ class Supervisor:
                 if not running or now - forwarded > self.job.grace_seconds:
                     return self._stopped(running)
             elif stopped and (failed or not running):
-                # Its peers cannot go on without a process that was told to stop, however they take it.
+                # The others cannot continue without a process that was asked to stop, however they react.
                 return stopped[0], "stopped by a signal"
             elif failed:
                 return self._failed(failed, running)
@@ -171,12 +175,12 @@ class Supervisor:
 
     def _failed(self, failed: dict[int, int], running: Sequence[Child]) -> tuple[int, str]:
         reason = ", ".join(f"rank {rank} {_describe_code(code)}" for rank, code in failed.items())
-        # jax ends the others when one falls silent: the one that is silent is the interesting one.
+        # jax ends the other processes when one falls silent, so the silent one is the cause.
         for child in running:
             if child.is_stopped():
                 reason += f"; rank {child.rank} was suspended"
                 say(f"stacks of rank {child.rank} (process {child.pid}):\n{child.stacks()}")
-        # Where one finds the configuration wrong, its peers fail for want of it.
+        # If one process finds the configuration wrong, the others fail because it is missing.
         return (2 if 2 in failed.values() else 1), reason
 
     def _stuck(self, rank: int, records: dict[int, Record], running: Sequence[Child]) -> str:
@@ -206,11 +210,11 @@ class Supervisor:
         def receive(signum: int, _: FrameType | None) -> None:
             now = time.monotonic()
             if self._signum is not None and signum == signal.SIGINT and now - self._heard > SAME_SECONDS:
-                self.job = dataclasses.replace(self.job, grace_seconds=0.0)  # a second Ctrl-C: no more patience
+                self.job = dataclasses.replace(self.job, grace_seconds=0.0)  # a second Ctrl-C: end at once
             if self._signum is None:
                 self._signum, self._heard = signum, now
 
-        before = {signum: signal.signal(signum, receive) for signum in (signal.SIGTERM, signal.SIGINT)}
+        before = {signum: signal.signal(signum, receive) for signum in stop_signals()}
         try:
             yield
         finally:
@@ -224,18 +228,18 @@ class Supervisor:
 
 
 def say(text: str) -> None:
-    """A message of the launcher, on standard error."""
+    """Print a message of the launcher to standard error."""
     print(f"jaxstack launch: {text}", file=sys.stderr, flush=True)
 
 
 def free_port() -> int:
-    """A port on the loopback interface that nobody listens on."""
+    """Return a port of the loopback interface that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that the processes of this node will see; 0 where there is no driver."""
+    """Return the number of NVIDIA GPUs that the processes of this node will see; 0 without a driver."""
     if chosen := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return len(chosen.split(","))
     if os.environ.get("JAX_PLATFORMS") == "cpu":

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxstack.parallel.rules import axes_of, current_rules, logical_axis_rules
+from jaxstack.parallel.context import current_context, current_rules
+from jaxstack.parallel.rules import axes_of
 from jaxstack.precision.recipe import ScalingState
 
 CHUNK_BYTES = 2**30
@@ -53,13 +54,13 @@ def apply_in_chunks(apply: Callable[[Any, jax.Array], jax.Array], modules: Any, 
       modules: a tree of Flax modules, see `count_chunks`.
     """
     graphdef, params, states = nnx.split(modules, nnx.Param, ...)
-    rules, parts = current_rules(), _degrees(x.shape)[1]
+    context, parts = current_context(), _degrees(x.shape)[1]
     length = x.shape[1] // parts
     size = -(-length // count)
 
     def function(params: Any, states: Any, x: jax.Array) -> jax.Array:
         # The backward pass may be traced outside of the rules.
-        with logical_axis_rules(rules) if rules is not None else contextlib.nullcontext():
+        with context.entered() if context is not None else contextlib.nullcontext():
             whole = x.reshape(x.shape[0], -1, x.shape[3])
             return apply(nnx.merge(graphdef, params, states), whole).reshape(x.shape)
 

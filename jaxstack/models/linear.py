@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxstack.models.initialization import Initializer
 from jaxstack.parallel import gather_project, gather_project_scatter, keep, project_scatter, shard
-from jaxstack.parallel.rules import is_sharded
+from jaxstack.parallel.context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
 from pallas_kernels import NormalisedInput, QuantizedWeight, activated_matmul, swiglu
 from pallas_kernels.target import current_target

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxstack.parallel.rules import current_rules, is_sharded, logical_axis_rules
+from jaxstack.parallel.context import current_context, is_sharded
 
 Layer = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 """(x, whole weights, number of the layer) -> (x, losses: a tree of scalars)."""
@@ -42,7 +42,7 @@ class _Loop:
     """The layers 0 to `last`."""
 
     def __init__(self, layer: Callable[[Any], Layer], gather: Callable[[Any], Any], last: int):
-        self._layer, self._gather, self.last, self._rules = layer, gather, last, current_rules()
+        self._layer, self._gather, self.last, self._context = layer, gather, last, current_context()
         self._pull_type: Any = None
         self._places: list[int | None] = []
         """Of the leaves of the layer's `jax.vjp`, which argument each is; set where the forward pass is traced."""
@@ -107,7 +107,7 @@ class _Loop:
 
     def _in_rules(self) -> Any:
         # The backward pass may be traced outside of them.
-        return contextlib.nullcontext() if self._rules is None else logical_axis_rules(self._rules)
+        return contextlib.nullcontext() if self._context is None else self._context.entered()
 
     def _weights(self, stacks: Any, index: Any) -> tuple[Any, Any]:
         return self._gathered(jax.tree.map(lambda stack: _at(stack, index), stacks))

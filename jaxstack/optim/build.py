@@ -1,33 +1,36 @@
-"""From an optimizer's and a schedule's configuration to one optax transformation."""
+"""Builds one Optax transformation from the configuration of an optimizer and a schedule."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 from jaxstack.optim.base import GroupRule, Optimizer, is_matrix
 from jaxstack.tree_rules import ADAPTER, map_by_path, match
 
 BALANCE = r"(^|/)balance_bias$"
+"""Path of the bias that balances the load of experts; its "gradient" is the load."""
 
 
 def build_optimizer(
     optimizer: Optimizer,
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array],
-    params: Any,
-    known: Any = None,
-    stacked: Any = None,
+    params: PyTree,
+    known: PyTree = None,
+    stacked: PyTree = None,
 ) -> optax.GradientTransformation:
-    """Clip by global norm, the optimizer's core, decoupled weight decay, learning rate; frozen parameters left out.
+    """Build the chain: clip by global norm, the optimizer's core, decoupled weight decay, learning rate.
 
-    What `BALANCE` matches is no weight: it moves by `balance_rate` against the sign of its load, whatever the group.
+    Frozen parameters are not updated. A balance bias (`BALANCE`) moves by `balance_rate` against the sign of its load,
+    whatever its group.
 
     Args:
+      optimizer: the settings.
       learning_rate: step -> learning rate.
-      params: the parameters or their shapes; their paths decide on groups, their ranks on weight decay.
-      known: all parameters, where `params` are those that are trained.
-      stacked: for each of `params` whether its first dim counts layers; default: none does.
+      params: the trained parameters or their shapes; their paths decide on groups, their ranks on weight decay.
+      known: all parameters, including frozen ones; default: `params`.
+      stacked: True for each of `params` whose first dim counts layers; default: False for all.
 
     Raises:
       ConfigError: the path of a rule matches no parameter.
@@ -50,7 +53,7 @@ def build_optimizer(
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
         clip,
-        _finished(optimizer, jax.tree.map(lambda _: False, params) if stacked is None else stacked),
+        _finished_core(optimizer, jax.tree.map(lambda _: False, params) if stacked is None else stacked),
         _per_parameter(lambda update, param, amount: update + amount * param if amount else update, decays),
         optax.scale_by_learning_rate(learning_rate),
         _per_parameter(lambda update, param, scale: update * scale if scale != 1 else update, scales),
@@ -62,41 +65,47 @@ def build_optimizer(
             return "frozen"
         return "balance" if is_load_signal(path) else "trained"
 
-    def labels(tree: Any) -> Any:
+    def labels(tree: PyTree) -> PyTree:
         return map_by_path(lambda path, leaf: label(path), tree)
 
     used = set(jax.tree.leaves(labels(params)))
     if used - {"trained"}:
-        # By a function: what is stored may have its layers arranged otherwise than what is trained.
+        # Labels are computed by path at each call: the layers of the stored state may be arranged differently from
+        # those that are trained.
         chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
     return chain
 
 
-def frozen_rule(optimizer: Optimizer, params: Any) -> Callable[[str], bool]:
-    """Whether the parameter of a path is frozen: as its group says, else where there are adapters and it is none."""
+def frozen_rule(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
+    """Return a function: path -> True if the parameter is frozen.
+
+    The first matching group with `frozen` decides. Otherwise, in a model with adapters, all but these are frozen.
+    """
     rules = [(group.path, group.frozen) for group in optimizer.groups]
-    adapted = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
+    has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
 
     def is_frozen(path: str) -> bool:
         chosen = match(path, [*rules, (".*", None)])
-        return chosen if chosen is not None else adapted and not ADAPTER.search(path)
+        return chosen if chosen is not None else has_adapters and not ADAPTER.search(path)
 
     return is_frozen
 
 
 def is_load_signal(path: str) -> bool:
-    """Whether the "gradient" of the parameter is the load of experts (`jaxstack.models.moe.router.load_signal`)."""
+    """Return True if the parameter's "gradient" is the load of experts (`jaxstack.models.moe.router.load_signal`)."""
     return match(path, ((BALANCE, True), (".*", False)))
 
 
-def gradient_norm(gradients: Any) -> jax.Array:
-    """The global norm of the gradients, loads of experts left out."""
+def gradient_norm(gradients: PyTree) -> jax.Array:
+    """Return the global norm of the gradients, without the loads of experts."""
     return optax.global_norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
 
 
-def largest_overload(gradients: Any) -> jax.Array | None:
-    """How much more than an even share the fullest expert of all layers got: 0 is even, 1 twice as much. None where no
-    gradient tells the load."""
+def largest_overload(gradients: PyTree) -> jax.Array | None:
+    """Return how far the fullest expert of all layers is above an even load: 0 is even, 1 is twice an even load.
+
+    None if no gradient is a load of experts.
+    """
     loads = map_by_path(lambda path, g: jax.numpy.max(g) if is_load_signal(path) else None, gradients)
     found = jax.tree.leaves(loads)
     return jax.numpy.max(jax.numpy.stack(found)) if found else None
@@ -106,27 +115,29 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u: -rate * jax.numpy.sign(u), updates))
 
 
-def _finished(optimizer: Optimizer, stacked: Any) -> optax.GradientTransformation:
-    """The core, and what it does to each layer's parameter by itself; the state is the core's."""
+def _finished_core(optimizer: Optimizer, stacked: PyTree) -> optax.GradientTransformation:
+    """The core transformation, then `finish`, vmapped over stacked layers. Its state is the core's."""
     core = optimizer.core()
-    by_layer = lambda u, p, many: (jax.vmap(optimizer.finish) if many else optimizer.finish)(u, p)  # noqa: E731
+    by_layer = lambda u, p, stack: (jax.vmap(optimizer.finish) if stack else optimizer.finish)(u, p)  # noqa: E731
     finish = _per_parameter(by_layer, stacked)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
         updates, state = core.update(updates, state, params)
         return finish.update(updates, optax.EmptyState(), params)[0], state
 
     return optax.GradientTransformation(core.init, update)
 
 
-def _per_parameter(apply: Callable[[Any, Any, float], Any], constants: Any) -> optax.GradientTransformation:
-    """`apply(update, parameter, constant)`, where each parameter has a constant of its own."""
+def _per_parameter(
+    apply: Callable[[jax.Array, jax.Array, float], jax.Array], constants: PyTree
+) -> optax.GradientTransformation:
+    """Apply `apply(update, parameter, constant)` to each parameter, with a constant of its own."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
         masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
 
-        def one(u: Any, p: Any, c: float) -> Any:
-            return u if masked(u) else apply(u, p, c)
+        def one(u: jax.Array | optax.MaskedNode, p: jax.Array, c: float) -> jax.Array | optax.MaskedNode:
+            return u if isinstance(u, optax.MaskedNode) else apply(u, p, c)
 
         return jax.tree.map(one, updates, params, constants, is_leaf=masked), state
 

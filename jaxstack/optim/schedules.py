@@ -1,11 +1,13 @@
-"""Learning-rate schedules. Each is data; `multiplier` maps a step to a factor of the peak learning rate.
+"""Learning-rate schedules: configurations whose `multiplier` maps a step to a factor of the peak learning rate.
 
-All warm up linearly over `warmup_steps`, from peak / warmup_steps at the first step.
+All schedules warm up linearly over `warmup_steps`, from peak / warmup_steps at the first step.
 """
 
+import functools
+import operator
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +26,14 @@ class Schedule(Component):
 
     @abstractmethod
     def decay(self, steps: int) -> optax.Schedule:
-        """Factor of the peak against the number of steps since the end of the warm-up, of `steps` in all."""
+        """Return the decay after the warm-up: number of steps since its end -> factor of the peak.
+
+        Args:
+          steps: number of steps from the end of the warm-up to the end of the run.
+        """
 
     def multiplier(self, steps: int) -> Multiplier:
-        """Step (0 is the first) -> float32 factor of the peak, for a run of `steps` steps."""
+        """Return step -> factor of the peak, float32, where 0 is the first step, for a run of `steps` steps."""
         warmup = self.warmup_steps
         after = self.decay(max(steps - warmup, 1))
 
@@ -40,7 +46,7 @@ class Schedule(Component):
 
 
 class Constant(Schedule):
-    """The peak throughout."""
+    """The peak learning rate throughout."""
 
     name: Literal["constant"] = "constant"
 
@@ -69,13 +75,13 @@ class Cosine(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """WSD (Hu et al. 2024): the peak, then a fall over the last decay_fraction of the run."""
+    """WSD (Hu et al. 2024): the peak, then a decay over the last decay_fraction of the run."""
 
     name: Literal["wsd"] = "wsd"
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     final_fraction: float = Field(default=0.0, ge=0)
     shape: Literal["linear", "sqrt"] = "linear"
-    """`sqrt`: 1 - sqrt(progress), which Haegele et al. 2024 found better."""
+    """`sqrt`: 1 - sqrt(progress), which Haegele et al. 2024 found to be better."""
 
     def decay(self, steps: int) -> optax.Schedule:
         length = max(round(steps * self.decay_fraction), 1)
@@ -89,13 +95,13 @@ class WarmupStableDecay(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle (Smith & Topin 2018): a cosine up over rise_fraction of the run, a cosine down to almost nothing."""
+    """One cycle (Smith & Topin 2018): a cosine rise over rise_fraction of the run, then a cosine decay to nearly 0."""
 
     name: Literal["one_cycle"] = "one_cycle"
     rise_fraction: float = Field(default=0.3, gt=0, lt=1)
     initial_divisor: float = Field(default=25.0, ge=1)
     final_divisor: float = Field(default=1e4, ge=1)
-    """The last learning rate is the first one divided by this."""
+    """Ratio of the first learning rate to the last."""
 
     def decay(self, steps: int) -> optax.Schedule:
         return optax.cosine_onecycle_schedule(steps, 1.0, self.rise_fraction, self.initial_divisor, self.final_divisor)
@@ -106,7 +112,7 @@ class InverseSqrt(Schedule):
 
     name: Literal["inverse_sqrt"] = "inverse_sqrt"
     timescale: int | None = Field(default=None, ge=1)
-    """Left out: warmup_steps, or 1 without a warm-up."""
+    """Default: warmup_steps, or 1 without a warm-up."""
 
     def decay(self, steps: int) -> optax.Schedule:
         scale = float(self.timescale or max(self.warmup_steps, 1))
@@ -114,6 +120,9 @@ class InverseSqrt(Schedule):
 
 
 SCHEDULES = (Cosine, Constant, Linear, WarmupStableDecay, OneCycle, InverseSqrt)
-AnySchedule = Annotated[
-    Cosine | Constant | Linear | WarmupStableDecay | OneCycle | InverseSqrt, Field(discriminator="name")
-]
+"""Every schedule that `schedule.name` can choose. A new one is added here."""
+
+if TYPE_CHECKING:
+    AnySchedule: TypeAlias = Schedule
+else:
+    AnySchedule = Annotated[functools.reduce(operator.or_, SCHEDULES), Field(discriminator="name")]

@@ -1,27 +1,18 @@
 from .config import AXES as AXES
 from .config import ParallelConfig as ParallelConfig
+from .context import ShardingContext as ShardingContext
+from .context import current_context as current_context
+from .context import current_rules as current_rules
+from .context import logical_axis_rules as logical_axis_rules
+from .context import shard as shard
+from .context import splits_length as splits_length
+from .layout import StepLayout as StepLayout
 from .mesh import make_mesh as make_mesh
 from .overlap import gather_project as gather_project
 from .overlap import gather_project_scatter as gather_project_scatter
 from .overlap import project_scatter as project_scatter
-from .rules import (
-    AxisRules as AxisRules,
-)
-from .rules import (
-    current_rules as current_rules,
-)
-from .rules import (
-    logical_axis_rules as logical_axis_rules,
-)
-from .rules import (
-    make_rules as make_rules,
-)
-from .rules import (
-    shard as shard,
-)
-from .rules import (
-    splits_length as splits_length,
-)
+from .rules import AxisRules as AxisRules
+from .rules import make_rules as make_rules
 from .shard_map_attention import context_axis as context_axis
 from .shard_map_attention import with_local_heads as with_local_heads
 from .shard_map_batch import with_local_batch as with_local_batch

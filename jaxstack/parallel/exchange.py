@@ -1,7 +1,7 @@
-"""How a weight travels inside a `shard_map`: gathered where it is used, its gradient summed back to where it is stored.
+"""Gathers a weight inside a `shard_map` for its use, and reduce-scatters its gradient to the stored shards.
 
-Weights move in the compute dtype, gradients in a dtype of their own: a sum over many devices in bfloat16 would round
-at every addition.
+Weights are sent in the compute dtype, gradients in a dtype of their own: a sum over many devices in bfloat16 would
+round at every addition.
 """
 
 import dataclasses
@@ -14,42 +14,45 @@ import jax.numpy as jnp
 from jaxstack.parallel.transfers import gather, scatter
 
 Dims = tuple[tuple[tuple[str, ...], int], ...]
-"""Mesh axes, major to minor, and the dim of the array that they split."""
+"""(mesh axes, major to minor; dim of the array that they split), for each such dim."""
 
 
 class Exchange(NamedTuple):
-    """A way between the stored and the used form of a weight."""
+    """The communication that turns a stored weight into a used one, and a gradient into one of the stored weight."""
 
     dtype: str
-    """That the weight is used and moved in."""
-    reduce: str
-    """Dtype in which gradients are summed."""
+    """Dtype in which the weight is used and sent."""
+    reduce_dtype: str
+    """Dtype in which gradients are summed over devices."""
     gathered: Dims = ()
-    """Splits that are undone for use; the gradient is scattered again."""
+    """Shards of the weight that are all-gathered for its use; its gradient is reduce-scattered along them."""
     scattered: Dims = ()
-    """Splits of the gradient that the weight does not have: it comes as a `WorkingCopy`."""
+    """Dims along which only the gradient is reduce-scattered; the weight is a `WorkingCopy`, whole along them."""
     summed: tuple[str, ...] = ()
-    """Further axes that the gradient is summed over, where the weight is the same everywhere."""
-    copies: bool = False
-    """Whether it travels by copies instead of collectives, see `transfers`."""
+    """Further mesh axes over which the gradient is all-reduced: the weight is replicated over them."""
+    peer_copies: bool = False
+    """True sends by peer-to-peer copies in place of collectives, see `transfers`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class WorkingCopy:
-    """A weight of which this device stores a shard, and has a whole working copy for the length of a step.
+    """A stored shard of a weight, with the copy of the whole weight that this device gathers for one step (ZeRO-2).
 
-    The gradient goes to the shard (ZeRO-2: no device ever has all of it).
+    The gradient belongs to the shard: it is reduce-scattered where the copy is used, so that no device ever holds all
+    of it.
     """
 
     shard: jax.Array
+    """The float32 shard that this device stores."""
     copy: jax.Array
+    """The weight in the compute dtype, whole over `data`, and still a shard over the axes of `Exchange.gathered`."""
 
 
 def exchange(weight: jax.Array | WorkingCopy, how: Exchange) -> jax.Array:
-    """The weight as it is used; its gradient arrives as it is stored."""
+    """Return the weight as it is used. Its gradient is that of the stored weight, in the stored layout and dtype."""
     if isinstance(weight, WorkingCopy):
-        return _use_held(weight.shard, weight.copy, how)
+        return _use_copy(weight.shard, weight.copy, how)
     return _use(weight, jnp.dtype(weight.dtype).name, how)
 
 
@@ -70,34 +73,34 @@ _use.defvjp(_use_forward, _use_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _use_held(shard: jax.Array, copy: jax.Array, how: Exchange) -> jax.Array:
+def _use_copy(shard: jax.Array, copy: jax.Array, how: Exchange) -> jax.Array:
     return _gather(copy, how)
 
 
-def _use_held_forward(shard: jax.Array, copy: jax.Array, how: Exchange) -> tuple[jax.Array, None]:
+def _use_copy_forward(shard: jax.Array, copy: jax.Array, how: Exchange) -> tuple[jax.Array, None]:
     return _gather(copy, how), None
 
 
-def _use_held_backward(how: Exchange, _: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _use_copy_backward(how: Exchange, _: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape = list(gradient.shape)
     for axes, dim in how.gathered:
         shape[dim] //= jax.lax.axis_size(axes)
     return sum_gradient(gradient, how).astype(jnp.float32), jnp.zeros(shape, how.dtype)
 
 
-_use_held.defvjp(_use_held_forward, _use_held_backward)
+_use_copy.defvjp(_use_copy_forward, _use_copy_backward)
 
 
 def _gather(weight: jax.Array, how: Exchange) -> jax.Array:
     weight = weight.astype(how.dtype)
     for axes, dim in how.gathered:
-        weight = gather(weight, axes, dim, copies=how.copies)
+        weight = gather(weight, axes, dim, peer_copies=how.peer_copies)
     return weight
 
 
 def sum_gradient(gradient: jax.Array, how: Exchange) -> jax.Array:
-    """The gradient of a used weight, as the stored weight lies, in the dtype `how.reduce`."""
+    """Sum a used weight's gradient over devices, in `how.reduce_dtype`, into the layout of the stored weight."""
     for axes, dim in (*how.gathered, *how.scattered):
-        gradient = scatter(gradient, axes, dim, how.reduce, copies=how.copies)
-    gradient = gradient.astype(how.reduce)
+        gradient = scatter(gradient, axes, dim, how.reduce_dtype, peer_copies=how.peer_copies)
+    gradient = gradient.astype(how.reduce_dtype)
     return jax.lax.psum(gradient, how.summed) if how.summed else gradient

@@ -1,9 +1,9 @@
-"""Tensor parallelism whose matmuls send and receive while they multiply: `shard_map` islands around the kernels'
-`all_gather_matmul` and `matmul_reduce_scatter`.
+"""Tensor parallelism that overlaps communication with matmuls, by the kernels `all_gather_matmul` and
+`matmul_reduce_scatter` inside a `shard_map`.
 
-With sequence parallelism the residual stream lies split along the sequence over `tensor`. What reads it needs all of
-its rows, what writes it sums over the devices. Left to XLA both wait: gather, then multiply; multiply, then scatter.
-Each function here returns None where that plain form is the better one; `record_choices` then tells why.
+With sequence parallelism the residual stream is sharded along the sequence over `tensor`. A matmul that reads it needs
+all of its rows, one that writes it sums over the devices. XLA runs these one after the other: all-gather, then matmul;
+matmul, then reduce-scatter. Each function here returns None if that plain form is better; `record_choices` records why.
 
 Dims: B batch, T length, D model, F what a kernel reads or produces (one dim or several, the first split), n devices.
 """
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh refuses to answer while a function is traced
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.rules import AxisRules, axes_of, current_rules, logical_axis_rules
+from jaxstack.jax_compat import concrete_mesh
+from jaxstack.parallel.context import ShardingContext, current_context
+from jaxstack.parallel.rules import AxisRules, axes_of
 from pallas_kernels import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.collective_matmul.api import reason_against_kernels
-from pallas_kernels.collective_matmul.request import Request
+from pallas_kernels.collective_matmul.request import CollectiveRequest
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.target import current_target
 
@@ -29,9 +30,9 @@ AXIS = "tensor"
 
 @dataclass(frozen=True)
 class _Call:
-    """One pair of a gather and its matmuls, or of a matmul and its scatter, or both."""
+    """The matmuls of one call with their all-gather, reduce-scatter, or both, and what speaks against the kernels."""
 
-    products: Request
+    products: CollectiveRequest
     unsuitable: str | None
     always: bool
 
@@ -52,14 +53,20 @@ _BACKENDS = (
 
 
 def gather_project(x: jax.Array, kernels: Sequence[jax.Array], unsuitable: str | None = None) -> list[jax.Array] | None:
-    """x [B, T, D], split along T, times each kernel [D, F]: [B, T, F], split along F; x is gathered once.
+    """Return x @ kernel for each kernel, all-gathering x once; None if XLA's plain form is better.
 
     Args:
-      unsuitable: why the caller cannot have it this way, if so.
+      x: [B, T, D], sharded along T over `tensor`.
+      kernels: each [D, F], sharded along the first dim of F.
+      unsuitable: the reason, if any, why the caller cannot use the kernels.
+
+    Returns:
+      A result [B, T, F] for each kernel, sharded along F.
     """
-    rules = _rules_for("tensor_parallel_input", x.shape, x.dtype, kernels, (), unsuitable)
-    if rules is None:
+    context = _context_for("tensor_parallel_input", x.shape, x.dtype, kernels, (), unsuitable)
+    if context is None:
         return None
+    rules = context.rules
 
     def local(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
         parts = all_gather_matmul(x.reshape(-1, x.shape[2]), [_matrix(k, 1) for k in kernels], axis_name=AXIS)
@@ -73,11 +80,21 @@ def gather_project(x: jax.Array, kernels: Sequence[jax.Array], unsuitable: str |
 
 
 def project_scatter(y: jax.Array, kernel: jax.Array, unsuitable: str | None = None) -> jax.Array | None:
-    """y [B, T, F], split along F, times the kernel [F, D]: [B, T, D], split along T."""
+    """Return y @ kernel, reduce-scattered along T; None if XLA's plain form is better.
+
+    Args:
+      y: [B, T, F], sharded along F over `tensor`.
+      kernel: [F, D], sharded along the first dim of F.
+      unsuitable: the reason, if any, why the caller cannot use the kernels.
+
+    Returns:
+      [B, T, D], sharded along T.
+    """
     shape = (*y.shape[:2], kernel.shape[-1])
-    rules = _rules_for("tensor_parallel_output", shape, y.dtype, (), (kernel,), unsuitable)
-    if rules is None:
+    context = _context_for("tensor_parallel_output", shape, y.dtype, (), (kernel,), unsuitable)
+    if context is None:
         return None
+    rules = context.rules
 
     def local(y: jax.Array, kernel: jax.Array) -> jax.Array:
         batch, devices = y.shape[0], jax.lax.axis_size(AXIS)
@@ -98,23 +115,29 @@ def gather_project_scatter(
     last: jax.Array,
     unsuitable: str | None = None,
 ) -> jax.Array | None:
-    """between(x @ kernel + bias, ...) @ last: [B, T, D] to [B, T, D], both split along T.
+    """Return between(x @ kernel + bias, ...) @ last, overlapped at both ends; None if XLA's plain form is better.
 
     Args:
+      x: [B, T, D], sharded along T over `tensor`.
       firsts: kernels [D, F] with their biases [F] or None.
-      between: works elementwise on arrays [rows, F], whose rows are in an order of their own.
+      between: an elementwise function of arrays [rows, F], whose rows are in an order of their own.
       last: [F, D].
+      unsuitable: the reason, if any, why the caller cannot use the kernels.
+
+    Returns:
+      [B, T, D], sharded along T.
     """
     kernels, biases = [kernel for kernel, _ in firsts], [bias for _, bias in firsts]
-    rules = _rules_for("tensor_parallel_mlp", x.shape, x.dtype, kernels, (last,), unsuitable)
-    if rules is None:
+    context = _context_for("tensor_parallel_mlp", x.shape, x.dtype, kernels, (last,), unsuitable)
+    if context is None:
         return None
-    inner = rules.within(rules.free)
+    rules = context.rules
+    inner = context.within(rules.free)
 
     def local(x: jax.Array, kernels: list[jax.Array], biases: list[jax.Array | None], last: jax.Array) -> jax.Array:
         parts = all_gather_matmul(x.reshape(-1, x.shape[2]), kernels, axis_name=AXIS)
         parts = [part if bias is None else part + bias for part, bias in zip(parts, biases, strict=True)]
-        with logical_axis_rules(inner):
+        with inner.entered():
             hidden = between(*parts)
         return matmul_reduce_scatter(hidden, last, axis_name=AXIS).reshape(x.shape)
 
@@ -123,34 +146,38 @@ def gather_project_scatter(
     return _mapped(rules, local, ins, rows)(x, kernels, biases, last)
 
 
-def _rules_for(
+def _context_for(
     operation: str,
     shape: tuple[int, ...],
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
     gathering: Sequence[jax.Array],
     scattering: Sequence[jax.Array],
     unsuitable: str | None,
-) -> AxisRules | None:
-    """The current rules where the call is to be an island, by the choice that it records; else None.
+) -> ShardingContext | None:
+    """Return the current context if the call is to use the kernels, else None; record the choice.
 
     Args:
+      operation: the name under which the choice is recorded.
       shape: of the residual stream, [B, T, D].
-      gathering: kernels [D, F].
-      scattering: kernels [F, D].
+      dtype: of the residual stream.
+      gathering: kernels [D, F] that read the residual stream.
+      scattering: kernels [F, D] that write it.
+      unsuitable: the caller's reason against the kernels, if any.
     """
-    rules = current_rules()
-    if rules is None or len(shape) != 3:
+    context = current_context()
+    if context is None or len(shape) != 3:
         return None
+    rules, overlap = context.rules, context.layout.overlap
     along = axes_of(rules.spec(("residual_length",))[0])
     if AXIS not in along:
         return None
     devices = rules.mesh.shape[AXIS]
     if unsuitable is None and rules.mesh.shape["pipeline"] > 1:
-        # A barrier of the whole mesh stands before each kernel: under a stage's own condition it would wait for ever.
+        # Each kernel starts with a barrier of the whole mesh, which would deadlock inside a stage's own conditional.
         unsuitable = "the kernels start on all devices of the mesh together, the stages of a pipeline do not"
     if unsuitable is None and len(along) > 1:
         unsuitable = f"the length is split over {', '.join(along)}, of which all but {AXIS} must be a shard_map's"
-    if unsuitable is None and rules.manual and get_concrete_mesh().empty:
+    if unsuitable is None and rules.manual and concrete_mesh().empty:
         unsuitable = "inside a shard_map over other axes the mesh must be in context: call within jax.set_mesh(mesh)"
     split = [kernel.shape[1] for kernel in gathering] + [kernel.shape[0] for kernel in scattering]
     if unsuitable is None and (shape[1] % devices or any(size % devices for size in split)):
@@ -161,10 +188,10 @@ def _rules_for(
     sizes = [math.prod(kernel.shape[1:]) for kernel in gathering] or [math.prod(k.shape[:-1]) for k in scattering]
     batch = shape[0] // rules.degree(_batch_axes(rules, shape[0]))
     inner = tuple(size // devices for size in sizes)
-    request = Request(batch * shape[1] // devices, shape[2], inner, devices, AXIS, dtype, current_target())
-    named = "compiler" if rules.overlap == "never" else None
-    chosen = select(operation, _BACKENDS, named, _Call(request, unsuitable, rules.overlap == "always"))
-    return rules if chosen.name == "overlapped" else None
+    request = CollectiveRequest(batch * shape[1] // devices, shape[2], inner, devices, AXIS, dtype, current_target())
+    named = "compiler" if overlap == "never" else None
+    chosen = select(operation, _BACKENDS, named, _Call(request, unsuitable, overlap == "always"))
+    return context if chosen.name == "overlapped" else None
 
 
 def _mapped(rules: AxisRules, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -173,7 +200,7 @@ def _mapped(rules: AxisRules, local: Callable[..., Any], in_specs: Any, out_spec
         mesh=None if rules.manual else rules.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(rules.free),  # all of them: a kernel cannot be partitioned over one that stays automatic
+        axis_names=set(rules.free),  # all of them: XLA cannot partition a kernel over an automatic axis
         check_vma=False,
     )
 

@@ -1,30 +1,26 @@
-"""Logical axes -> mesh axes. Models name logical axes; only this file knows the mesh.
+"""Rules that map logical axes to mesh axes. Models name logical axes; only this file knows the mesh.
 
 A parameter carries its logical axes as metadata (`nnx.Param(value, logical_axes=("embed", "mlp"))`); an activation
-names them in `shard(x, "batch", "length", "act_mlp")`. Both mean nothing until `logical_axis_rules` is entered.
+names them in `shard(x, "batch", "length", "act_mlp")`. Both take effect inside `logical_axis_rules` only.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-if TYPE_CHECKING:
-    from jaxstack.parallel.pipeline.plan import PipelinePlan
-
 Names = Sequence[str | None]
+"""The logical axis of each dim of an array; None for a dim that no rule applies to."""
+Part = str | tuple[str, ...] | None
+"""The mesh axes of one dim of a PartitionSpec."""
 
 SEQUENCES = ("tokens", "labels", "segment_ids", "positions", "dropout_keys")
-"""Arrays [B, T] of a batch that are split along their length where the mesh splits it."""
+"""Arrays [B, T] of a batch whose dim T is split over the axes of `length`."""
 
 WEIGHT_AXES = ("fsdp", "context")
-"""Axes over which matrices are stored in parts, and gathered where they are used. Devices that share a sequence use
-the same weights as those that share a batch do, and have as little need of a copy each."""
+"""Mesh axes over which matrices are sharded between uses, and gathered where they are used. The devices of `context`
+share a sequence, and therefore need the same weights, as the devices of `fsdp` do."""
 
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tensor",),
@@ -55,34 +51,20 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class AxisRules:
-    """A mesh and the mapping of logical axes onto it. `manual` axes are those a surrounding `shard_map` has taken."""
+    """A mesh and the table that maps logical axes to its axes."""
 
     mesh: Mesh
     table: Mapping[str, tuple[str, ...]]
+    """Logical axis -> mesh axes."""
     manual: frozenset[str] = frozenset()
-    reduce: str = "float32"
-    """Dtype in which gradients are summed over devices."""
-    gathered: frozenset[str] = frozenset()
-    """Axes along which the parameters at hand are whole already, however they are stored."""
-    zero: int = 0
-    """1 or 2: parameters and optimizer state are stored in parts over `data` too, see `stored_spec`."""
-    summed: tuple[str, ...] = ()
-    """Inside the `shard_map` of a train step: axes over which gradients are summed where their weight is used."""
-    context_method: str | None = None
-    """How attention sees the keys of other devices of `context`; None: by its shape."""
-    overlap: str = "auto"
-    """As `ParallelConfig.overlap`."""
-    prefetch: bool = False
-    """As `ParallelConfig.prefetch`."""
-    copies: bool = False
-    """Whether weights and their gradients travel by copies between devices, see `transfers`."""
-    pipeline: "PipelinePlan | None" = None
-    """How a batch goes through the stages of `pipeline`; None: 1F1B, see `plan_pipeline`."""
+    """Mesh axes that a surrounding `shard_map` is manual over."""
 
     def spec(self, names: Names, shape: Sequence[int] | None = None) -> PartitionSpec:
-        """The PartitionSpec of an array whose dims have these logical axes.
+        """Return the PartitionSpec of an array whose dims have these logical axes.
 
-        With `shape`, a dim that its mesh axes do not divide stays whole.
+        Args:
+          names: the logical axis of each dim.
+          shape: the array's shape; a dim that its mesh axes do not divide is replicated. None: no dim is checked.
 
         Raises:
           ValueError: an unknown logical axis, or two dims on one mesh axis.
@@ -102,15 +84,15 @@ class AxisRules:
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in parts))
 
     def degree(self, axes: Sequence[str]) -> int:
-        """Into how many parts these mesh axes split."""
+        """Return the number of shards along these mesh axes: the product of their sizes."""
         return math.prod(self.mesh.shape[a] for a in axes)
 
     def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """The layout of a whole parameter of this shape: its logical axes, and the `weight_axes` on the largest free
-        dim if those leave them out. Axes that a `shard_map` has taken count too.
+        """Return the spec of a parameter of this global shape, including the axes in `manual`.
 
-        A parameter without logical axes (somebody else's module) gets the `weight_axes` alone. Vectors stay whole: they
-        are small, and gathering them costs latency only.
+        The logical axes decide; if they leave out the `weight_axes`, these split the largest free dim. A parameter
+        without logical axes (of a module that was not written for jaxstack) is split over the `weight_axes` alone.
+        Vectors are replicated: they are small, so that gathering them costs latency and saves nothing.
         """
         if self.manual:
             return dataclasses.replace(self, manual=frozenset()).parameter_spec(names, shape)
@@ -124,10 +106,10 @@ class AxisRules:
             self._split_first(spec, names, shape)
         if self.mesh.shape["pipeline"] > 1 and matrix:
             self._store_over_stages(spec, names, shape)
-        return restrict(PartitionSpec(*spec), set(self.mesh.axis_names) - self.gathered)
+        return PartitionSpec(*spec)
 
-    def _split_weight(self, spec: list[Any], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]) -> None:
-        """Splits the largest free dim that can be over all these axes, or failing that over one of them."""
+    def _split_weight(self, spec: list[Part], names: Names | None, shape: Sequence[int], axes: tuple[str, ...]) -> None:
+        """Split the largest free dim that all these axes divide, or else the largest that one of them divides."""
         free = [d for d in range(len(shape)) if spec[d] is None and not _is_stack(names, d)]
         for wanted in (axes, *((axis,) for axis in axes)):
             dims = [d for d in free if shape[d] % self.degree(wanted) == 0]
@@ -135,17 +117,19 @@ class AxisRules:
                 spec[max(dims, key=lambda d: shape[d])] = wanted
                 return
 
-    def _split_first(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
-        """Moves the split over the `weight_axes` to the first dim where that is free: whole rows travel as they lie,
-        where a gradient that is split along another dim is transposed first. (A table may be the head's matrix too, and
-        keeps one split for both uses.)"""
+    def _split_first(self, spec: list[Part], names: Names | None, shape: Sequence[int]) -> None:
+        """Move the split over the `weight_axes` to the first dim if that dim is free.
+
+        Rows of the first dim are contiguous in memory, so that they can be sent as they are; a gradient that is split
+        along another dim must be transposed first.
+        """
         first = next(d for d in range(len(shape)) if not _is_stack(names, d))
         taken = next((d for d, part in enumerate(spec) if set(self.weight_axes) <= set(axes_of(part))), first)
         if spec[first] is None and shape[first] % self.degree(axes_of(spec[taken])) == 0:
             spec[first], spec[taken] = spec[taken], None
 
-    def _store_over_stages(self, spec: list[Any], names: Names | None, shape: Sequence[int]) -> None:
-        """Splits what belongs to no stage (embedding, head) over `pipeline` too, along its largest dim that can be."""
+    def _store_over_stages(self, spec: list[Part], names: Names | None, shape: Sequence[int]) -> None:
+        """Split a parameter that belongs to no stage (embedding, head) over `pipeline` too, along its largest dim."""
         if any("pipeline" in axes_of(part) for part in spec):
             return
         stages = self.mesh.shape["pipeline"]
@@ -157,15 +141,21 @@ class AxisRules:
             best = max(dims, key=lambda d: sizes[d])
             spec[best] = (*axes_of(spec[best]), "pipeline") if spec[best] else "pipeline"
 
-    def stored_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
-        """`parameter_spec` as a parameter and its optimizer state are stored between steps: with ZeRO 1 and 2 matrices
-        are split over `data` too, along a dim of their own if there is one that it divides, else along that of the
-        `weight_axes`.
+    def stored_spec(self, names: Names | None, shape: Sequence[int], zero: int = 0) -> PartitionSpec:
+        """Return the spec in which a parameter and its optimizer state are stored between steps.
+
+        With ZeRO 1 and 2 matrices are split over `data` as well as by `parameter_spec`: along a dim of their own if
+        there is one that `data` divides, else along the dim of the `weight_axes`.
+
+        Args:
+          names: the parameter's logical axes, or None.
+          shape: its global shape.
+          zero: `StepLayout.zero`.
         """
         if self.manual:
-            return dataclasses.replace(self, manual=frozenset()).stored_spec(names, shape)
+            return dataclasses.replace(self, manual=frozenset()).stored_spec(names, shape, zero)
         spec, data = list(self.parameter_spec(names, shape)), self.mesh.shape["data"]
-        if not self.zero or data == 1 or not is_matrix(names, shape):
+        if not zero or data == 1 or not is_matrix(names, shape):
             return PartitionSpec(*spec)
         fits = [d for d, part in enumerate(spec) if shape[d] % (self.degree(axes_of(part)) * data) == 0]
         fits = [d for d in fits if set(axes_of(spec[d])) <= set(self.weight_axes) and not _is_stack(names, d)]
@@ -175,60 +165,61 @@ class AxisRules:
         return PartitionSpec(*spec)
 
     def lacking(self, spec: PartitionSpec, axes: Sequence[str]) -> tuple[str, ...]:
-        """Those of `axes` that split no dim of `spec`."""
+        """Return those of `axes` that split no dim of `spec`."""
         used = {axis for part in spec for axis in axes_of(part)}
         return tuple(axis for axis in axes if axis not in used)
 
     @property
     def weight_axes(self) -> tuple[str, ...]:
-        """Those of `WEIGHT_AXES` with more than one device."""
+        """The axes of `WEIGHT_AXES` that have more than one device."""
         return tuple(a for a in WEIGHT_AXES if self.mesh.shape[a] > 1)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes of more than one device over which each device has its own items of the batch."""
+        """Mesh axes of more than one device along which devices hold different items of the batch."""
         return tuple(a for a in ("data", "fsdp", "expert", "context") if self.mesh.shape[a] > 1)
 
     def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
-        """The layout of a batch's array: rows split over the batch axes, `SEQUENCES` along their length too."""
+        """Return the spec of a batch's array: rows over the batch axes, the length of `SEQUENCES` over `context`."""
         rows = self.spec(("batch",), shape[:1])
         return PartitionSpec(*rows, *(self.spec(("length",)) if name in SEQUENCES else ()))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Return the NamedSharding of `spec` on this mesh."""
         return NamedSharding(self.mesh, spec)
 
     @property
     def free(self) -> tuple[str, ...]:
-        """The axes that no surrounding `shard_map` has taken, along which XLA partitions."""
+        """Mesh axes that no surrounding `shard_map` is manual over: XLA partitions along these."""
         return tuple(a for a in self.mesh.axis_names if a not in self.manual)
 
     def splits(self, axis: str) -> bool:
-        """Whether XLA partitions along this axis: it has more than one device, and no `shard_map` has taken it."""
+        """Return True if XLA partitions along this axis: it has several devices and is not manual."""
         return self.mesh.shape[axis] > 1 and axis not in self.manual
 
     def within(self, manual: Sequence[str]) -> "AxisRules":
-        """The rules as they stand inside a `shard_map` that is manual over these axes."""
+        """Return the rules for the inside of a `shard_map` that is manual over these axes."""
         return dataclasses.replace(self, manual=self.manual | set(manual))
 
 
-def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one dim of a PartitionSpec."""
+def axes_of(part: Part) -> tuple[str, ...]:
+    """Return the mesh axes of one dim of a PartitionSpec as a tuple."""
     return (part,) if isinstance(part, str) else part or ()
 
 
 def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """The spec without the mesh axes that are not among `axes`."""
+    """Return the spec with only those of its mesh axes that are among `axes`."""
     kept = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
 
 
 def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:
-    """Whether a parameter is sharded: it has two dims beside that of the layers."""
+    """Return True if a parameter has at least two dims besides that of stacked layers, and is therefore sharded."""
     return len(shape) - ("layers" in (names or ())) > 1
 
 
 def is_cast(names: Names | None, shape: Sequence[int]) -> bool:
-    """Whether a parameter is used in the compute dtype: a matrix, but not that of a router, which scores in float32."""
+    """Return True if a parameter is used in the compute dtype: all matrices except routers, which score in float32."""
     return is_matrix(names, shape) and "router" not in (names or ())
 
 
@@ -237,87 +228,17 @@ def _is_stack(names: Names | None, dim: int) -> bool:
 
 
 def make_rules(
-    mesh: Mesh,
-    *,
-    sequence: bool = False,
-    reduce: str = "float32",
-    zero: int = 0,
-    context_method: str | None = None,
-    overlap: str = "auto",
-    prefetch: bool = False,
-    copies: bool = False,
-    pipeline: "PipelinePlan | None" = None,
-    overrides: Mapping[str, tuple[str, ...]] | None = None,
+    mesh: Mesh, *, sequence: bool = False, overrides: Mapping[str, tuple[str, ...]] | None = None
 ) -> AxisRules:
-    """The standard table on `mesh`.
+    """Return the standard table of logical axes on `mesh`.
 
     Args:
-      sequence: Megatron's sequence parallelism on the tensor axis.
-      reduce: dtype in which gradients are summed over devices.
-      zero: 1 or 2 shards parameters and optimizer state over `data`; 2 each microbatch's gradients as well.
-      context_method: of `pallas_kernels.context_attention`; None or "auto": by the shape of each call.
-      overlap, prefetch: as in `ParallelConfig`.
-      copies: whether weights and their gradients travel by copies, see `transfers`.
-      pipeline: schedule and microbatches where the mesh has stages; None: 1F1B.
-      overrides: rows of the table to change or add.
+      mesh: as `make_mesh` returns.
+      sequence: Megatron's sequence parallelism: the residual stream is split along the length over `tensor`.
+      overrides: rows of the table to change or add, logical axis -> mesh axes.
     """
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
         table["residual_length"] = ("context", "tensor")
     table.update(overrides or {})
-    method = None if context_method == "auto" else context_method
-    return AxisRules(
-        mesh, table, reduce=reduce, zero=zero, context_method=method, overlap=overlap, prefetch=prefetch,
-        copies=copies, pipeline=pipeline,
-    )  # fmt: skip
-
-
-_current: ContextVar[AxisRules | None] = ContextVar("axis_rules", default=None)
-
-
-@contextlib.contextmanager
-def logical_axis_rules(rules: AxisRules | Mesh) -> Iterator[AxisRules]:
-    """Within it, `shard` and `gather_weights` act on this mesh. Enter it inside the traced function."""
-    rules = rules if isinstance(rules, AxisRules) else make_rules(rules)
-    token = _current.set(rules)
-    try:
-        yield rules
-    finally:
-        _current.reset(token)
-
-
-def current_rules() -> AxisRules | None:
-    """The rules entered last, or None outside of `logical_axis_rules`."""
-    return _current.get()
-
-
-def is_sharded() -> bool:
-    """Whether XLA spreads arrays over more than one device under the current rules."""
-    rules = _current.get()
-    return rules is not None and rules.degree(rules.free) > 1
-
-
-def splits_length() -> bool:
-    """Whether the current rules spread sequences over several devices."""
-    rules = _current.get()
-    return rules is not None and rules.degree(rules.table["length"]) > 1
-
-
-def shard(x: jax.Array, *names: str | None) -> jax.Array:
-    """Constrains an activation to the layout of its logical axes; does nothing outside of `logical_axis_rules`.
-
-    Raises:
-      ValueError: the number of names is not the rank of `x`, or a name is unknown.
-    """
-    rules = _current.get()
-    if len(names) != x.ndim:
-        raise ValueError(f"shard() got {len(names)} axis names {names} for an array of rank {x.ndim}.")
-    if rules is None or not is_sharded():
-        return x
-    return jax.lax.with_sharding_constraint(x, placed(rules, rules.spec(names, x.shape)))
-
-
-def placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
-    """What `with_sharding_constraint` takes for a spec of the rules' free axes."""
-    # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
-    return spec if rules.manual else NamedSharding(rules.mesh, spec)
+    return AxisRules(mesh, table)

@@ -1,8 +1,8 @@
-"""A `shard_map` island for attention: each device attends with its own rows of the batch, heads and tokens.
+"""Attention inside a `shard_map`: each device computes its own rows of the batch, heads and tokens.
 
-A Mosaic or Triton kernel is one custom call that XLA cannot partition: left to itself it would gather the operands of
-all devices to each of them. Attention needs nothing of another sequence or head, so nothing moves but, where the
-length is split over `context`, what the attention itself sends: `context_axis` tells it so.
+A Mosaic or Triton kernel is one custom call that XLA cannot partition: it would all-gather the operands to every
+device. Sequences and heads are independent of each other, so that nothing is sent except, if the length is split over
+`context`, what the attention method itself sends; `context_axis` returns the axis for it.
 
 Dims: B batch, T query length, S key length, N query heads, K kv heads, H head_dim.
 """
@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.rules import AxisRules, current_rules, is_sharded, logical_axis_rules
+from jaxstack.parallel.context import current_context, current_rules, is_sharded
+from jaxstack.parallel.rules import AxisRules
 
 
 def with_local_heads(
@@ -25,37 +26,39 @@ def with_local_heads(
     *batched: jax.Array | None,
     whole: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """`function(q, k, v, *batched, *whole)`, computed on each device's rows of the batch, heads and part of the length.
+    """Return `function(q, k, v, *batched, *whole)`, computed on each device's rows, heads and tokens.
 
-    These are split as the logical axes `batch`, `length`, `act_heads` and `act_kv_heads` say. Where the kv heads cannot
-    be split with the query heads, a device gets those kv heads that its query heads read. Rows or heads that their mesh
-    axes do not divide stay whole, and all devices of these axes compute the same.
+    Rows, length and heads are split as the logical axes `batch`, `length`, `act_heads` and `act_kv_heads` say. If the
+    kv heads cannot be split like the query heads, a device gets the kv heads that its query heads read. Rows or heads
+    that their mesh axes do not divide are replicated: all devices of these axes compute the same.
 
     Args:
       function: returns [B, T, N, ...] for the B and N of the arrays that it gets.
       q: [B, T, N, H].
-      k, v: [B, S, K, H]; query head n reads kv head n // (N // K).
+      k: [B, S, K, H]; query head n reads kv head n // (N // K).
+      v: [B, S, K, H].
       batched: further arrays [B, T, ...], or None.
-      whole: arrays that every device gets whole, such as a weight.
+      whole: arrays that are replicated to every device, such as a weight.
 
     Raises:
       ValueError: the devices of `context` do not divide the length.
     """
-    rules = current_rules()
-    if rules is None or not is_sharded():
+    context = current_context()
+    if context is None or not is_sharded():
         return function(q, k, v, *batched, *whole)
+    rules = context.rules
     free = set(rules.free)
     rows, length, heads = rules.spec(("batch", "length", "act_heads"), (q.shape[0], 0, q.shape[2]))
     parts = rules.mesh.shape["context"] if length else 1
     if q.shape[1] % parts:
         raise ValueError(f"the length ({q.shape[1]}) must be divisible by the {parts} devices of the axis context.")
     split_alike = heads == rules.spec(("act_kv_heads",), (k.shape[2],))[0]
-    inner = rules.within(tuple(free))
+    inner = context.within(tuple(free))
 
     def local(q_part: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array | None) -> jax.Array:
         if not split_alike:
             k, v = (_heads_read(x, q.shape[2], heads, rules) for x in (k, v))
-        with logical_axis_rules(inner):
+        with inner.entered():
             return function(q_part, k, v, *others)
 
     by_head = PartitionSpec(rows, length, heads)
@@ -71,16 +74,16 @@ def with_local_heads(
             *(PartitionSpec() for _ in whole),
         ),
         out_specs=by_head,
-        axis_names=free,  # all of them: a kernel is refused, or the compiler crashes, under axes that stay automatic
+        axis_names=free,  # all of them: XLA refuses a kernel, or crashes, under automatic axes
         check_vma=False,
     )(q, k, v, *batched, *whole)
 
 
 def context_axis() -> str | None:
-    """The mesh axis over which the arrays at hand are parts of sequences, each device holding another; or None.
+    """Return the manual mesh axis over which sequences are split, or None.
 
-    Within `with_local_heads`, or a `shard_map` that is manual over `context`, this is `context`, if it has several
-    devices. Parts are in the order of `pallas_kernels.sequence_order`.
+    Inside `with_local_heads`, or a `shard_map` that is manual over `context`, this is `context` if it has several
+    devices. The parts are in the order of `pallas_kernels.sequence_order`.
     """
     rules = current_rules()
     split = rules is not None and "context" in rules.manual and rules.mesh.shape["context"] > 1
@@ -88,9 +91,15 @@ def context_axis() -> str | None:
 
 
 def _heads_read(x: jax.Array, num_heads: int, axes: str | tuple[str, ...] | None, rules: AxisRules) -> jax.Array:
-    """Of all kv heads [B, S, K, H] those that this device's part of `num_heads` query heads reads, in their order.
+    """Return the kv heads that this device's share of the query heads reads, in order: [B, S, K, H] -> [B, S, K', H].
 
-    Each serves equally many of them: where a group of query heads is cut unevenly its kv head stands there repeatedly.
+    Each is read by equally many query heads: if a group of query heads is cut unevenly, its kv head is repeated.
+
+    Args:
+      x: keys or values, [B, S, K, H].
+      num_heads: N, the query heads of all devices.
+      axes: mesh axes over which the query heads are split, or None.
+      rules: the current rules.
     """
     if axes is None:
         return x

@@ -1,17 +1,18 @@
-"""A `shard_map` island for a mixture of experts: each device routes its own tokens and computes its own experts.
+"""A mixture of experts inside a `shard_map`: each device routes its own tokens and computes its own experts.
 
-Left to itself XLA would sort, gather and scatter the tokens of all devices on each of them.
+XLA alone would sort, gather and scatter the tokens of all devices on each of them.
 
 Dims: B batch, T sequence, D model.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxstack.parallel.rules import AxisRules, Names, current_rules, logical_axis_rules
+from jaxstack.parallel.context import ShardingContext, current_context
+from jaxstack.parallel.rules import Names, axes_of
 from jaxstack.parallel.weights import dims_of
 
 Parameters = Mapping[str, tuple[jax.Array, Names]]
@@ -19,7 +20,7 @@ Parameters = Mapping[str, tuple[jax.Array, Names]]
 
 
 class TokenSplit(NamedTuple):
-    """How the tokens that a function gets are a part of all."""
+    """The axes over which the tokens that a function gets are split."""
 
     sequence_axes: tuple[str, ...] = ()
     """Mesh axes over which sequences are split."""
@@ -29,31 +30,33 @@ LocalFunction = Callable[[jax.Array, dict[str, jax.Array], TokenSplit], tuple[ja
 
 
 def with_local_tokens(
-    function: LocalFunction, x: jax.Array, parameters: Parameters, dtype: Any
+    function: LocalFunction, x: jax.Array, parameters: Parameters, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """`function(x, parameters, split)`, computed on each device's tokens with the parameters that it holds.
+    """Return `function(x, parameters, split)`, computed on each device's tokens with the experts that it stores.
 
-    Along the axis `expert`, parameters with that logical axis stay apart; they are gathered over the `weight_axes`.
-    Along `tensor` they keep their part of `mlp`, every device has the same tokens, and the results are summed.
+    Parameters stay sharded over `expert`, and along `mlp` over `tensor`; they are gathered over the `weight_axes`.
+    The devices of `tensor` get the same tokens, and their results are summed.
 
     Args:
-      function: returns ([B, T, D] for the tokens that it gets, [] float32). Its scalar is this device's share of a sum
-        over all tokens. It gets parameters with a logical axis `expert` in `dtype`, others as they are stored.
+      function: returns (the results [B, T, D] of its tokens, [] float32). The scalar is this device's term of a sum
+        over all tokens. It takes parameters with a logical axis `expert` in `dtype`, others in their stored dtype.
       x: [B, T, D].
+      parameters: name -> (stored array, its logical axes).
+      dtype: the compute dtype.
 
     Returns:
       The results [B, T, D] of all tokens, and the sum of the scalars.
     """
-    rules = current_rules()
-    if rules is None:
+    context = current_context()
+    if context is None:
         return function(x, {name: _cast(p, names, dtype) for name, (p, names) in parameters.items()}, TokenSplit())
-    layout = _Layout.of(rules, x, parameters)
+    rules, layout = context.rules, _Layout.of(context, x, parameters)
     if not layout.free:
         return _local(function, layout, dtype, x, {name: p for name, (p, _) in parameters.items()})
-    inner = rules.within(tuple(layout.free))
+    inner = context.within(tuple(layout.free))
 
     def local(x: jax.Array, stored: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        with logical_axis_rules(inner):
+        with inner.entered():
             out, share = _local(function, layout, dtype, x, stored)
             return out, share[None]
 
@@ -69,46 +72,56 @@ def with_local_tokens(
 
 
 class _Layout(NamedTuple):
+    """How tokens and parameters enter the `shard_map`."""
+
     free: set[str]
-    """Axes that the island takes."""
+    """Axes that the `shard_map` is manual over."""
     tokens: PartitionSpec
+    """Of x and of the results, [B, T, D]."""
     specs: dict[str, PartitionSpec]
+    """Of each parameter."""
     names: dict[str, Names]
+    """Logical axes of each parameter."""
     split: tuple[str, ...]
-    """Free axes over which tokens are split, but for those that are gathered."""
+    """Free axes over which tokens are split, without `gathered`."""
     gathered: tuple[str, ...]
-    """Axes over which only the residual stream's sequences are split (Megatron's sequence parallelism)."""
+    """Axes over which the residual stream alone is split along the length (Megatron's sequence parallelism)."""
     sequence: tuple[str, ...]
+    """Axes over which the function's tokens are split along the length."""
     partial_sums: bool
-    """Whether experts are split along `tensor`."""
+    """True if experts are split along `tensor`, so that the results of its devices must be summed."""
     weight_axes: tuple[str, ...]
+    """Axes over which parameters are gathered."""
 
     @classmethod
-    def of(cls, rules: AxisRules, x: jax.Array, parameters: Parameters) -> "_Layout":
-        sizes = rules.mesh.shape
+    def of(cls, context: ShardingContext, x: jax.Array, parameters: Parameters) -> "_Layout":
+        """Return the layout of tokens x [B, T, D] and these parameters in a context."""
+        rules, sizes = context.rules, context.rules.mesh.shape
         free = set(rules.mesh.axis_names) - rules.manual
         free = free if any(sizes[a] > 1 for a in free) else set()
-        batch, residual, _ = (_axes(part) for part in rules.spec(("batch", "residual_length", "act_embed"), x.shape))
-        length = _axes(rules.spec(("length",), (x.shape[1],))[0])
+        batch, residual, _ = (axes_of(part) for part in rules.spec(("batch", "residual_length", "act_embed"), x.shape))
+        length = axes_of(rules.spec(("length",), (x.shape[1],))[0])
         kept = tuple(a for a in residual if a in length)
         gathered = tuple(a for a in residual if a not in length)
-        held = tuple(a for a in rules.table["length"] if a in rules.manual and sizes[a] > 1)
+        manual = tuple(a for a in rules.table["length"] if a in rules.manual and sizes[a] > 1)
         specs = {
-            name: PartitionSpec(*(tuple(a for a in _axes(part) if a in free) or None for part in spec))
-            for name, spec in ((name, rules.parameter_spec(names, p.shape)) for name, (p, names) in parameters.items())
+            name: PartitionSpec(*(tuple(a for a in axes_of(part) if a in free) or None for part in spec))
+            for name, spec in (
+                (name, context.parameter_spec(names, p.shape)) for name, (p, names) in parameters.items()
+            )
         }
         named = {name: names for name, (_, names) in parameters.items()}
         summed = any(
-            axis == "mlp" and "tensor" in _axes(part)
+            axis == "mlp" and "tensor" in axes_of(part)
             for name in named
             for axis, part in zip(named[name], specs[name], strict=True)
         )
         tokens = PartitionSpec(batch or None, residual or None, None)
-        return cls(free, tokens, specs, named, (*batch, *kept), gathered, (*kept, *held), summed, rules.weight_axes)
+        return cls(free, tokens, specs, named, (*batch, *kept), gathered, (*kept, *manual), summed, rules.weight_axes)
 
 
 def _local(
-    function: LocalFunction, layout: _Layout, dtype: Any, x: jax.Array, stored: dict[str, jax.Array]
+    function: LocalFunction, layout: _Layout, dtype: jax.typing.DTypeLike, x: jax.Array, stored: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     parameters = {}
     for name, value in stored.items():
@@ -129,9 +142,5 @@ def _local(
     return out, share
 
 
-def _cast(x: jax.Array, names: Names, dtype: Any) -> jax.Array:
+def _cast(x: jax.Array, names: Names, dtype: jax.typing.DTypeLike) -> jax.Array:
     return x.astype(dtype) if "expert" in names else x
-
-
-def _axes(part: Any) -> tuple[str, ...]:
-    return (part,) if isinstance(part, str) else tuple(part or ())

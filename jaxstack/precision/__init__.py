@@ -1,1 +1,1 @@
-"""Dtype policy."""
+"""Dtypes of the computation, and FP8 recipes."""

@@ -1,59 +1,66 @@
-"""Weights gathered as FP8 bytes: each device quantises its shard before it is moved.
+"""All-gather of weights as FP8 bytes: each device quantizes its shard before the transfer.
 
-The gradient of such a weight goes the way of `gather_parameter`: summed to where the weight is stored.
+The gradient of such a weight is reduced as `gather_parameter` reduces it: summed onto the shard that is stored.
 """
 
 import math
-from typing import Any
 
 import jax
 from flax import nnx
 
+from jaxstack.parallel.context import ShardingContext, current_context, placed
 from jaxstack.parallel.exchange import WorkingCopy
-from jaxstack.parallel.rules import AxisRules, Names, current_rules, placed, restrict
+from jaxstack.parallel.rules import Names, restrict
 from jaxstack.parallel.transfers import gather
-from jaxstack.parallel.weights import beside_tensor, dims_of, gather_parameter
+from jaxstack.parallel.weights import dims_of, gather_parameter, on_tensor_shards
 from pallas_kernels import QuantizedWeight
 from pallas_kernels.fp8.blockwise import BLOCK, quantize_weight
 from pallas_kernels.fp8.formats import E4M3, Quantized, absolute_maximum, quantize
 
 
-def gather_quantized(parameter: nnx.Variable, dtype: Any, *, blockwise: bool) -> jax.Array | QuantizedWeight:
-    """A stored weight as an FP8 product wants it; what is whole on each device comes as it is, not quantised.
+def gather_quantized(
+    parameter: nnx.Variable, dtype: jax.typing.DTypeLike, *, blockwise: bool
+) -> jax.Array | QuantizedWeight:
+    """All-gather a stored weight as the operand of an FP8 matmul; a weight that is not sharded is not quantized here.
 
-    With one scale a tensor the largest value is exchanged first (a scalar); blocks' scales are gathered beside the
-    bytes. Shards that are not of whole blocks are gathered in `dtype`.
+    With one scale per tensor, its largest magnitude is reduced over the devices first (a scalar). Scales of blocks are
+    gathered with the bytes. A weight whose shards are not whole blocks is gathered in `dtype`.
 
     Args:
-      parameter: a weight whose metadata has its logical axes and `contracted`, the number of its summed dims.
+      parameter: a weight whose metadata has its `logical_axes` and `contracted`, the number of its summed dims.
+      dtype: compute dtype, in which a weight is gathered that is not quantized.
+      blockwise: scale blocks of 128 x 128 values instead of the whole tensor.
     """
-    rules, known, own = current_rules(), parameter.get_metadata(), parameter.get_raw_value()
-    held = isinstance(own, WorkingCopy)
+    context, known, own = current_context(), parameter.get_metadata(), parameter.get_raw_value()
+    is_working_copy = isinstance(own, WorkingCopy)
     own = own.copy if isinstance(own, WorkingCopy) else own
     names, shape = known.get("logical_axes"), tuple(known.get("whole_shape", own.shape))
-    if rules is None or not dims_of(rules.parameter_spec(names, shape), rules.weight_axes):
-        # It is rounded from what is stored, where that is here: a copy in `dtype` would be written for nothing.
-        return gather_parameter(parameter, dtype if held else None)
+    if context is None or not dims_of(context.parameter_spec(names, shape), context.rules.weight_axes):
+        # The FP8 matmul quantizes the stored values. Converting them to `dtype` first would write a copy for nothing.
+        return gather_parameter(parameter, dtype if is_working_copy else None)
     carrier = gather_parameter(parameter, dtype)
     own = jax.lax.stop_gradient(own).astype(dtype)
     if blockwise:
-        found = _gather_blocks(own, rules, names, shape, known.get("contracted", 1))
+        found = _gather_blocks(own, context, names, shape, known.get("contracted", 1))
     else:
-        found = _gather_whole(own, rules, names, shape)
+        found = _gather_whole(own, context, names, shape)
     return carrier if found is None else QuantizedWeight(carrier, found)
 
 
-def _gather_whole(own: jax.Array, rules: AxisRules, names: Names | None, shape: tuple[int, ...]) -> Quantized:
-    """With one scale: that of the whole weight, on every device."""
-    spec = rules.parameter_spec(names, shape)
+def _gather_whole(own: jax.Array, context: ShardingContext, names: Names | None, shape: tuple[int, ...]) -> Quantized:
+    """Quantize with one scale for the whole weight, equal on every device, and all-gather the values."""
+    rules, spec = context.rules, context.parameter_spec(names, shape)
     if "fsdp" in rules.manual:
         ((axes, dim),) = dims_of(spec, rules.weight_axes)
         amax = jax.lax.pmax(absolute_maximum(own), axes)
         values, inverse_scale = quantize(own, E4M3, amax)
-        whole = beside_tensor(lambda x: gather(x, axes, dim, copies=rules.copies), spec, rules)
-        return Quantized(whole(values), inverse_scale)
+
+        def whole_shard(x: jax.Array) -> jax.Array:
+            return gather(x, axes, dim, peer_copies=context.layout.peer_copies)
+
+        return Quantized(on_tensor_shards(whole_shard, spec, rules)(values), inverse_scale)
     stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - set(rules.weight_axes))
-    # Pinned twice, as a plain gather: XLA would move the values before they are rounded.
+    # Both constraints are needed, as for a plain all-gather: without them XLA moves the values before it rounds them.
     values, inverse_scale = quantize(jax.lax.with_sharding_constraint(own, placed(rules, stored)), E4M3)
     for layout in (stored, whole):
         values = jax.lax.with_sharding_constraint(values, placed(rules, layout))
@@ -61,15 +68,18 @@ def _gather_whole(own: jax.Array, rules: AxisRules, names: Names | None, shape: 
 
 
 def _gather_blocks(
-    own: jax.Array, rules: AxisRules, names: Names | None, shape: tuple[int, ...], contracted: int
+    own: jax.Array, context: ShardingContext, names: Names | None, shape: tuple[int, ...], contracted: int
 ) -> Quantized | None:
-    """With scales of blocks of the matrix [D, outputs]; None where a shard is not one of whole blocks."""
-    ((axes, dim),) = dims_of(rules.parameter_spec(names, shape), rules.weight_axes)
+    """Quantize in blocks of the matrix [D, outputs] and all-gather; None if a shard is not made of whole blocks."""
+    rules = context.rules
+    ((axes, dim),) = dims_of(context.parameter_spec(names, shape), rules.weight_axes)
     if "fsdp" not in rules.manual or rules.splits("tensor") or dim not in (0, contracted):
         return None
     matrix = own.reshape(math.prod(own.shape[:contracted]), -1)
     axis = 0 if dim < contracted else 1
     if matrix.shape[axis] % BLOCK:
         return None
-    values, inverse_scale = (gather(x, axes, axis, copies=rules.copies) for x in quantize_weight(matrix))
+    values, inverse_scale = (
+        gather(x, axes, axis, peer_copies=context.layout.peer_copies) for x in quantize_weight(matrix)
+    )
     return Quantized(values.reshape(shape), inverse_scale)

@@ -1,4 +1,4 @@
-"""From a path to the `dot_general` of a dense layer, and the scaling state that goes with it."""
+"""Chooses the `dot_general` of each dense layer by its path, and adds the state of delayed FP8 scaling."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import PyTree
 
 from jaxstack.precision.gather import gather_quantized
 from pallas_kernels import (
@@ -21,56 +22,65 @@ from pallas_kernels import (
 
 
 class ScalingState(nnx.Variable):
-    """Largest magnitudes of the last steps, float32 [..., 3, history]; what stands for its gradient are new ones.
+    """Largest magnitudes of the last steps, float32 [..., 3, history]. Its cotangent is this step's magnitudes.
 
-    A step combines these over microbatches and devices by maximum and replaces the state (`renewed`); no optimizer
-    sees it.
+    The step combines the magnitudes over microbatches and devices by maximum and replaces the state
+    (`update_scaling`); no optimizer sees it.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Matmul:
-    """A `dot_general` in FP8, which can also multiply one input with several weights."""
+    """A `dot_general` in FP8, which can also multiply one input by several weights."""
 
     recipe: str
     gradients: str = "e5m2"
 
-    def __call__(self, lhs: jax.Array, rhs: Any, dimension_numbers: Any, **options: Any) -> jax.Array:
-        """As `jax.lax.dot_general`; see `pallas_kernels.fp8_dot_general`."""
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        **options: Any,
+    ) -> jax.Array:
+        """Multiply as `jax.lax.dot_general` does; see `pallas_kernels.fp8_dot_general` for the options."""
         return fp8_dot_general(lhs, rhs, dimension_numbers, recipe=self.recipe, gradients=self.gradients, **options)
 
     def together(
         self,
         x: jax.Array | NormalisedInput,
-        kernels: Sequence[Any],
+        kernels: Sequence[jax.Array | QuantizedWeight],
         contracted: int,
         states: Sequence[jax.Array | None],
     ) -> tuple[jax.Array, ...]:
-        """x [rows, in] times each kernel [in, out], where `in` stands for so many dims; x is quantised once."""
+        """Multiply x [rows, in] by each kernel [in, out], where `in` is `contracted` dims. x is quantized once."""
         return fp8_multiply(
             x, kernels, contracted=contracted, recipe=self.recipe, gradients=self.gradients, states=states
         )
 
     def swiglu_mlp(
-        self, x: jax.Array | NormalisedInput, kernels: Sequence[Any], states: Sequence[jax.Array | None]
+        self,
+        x: jax.Array | NormalisedInput,
+        kernels: Sequence[jax.Array | QuantizedWeight],
+        states: Sequence[jax.Array | None],
     ) -> jax.Array:
-        """swiglu(x @ gate, x @ up) @ down of x [rows, in] and these three kernels."""
+        """Return swiglu(x @ gate, x @ up) @ down for x [rows, in] and kernels (gate, up, down)."""
         return fp8_swiglu_mlp(x, *kernels, recipe=self.recipe, gradients=self.gradients, states=states)
 
-    def gather(self, parameter: nnx.Variable, dtype: Any) -> jax.Array | QuantizedWeight:
-        """A stored weight as the computation wants it; where it is gathered over `fsdp`, as FP8 bytes."""
+    def gather(self, parameter: nnx.Variable, dtype: jax.typing.DTypeLike) -> jax.Array | QuantizedWeight:
+        """Return a stored weight as the matmul's operand; a weight sharded over `fsdp` is gathered as FP8 bytes."""
         return gather_quantized(parameter, dtype, blockwise=self.recipe == "blockwise")
 
 
 def use_fp8(
     module: nnx.Module, choose: Callable[[tuple[Any, ...]], Fp8Matmul | None], *, history: int = 16
 ) -> nnx.Module:
-    """Gives the dense layers of a module their `dot_general`; works on any layer with such an attribute.
+    """Replace the `dot_general` of dense layers by FP8 matmuls; works on any layer with such an attribute.
 
     Args:
       module: changed in place, and returned.
       choose: path of a dense layer (attribute names and indices) -> its matmul, or None to leave it as it is.
-      history: steps that delayed scaling looks back; only `jaxstack.models.linear.Linear` can keep its state.
+      history: number of past steps for delayed scaling; only `jaxstack.models.linear.Linear` can store its state.
     """
     dense: list[Any] = [(path, node) for path, node in nnx.iter_modules(module) if hasattr(node, "dot_general")]
     for path, layer in dense:
@@ -87,6 +97,6 @@ def use_fp8(
     return module
 
 
-def renewed(state: Any, maxima: Any) -> Any:
-    """The next step's scaling states, from this step's and the maxima that came as their gradients; trees."""
+def update_scaling(state: PyTree, maxima: PyTree) -> PyTree:
+    """Return the next scaling states from trees of this step's states and of the maxima, their cotangents."""
     return jax.tree.map(updated_fp8_state, state, maxima)

@@ -1,1 +1,1 @@
-"""Stopping on signals and limits on anomalies."""
+"""Keeps runs alive and correct: signals, skipped steps, checksums of replicas, checks before the first step."""

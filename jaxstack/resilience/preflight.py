@@ -1,4 +1,4 @@
-"""Before the first step of several processes: do they all run the same thing, on the same kind of device?"""
+"""Checks before the first step of several processes: all run the same program, on the same kind of device."""
 
 import hashlib
 import platform
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import jaxstack
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError
 from jaxstack.observe.environment import PACKAGES, git_commit
 
@@ -21,35 +21,43 @@ SKEW_SECONDS = 2.0
 
 
 def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
-    """Compares versions, commit, configuration and clocks of all processes; returns warnings, one a line.
+    """Compare versions, commit, configuration and clocks of all processes.
 
     Args:
       settings: the run's configuration as text.
+      timeout_seconds: limit on waiting for the other processes.
+
+    Returns:
+      Warnings, one per line.
 
     Raises:
-      ConfigError: they differ; the message says where, and which processes have what.
+      ConfigError: the processes differ; the message names the values, and the processes that have each.
       JaxstackError: a process does not answer.
     """
-    processes.meet("clocks", timeout_seconds)
+    coordination.barrier("clocks", timeout_seconds)
     facts: dict[str, Any] = {"host": socket.gethostname(), "clock": time.time(), "python": platform.python_version()}
     facts |= {name: _version(name) for name in PACKAGES}
     facts["jaxstack"] = jaxstack.__version__
     facts["commit"] = git_commit(Path(__file__).parent) or "unknown"
     facts["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    everyone = processes.exchange("program", facts, timeout_seconds)
+    everyone = coordination.all_gather("program", facts, timeout_seconds)
     _refuse(disagreements(everyone, ignore=("host", "clock")))
     return _skew(everyone)
 
 
 def check_devices(timeout_seconds: float = 300) -> None:
-    """Compares number and kind of the devices of each process. Raises ConfigError where they differ."""
+    """Compare number and kind of the devices of all processes.
+
+    Raises:
+      ConfigError: they differ.
+    """
     local = jax.local_devices()
     facts = {"host": socket.gethostname(), "devices a process": len(local), "device kind": local[0].device_kind}
-    _refuse(disagreements(processes.exchange("devices", facts, timeout_seconds), ignore=("host",)))
+    _refuse(disagreements(coordination.all_gather("devices", facts, timeout_seconds), ignore=("host",)))
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:
-    """One line for each fact that is not the same everywhere, with the processes (and hosts) that have each value."""
+    """Return one line for each fact that differs, with the processes (and hosts) that have each value."""
     lines = []
     for name in facts[0]:
         holders: dict[Any, list[int]] = defaultdict(list)

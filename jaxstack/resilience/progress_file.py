@@ -1,4 +1,4 @@
-"""What a process tells its supervisor: one small record, overwritten in place, that costs microseconds. No jax."""
+"""The progress record of a process, for its supervisor: small, overwritten in place, microseconds per write. No jax."""
 
 import contextlib
 import dataclasses
@@ -15,23 +15,23 @@ _BYTES = 256
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """Where a process is. Times are of the monotonic clock, which the processes of a host share."""
+    """Progress of a process. Times are of the monotonic clock, which all processes of a host share."""
 
     phase: str
     """start, restore, compile, train, evaluate, save or end."""
     step: int = 0
-    """Steps handed to the devices."""
+    """Number of steps that were dispatched to the devices."""
     beat: int = 0
-    """Grows with every sign of life."""
+    """Counter that grows with every sign of life."""
     at: float = 0.0
     saved: int = -1
-    """The newest checkpoint that is committed."""
+    """Step of the newest committed checkpoint; -1: none."""
     own_seconds: float = 0.0
-    """On the host between steps, in all. Waiting for the devices, and so for other processes, is not in it."""
+    """Total time on the host between steps, without waiting for the devices, and so for other processes."""
 
 
 class ProgressFile:
-    """Writes the record of this process; without a path it does nothing."""
+    """Writes the progress record of this process; does nothing without a path."""
 
     def __init__(self, path: str | Path | None = None):
         self._handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600) if path else None
@@ -40,11 +40,16 @@ class ProgressFile:
 
     @classmethod
     def of_this_process(cls) -> "ProgressFile":
-        """The file that the supervisor named in the environment, if any."""
+        """Open the file that the supervisor named in the environment, if any."""
         return cls(os.environ.get(PROGRESS))
 
     def note(self, phase: str | None = None, **changes: Any) -> None:
-        """A sign of life, with what has changed since the last."""
+        """Record a sign of life.
+
+        Args:
+          phase: the new phase, if it has changed.
+          **changes: fields of `Record` that have changed.
+        """
         now = time.monotonic()
         if phase == "train":
             self._first_step = self._first_step or now - self._waited
@@ -57,7 +62,7 @@ class ProgressFile:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for the devices, and so perhaps for another process."""
+        """Context of waiting for the devices, and so possibly for another process."""
         began = time.monotonic()
         self._depth += 1
         try:
@@ -69,7 +74,7 @@ class ProgressFile:
 
 
 def read_record(path: str | Path) -> Record | None:
-    """What stands in a process's file; None where nothing was written yet."""
+    """Read the record of a process; None if nothing was written yet."""
     try:
         return Record(**json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""Silent corruption: checksums of the state's bits, compared between the devices that hold the same part of it.
+"""Detects silent corruption: compares checksums of the state's bits between devices that hold replicas of it.
 
-A device that computes or remembers wrongly makes no noise. Where data parallelism keeps copies of a parameter, the
-copies tell on it. A state without copies (fully sharded over all devices) cannot be checked this way.
+A device that computes or stores wrong values reports no error. If data parallelism replicates a parameter, its replicas
+then differ. A state without replicas (fully sharded over all devices) cannot be checked this way.
 """
 
 import collections
@@ -13,30 +13,35 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from jaxstack.checkpoint.leaves import name_leaves
 
 
 class ReplicaCheck:
-    """Finds copies that differ, in states of one structure and layout.
+    """Finds replicas that differ, in states of one structure and layout.
 
-    One read of the replicated part of the state from device memory, and four bytes a leaf and device to the host. Any
-    single changed word changes its checksum: the words are summed modulo 2^32 with odd weights.
+    Reads the replicated part of the state once from device memory, and copies four bytes per leaf and device to the
+    host. Any single changed word changes the checksum: words are summed modulo 2^32 with odd weights.
 
     Args:
       state: a pytree of arrays, or of ShapeDtypeStructs with shardings.
     """
 
-    def __init__(self, state: Any):
-        leaves = {name: leaf for name, leaf in name_leaves(state)[0].items() if _copies(leaf.sharding, leaf.ndim) > 1}
+    def __init__(self, state: PyTree):
+        named = name_leaves(state)[0]
+        leaves = {name: leaf for name, leaf in named.items() if _replica_count(leaf.sharding) > 1}
         self.names = list(leaves)
-        """Of the leaves that have copies."""
+        """Names of the leaves that have replicas."""
         self._shardings = [leaf.sharding for leaf in leaves.values()]
         self._ranks = [leaf.ndim for leaf in leaves.values()]
         self._checksums = {mesh: self._compile(mesh) for mesh in {s.mesh for s in self._shardings}}
 
-    def find(self, state: Any) -> list[str]:
-        """One line a leaf whose copies differ, with the devices. Waits for the state; called on all processes."""
+    def find(self, state: PyTree) -> list[str]:
+        """Return one line per leaf whose replicas differ, with the devices.
+
+        Waits for the state; all processes must call it.
+        """
         arrays = name_leaves(state)[0]
         lines = []
         for mesh, compute in self._checksums.items():
@@ -61,22 +66,22 @@ class ReplicaCheck:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    """[] uint32 of the bits of an array."""
+    """Return a checksum of the bits of an array, uint32 []."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if x.dtype == jnp.bool_ or x.dtype.name.endswith("int4") or x.dtype.name.endswith("int2"):
         words = x.astype(jnp.uint8)
     else:
         words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32))
-    # A weight for each place, made of its indices: flattening would copy what is laid out in tiles.
+    # The weight of a word is computed from its indices: flattening a tiled layout would copy the array.
     weight = jnp.ones((), jnp.uint32)
     for dim in range(words.ndim):
         weight = weight * jnp.uint32(1_000_003) + 2 * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
     return jnp.sum(words.astype(jnp.uint32) * weight, dtype=jnp.uint32)
 
 
-def _copies(sharding: Any, rank: int) -> int:
-    """How many devices hold the same part; 1 where that is not known or not on devices."""
+def _replica_count(sharding: object) -> int:
+    """Return the number of devices that hold the same part; 1 if it is not known or not on devices."""
     if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device", "unpinned_host"):
         return 1
     return math.prod(size for axis, size in sharding.mesh.shape.items() if axis not in _axes(sharding.spec))
@@ -87,7 +92,7 @@ def _axes(spec: PartitionSpec) -> set[str]:
 
 
 def _parts(mesh: Mesh, spec: PartitionSpec, rank: int) -> list[int]:
-    """Which part of an array each device of the mesh holds, in the order of the mesh."""
+    """Return the number of the part that each device holds, in the order of the mesh."""
     split = _axes(spec)
     shape = tuple(mesh.shape.values())
     places = np.indices(shape).reshape(len(shape), -1)
@@ -97,7 +102,7 @@ def _parts(mesh: Mesh, spec: PartitionSpec, rank: int) -> list[int]:
 
 
 def _odd_ones(sums: np.ndarray, parts: Sequence[int]) -> list[list[int]]:
-    """Groups of places in the mesh whose checksum is not that of most copies; all copies where there is no most."""
+    """Return groups of positions in the mesh whose checksum differs from most replicas; all if there is no majority."""
     groups: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for place, (value, part) in enumerate(zip(sums.tolist(), parts, strict=True)):
         groups[part][value].append(place)

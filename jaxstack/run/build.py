@@ -1,15 +1,17 @@
-"""Builds the parts of a language-model run from its configuration: model, mesh, sharding rules and trainer."""
+"""Build the parts of a language-model run from its configuration: model, mesh, sharding rules and trainer."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
-from jaxstack.distributed.xla_options import copies_known, narrow_cpu_options
+from jaxstack.data.loader import Data
+from jaxstack.distributed.xla_options import narrow_cpu_options
 from jaxstack.errors import ConfigError
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
@@ -18,19 +20,25 @@ from jaxstack.models import (
     add_adapters,
     in_fp8,
 )
-from jaxstack.parallel import AxisRules, make_mesh, make_rules
-from jaxstack.parallel.transfers import in_one_process
+from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
+from jaxstack.plan.choose import uses_peer_copies
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
+Batch = Mapping[str, np.ndarray]
+BatchSource: TypeAlias = Data | Callable[[int], Batch] | Iterable[Batch]
 _VOCABULARY_MULTIPLE = 64
 
 
 def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
-    """The model with its vocabulary filled in.
+    """Return the model with its vocabulary size filled in.
+
+    Args:
+      model: without `vocab_size` it gets the tokenizer's size, rounded up to a multiple of 64.
+      tokenizer_size: number of ids of the tokenizer.
 
     Raises:
-      ConfigError: the vocabulary is smaller than the tokenizer's.
+      ConfigError: the model's vocabulary is smaller than the tokenizer's.
     """
     padded = -(-tokenizer_size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     if model.vocab_size is None:
@@ -44,43 +52,45 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
 
 
 def layout_rules(config: RunConfig, mesh: Mesh) -> AxisRules:
-    """How logical axes lie on the mesh in this run."""
+    """Return the mapping of logical axes onto the mesh in this run."""
+    return make_rules(mesh, sequence=config.parallel.sequence)
+
+
+def step_layout(config: RunConfig, mesh: Mesh) -> StepLayout:
+    """Return the layout of the train step on the mesh in this run."""
     parallel = config.parallel
-    return make_rules(
-        mesh,
-        sequence=parallel.sequence,
-        reduce=config.precision.reduce,
+    return StepLayout(
         zero=parallel.zero,
-        context_method=parallel.context_method,
+        reduce_dtype=config.precision.reduce,
+        context_method=None if parallel.context_method == "auto" else parallel.context_method,
         overlap=parallel.overlap,
         prefetch=parallel.prefetch,
-        copies=_by_copies(config, mesh),
+        peer_copies=uses_peer_copies(config, mesh),
         pipeline=config.pipeline_plan(),
     )
 
 
-def _by_copies(config: RunConfig, mesh: Mesh) -> bool:
-    """Whether weights travel by copies: always, never, or where that was measured no slower."""
-    if config.parallel.copy_engines != "auto":
-        return config.parallel.copy_engines == "always"
-    split = {axis for axis, degree in mesh.shape.items() if degree > 1}
-    measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
-    return measured and in_one_process(mesh) and copies_known()
+def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Transformer]:
+    """Return a function that creates the run's model, with its adapters, from `nnx.Rngs`.
 
-
-def build_model(config: RunConfig, dtype: Any) -> Callable[[nnx.Rngs], Transformer]:
-    """What makes the run's model, with its adapters."""
+    Args:
+      dtype: dtype of the computation.
+    """
     return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
 
 
 def make_trainer(
-    config: RunConfig, data: Any, devices: Sequence[Any] | None = None, mesh: Mesh | AbstractMesh | None = None
+    config: RunConfig,
+    data: BatchSource,
+    devices: Sequence[Any] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Trainer:
-    """The trainer of a run whose layout and vocabulary are resolved.
+    """Return the trainer of a run whose layout and vocabulary are resolved.
 
     Args:
-      data: what `Trainer` takes.
-      mesh: in place of one of `devices` (default: all); with one without devices nothing can run, but be described.
+      data: batches, in any form that `Trainer` takes.
+      devices: devices to build the mesh of; default: all.
+      mesh: mesh to use instead. With an `AbstractMesh` the trainer can be described, but cannot run.
     """
     if isinstance(mesh, AbstractMesh):
         platform, mesh = "gpu", cast(Mesh, mesh)
@@ -91,8 +101,7 @@ def make_trainer(
     train = config.train
     if platform == "cpu" and dtype.itemsize < 4:
         train = train.model_copy(update={"xla_options": {**narrow_cpu_options(), **train.xla_options}})
-    # The z-loss shapes training only: a held-out loss is comparable between runs.
-    loss = functools.partial(_loss, z_loss=config.train.z_loss)
+    loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
     return Trainer(
         lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
         loss,
@@ -100,10 +109,7 @@ def make_trainer(
         optimizer=config.optimizer,
         schedule=config.schedule,
         mesh=layout_rules(config, mesh),
+        layout=step_layout(config, mesh),
         train=train,
         seed=config.run.seed,
     )
-
-
-def _loss(model: Transformer, batch: Any, key: jax.Array | None, *, z_loss: float) -> Any:
-    return language_model_loss(model, batch, key, z_loss=z_loss if key is not None else 0.0)

@@ -1,10 +1,10 @@
-"""Run directories made of Hugging Face checkpoints, and Hugging Face checkpoints made of runs."""
+"""Convert Hugging Face checkpoints into run directories, and runs into Hugging Face checkpoints."""
 
-import argparse
+import dataclasses
 import functools
 import json
 import operator
-import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,33 +28,66 @@ from jaxstack.models import ModelConfig, Transformer, adapted_layers, count_para
 from jaxstack.models.huggingface.families import read_model_config
 from jaxstack.models.huggingface.load import nest
 from jaxstack.models.huggingface.save import write_checkpoint
-from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model
-from jaxstack.run.load import GENERATION, choose_step, end_tokens, open_run
+from jaxstack.run.load import GENERATION_FILE, choose_step, read_run_config, read_stop_tokens
 from jaxstack.run_config import RunConfig, config_from_tree
 
 _SEQUENCE_LENGTH = 1024
-"""Tokens a sequence in the configuration of a converted model, where it has as many positions."""
+"""Sequence length in the configuration of a converted model, unless the model has fewer positions."""
 
 
-def convert(args: argparse.Namespace) -> None:
-    """What `python -m jaxstack.convert` does."""
-    source, output = Path(args.source), Path(args.output)
-    if not is_run(source):
-        from_checkpoint(source, output, args.ignore_key)
-        return
-    if not args.max_shard_gb > 0:
-        raise ConfigError(f"--max-shard-gb must be above 0; found {args.max_shard_gb}.")
-    to_checkpoint(source, output, args.step, args.dtype, args.model_type, int(args.max_shard_gb * 10**9))
+@dataclasses.dataclass(frozen=True)
+class ImportedRun:
+    """A run directory made from a Hugging Face checkpoint.
+
+    Attributes:
+      directory: the run directory.
+      parameters: number of parameters.
+      config: configuration of the run.
+    """
+
+    directory: Path
+    parameters: int
+    config: RunConfig
 
 
-def from_checkpoint(source: Path, output: Path, ignore: Sequence[str] = ()) -> None:
-    """Makes a run directory, with the weights as the checkpoint of step 0.
+@dataclasses.dataclass(frozen=True)
+class ExportedCheckpoint:
+    """A Hugging Face checkpoint made from a run.
+
+    Attributes:
+      directory: the directory of the checkpoint.
+      model_type: Hugging Face's name of the model family, such as "llama".
+      dtype: dtype of the files.
+      step: step of the run's checkpoint.
+    """
+
+    directory: Path
+    model_type: str
+    dtype: str
+    step: int
+
+
+def import_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    ignore: Sequence[str] = (),
+    warn: Callable[[str], None] = warnings.warn,
+) -> ImportedRun:
+    """Make a run directory from a Hugging Face checkpoint; its weights become the checkpoint of step 0.
+
+    Args:
+      source: directory of the Hugging Face checkpoint.
+      output: run directory to write.
+      ignore: keys of config.json that are unknown and do not change the computation.
+      warn: called with each warning.
 
     Raises:
-      ConfigError: as `from_huggingface`, or `output` is a run directory already.
+      ConfigError: `output` is a run directory already, or the checkpoint is of a kind that cannot be expressed; see
+        `jaxstack.models.from_huggingface`.
     """
+    source, output = Path(source), Path(output)
     if (output / "config.yaml").exists() or (output / "checkpoints").exists():
         raise ConfigError(f"{output} is a run directory already; give another one.")
     model = read_model_config(source, ignore)
@@ -63,50 +96,70 @@ def from_checkpoint(source: Path, output: Path, ignore: Sequence[str] = ()) -> N
     rules = make_rules(make_mesh(ParallelConfig(fsdp=start_devices())))
     transformer = from_huggingface(source, mesh=rules, ignore=ignore)
     params, non_params = FunctionalModule(lambda rngs: Transformer(model, rngs)).split(transformer)
-    with CheckpointManager(output / "checkpoints", report=_warn) as manager:
+    with CheckpointManager(output / "checkpoints", report=warn) as manager:
         manager.save(0, {"params": params, "non_params": non_params}, {"batches": 0, "data": None}, wait=True)
     if tokenizer is not None:
         tokenizer.save(output / "tokenizer")
         if tokenizer.vocab_size > (model.vocab_size or 0):
-            _warn(f"the tokenizer has {tokenizer.vocab_size} ids, the model only {model.vocab_size} rows for them")
+            warn(f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary only {model.vocab_size}")
     else:
-        _warn(f"{source} has no tokenizer.json: put one at {output}/tokenizer to generate and evaluate text")
-    if ends := end_tokens(source):
-        write_file(output / GENERATION, (json.dumps({"eos_token_id": ends}) + "\n").encode())
+        warn(f"{source} has no tokenizer.json: add one at {output}/tokenizer to generate and evaluate text")
+    _copy_stop_tokens(source, output)
     write_file(output / "config.yaml", dump_yaml(config).encode())
-    print(f"{output}: {count_parameters(model).total:,} parameters of {source}")
+    return ImportedRun(output, count_parameters(model).total, config)
 
 
-def to_checkpoint(
-    source: Path, output: Path, step: int | None, dtype: str, model_type: str | None, max_shard_bytes: int
-) -> None:
-    """Makes a Hugging Face checkpoint of a run's, reading and writing a parameter at a time.
+def export_checkpoint(
+    source: str | Path,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    model_type: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    warn: Callable[[str], None] = warnings.warn,
+) -> ExportedCheckpoint:
+    """Make a Hugging Face checkpoint from a run; parameters are read and written one at a time.
+
+    Args:
+      source: run directory.
+      output: directory to write.
+      step: step of the run's checkpoint; default: the newest.
+      dtype: dtype of the files: float32, bfloat16 or float16.
+      model_type: Hugging Face's name of the model family; default: the simplest family that can express the model.
+      max_shard_bytes: size limit of each file.
+      warn: called with each warning.
 
     Raises:
       ConfigError: no family can express the model, or `output` holds a checkpoint already.
       JaxstackError: the checkpoint is damaged, or writing failed.
     """
-    config = open_run(source)
-    manager = CheckpointManager(source / "checkpoints", report=_warn)
+    source, output = Path(source), Path(output)
+    config = read_run_config(source)
+    manager = CheckpointManager(source / "checkpoints", report=warn)
     chosen = choose_step(manager, step)
     folder = source / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
-    ids = {} if tokenizer is None else _token_ids(tokenizer)
-    kind = write_checkpoint(
-        _leaf_reader(manager, chosen, config), config.model, output, model_type, dtype, max_shard_bytes, ids
+    ids = {} if tokenizer is None else _special_token_ids(tokenizer)
+    family = write_checkpoint(
+        _parameter_reader(manager, chosen, config), config.model, output, model_type, dtype, max_shard_bytes, ids
     )
-    if ends := end_tokens(source):
-        write_file(output / GENERATION, (json.dumps({"eos_token_id": ends}) + "\n").encode())
+    _copy_stop_tokens(source, output)
     if tokenizer is not None and (model_json := tokenizer.model_json()) is not None:
         write_file(output / "tokenizer.json", model_json.encode())
         write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
     else:
-        _warn(f"{source} has no tokenizer.json: {output} is written without one")
-    print(f"{output}: {kind}, {dtype}, {source} at step {chosen}")
+        warn(f"{source} has no tokenizer.json: {output} is written without one")
+    return ExportedCheckpoint(output, family, dtype, chosen)
 
 
-def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids for config.json: of the tokens that the tokenizer's chats begin and end with, or else document starts."""
+def _copy_stop_tokens(source: Path, output: Path) -> None:
+    if stop_tokens := read_stop_tokens(source):
+        write_file(output / GENERATION_FILE, (json.dumps({"eos_token_id": stop_tokens}) + "\n").encode())
+
+
+def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return `bos_token_id` and `eos_token_id` for config.json: the chat format's tokens, or the document start."""
     tokens = {} if tokenizer.chat is None else tokenizer.chat.tokens
     return {
         f"{name}_id": tokenizer.special_tokens.get(tokens.get(name, ""), tokenizer.document_start)
@@ -114,14 +167,14 @@ def _token_ids(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def _leaf_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:
-    """Reads a parameter at a time, by its path in the model without adapters; adapters are merged."""
+def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:
+    """Return a function that reads one parameter by its path in the model without adapters; adapters are merged."""
     model = build_model(config, jnp.float32)
-    shapes: Any = FunctionalModule(model).abstract_params
+    shapes = FunctionalModule(model).abstract_params
     adapted = adapted_layers(nnx.eval_shape(lambda: model(nnx.Rngs(0))))
 
     def stored(path: str) -> np.ndarray:
-        leaf = functools.reduce(operator.getitem, path.split("/"), shapes)
+        leaf: Any = functools.reduce(operator.getitem, path.split("/"), shapes)
         wanted = {"params": nest({path: np.empty(leaf.shape, leaf.dtype)})}
         tree, _ = manager.restore(step, wanted, subset=True)
         return jax.tree.leaves(tree)[0]
@@ -139,7 +192,7 @@ def _leaf_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Ca
 
 def _make_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> RunConfig:
     length = min(_SEQUENCE_LENGTH, model.max_position_embeddings or _SEQUENCE_LENGTH)
-    tree: dict[str, Any] = {
+    tree: dict[str, object] = {
         "run": {"name": output.name, "dir": str(output.parent)},
         "model": model.model_dump(mode="json"),
         "train": {"sequence_length": length},
@@ -147,7 +200,3 @@ def _make_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) 
     if tokenizer is not None:
         tree["data"] = {"tokenizer": {"name": "file", "path": str(output / "tokenizer")}}
     return config_from_tree(tree, f"the configuration of {output}")
-
-
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr)

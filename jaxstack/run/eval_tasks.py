@@ -1,9 +1,10 @@
-"""Tasks of the lm-evaluation-harness while a model trains: `train.eval_tasks`."""
+"""Run lm-evaluation-harness tasks while a model trains: `train.eval_tasks`."""
 
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.decoding.decode import Decoder
@@ -12,14 +13,19 @@ from jaxstack.errors import ConfigError
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
-def open_harness() -> Any:
-    """The module `jaxstack.decoding.harness`.
+    from jaxstack.decoding.harness import HarnessModel
+
+
+def import_harness() -> ModuleType:
+    """Return the module `jaxstack.decoding.harness`, which needs an optional dependency.
 
     Raises:
       ConfigError: the lm-evaluation-harness is not installed.
     """
-    if not sys.stderr.isatty():  # its progress bars are for terminals
+    if not sys.stderr.isatty():  # progress bars are for terminals
         for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
     try:
@@ -31,13 +37,18 @@ def open_harness() -> Any:
     return harness
 
 
-def longest_sequence(config: RunConfig) -> int:
-    """Tokens of a sequence in tasks: as many as the model has positions for, or as it was trained on."""
+def default_max_length(config: RunConfig) -> int:
+    """Return the token limit of sequences in tasks: the model's context if bounded, else the training length."""
     return config.model.max_position_embeddings or config.train.sequence_length
 
 
 class TrainingTasks:
-    """The tasks of `train.eval_tasks`, run on the parameters that the trainer has at the time.
+    """The tasks of `train.eval_tasks`, run on the trainer's current parameters.
+
+    Args:
+      config: configuration of the run.
+      trainer: its trainer, whose state is read at each evaluation.
+      tokenizer: its tokenizer.
 
     Raises:
       ConfigError: the harness is not installed, or has no such task.
@@ -45,33 +56,40 @@ class TrainingTasks:
 
     def __init__(self, config: RunConfig, trainer: Trainer, tokenizer: Tokenizer):
         self._config, self._trainer, self._tokenizer = config, trainer, tokenizer
-        self._harness: Any = None
-        self._manager: Any = None
-        self._model: Any = None
+        self._harness: ModuleType | None = None
+        self._manager: TaskManager | None = None
+        self._model: HarnessModel | None = None
         if config.train.eval_tasks:
-            self._harness = open_harness()
+            self._harness = import_harness()
             self._manager = self._harness.find_tasks(config.train.eval_tasks)
 
-    def run(self, alive: Callable[[], None]) -> dict[str, float]:
-        """`eval_<task>_<metric>` of each; `alive` is called now and then."""
+    def run(self, report_alive: Callable[[], None]) -> dict[str, float]:
+        """Run all tasks and return their metrics as `eval_<task>_<metric>`; empty without tasks.
+
+        Args:
+          report_alive: called after each batch, as a sign of life for the launcher.
+        """
         if self._harness is None:
             return {}
         train, state = self._config.train, self._trainer.state
         if self._model is None:
-            size, module = self._tokenizer.vocab_size, self._trainer.module
-            decoder = Decoder(module, state.params, state.non_params, self._trainer.rules, vocab_size=size)
-            start = self._tokenizer.document_start
-            size = train.eval_batch_size or train.global_batch_size // train.gradient_accumulation
-            self._model = self._harness.HarnessModel(
-                TextGenerator(decoder, self._tokenizer, [start], [start]),
-                max_length=longest_sequence(self._config),
-                batch_size=size,
-                report=lambda done: alive(),
-            )
+            self._model = self._make_model(self._harness, report_alive)
         else:
             self._model.generator.decoder.load(state.params, state.non_params)
-        tasks, limit = train.eval_tasks, train.eval_tasks_limit
-        found = self._harness.run_tasks(self._model, tasks, limit=limit, manager=self._manager)
+        found = self._harness.run_tasks(
+            self._model, train.eval_tasks, limit=train.eval_tasks_limit, manager=self._manager
+        )
         self._model.generator.decoder.unload()
         metrics = self._harness.task_metrics(found)
         return {f"eval_{task}_{name}": value for task, numbers in metrics.items() for name, value in numbers.items()}
+
+    def _make_model(self, harness: ModuleType, report_alive: Callable[[], None]) -> "HarnessModel":
+        train, trainer, state = self._config.train, self._trainer, self._trainer.state
+        vocab_size, start = self._tokenizer.vocab_size, self._tokenizer.document_start
+        decoder = Decoder(trainer.module, state.params, state.non_params, trainer.rules, vocab_size=vocab_size)
+        return harness.HarnessModel(
+            TextGenerator(decoder, self._tokenizer, [start], [start]),
+            max_length=default_max_length(self._config),
+            batch_size=train.eval_batch_size or train.global_batch_size // train.gradient_accumulation,
+            report=lambda done: report_alive(),
+        )

@@ -1,133 +1,221 @@
-"""What `python -m jaxstack.evaluate` does: the loss on held-out text, and tasks of the lm-evaluation-harness."""
+"""Evaluate a trained run or a Hugging Face checkpoint: loss on held-out text, and lm-evaluation-harness tasks."""
 
-import argparse
-import json
+import dataclasses
 import math
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import jax
 
-from jaxstack.data.build import available_cores
+from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
-from jaxstack.files import write_file
 from jaxstack.models.pretrained import is_run
-from jaxstack.parallel import ParallelConfig
+from jaxstack.plan.choose import evaluation_layout
 from jaxstack.run.build import make_trainer
-from jaxstack.run.eval_tasks import longest_sequence, open_harness
-from jaxstack.run.load import open_config, open_generator, open_tokenizer, restore_parameters
-from jaxstack.run_config import RunConfig, layout_problems
+from jaxstack.run.eval_tasks import default_max_length, import_harness
+from jaxstack.run.load import load, read_config, read_tokenizer, restore_parameters, sets_layout
+from jaxstack.run_config import RunConfig
+
+TaskMetrics = Mapping[str, Mapping[str, float]]
+"""Task -> metric -> value; `<metric>_stderr` is the standard error of a metric."""
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    """Evaluates what the parsed arguments say, and prints it."""
-    config = open_config(args.run, args.overrides)
-    if not args.tasks and not args.data and not is_run(args.run):
-        raise ConfigError(f"{args.run} is a Hugging Face checkpoint, with no held-out text: give --data or --tasks.")
-    harness = open_harness() if args.tasks else None
-    values: dict[str, Any] = {}
-    if args.data or not args.tasks:
-        values = _held_out_loss(config, args)
-    if harness is not None:
-        values |= _run_tasks(harness, config, args)
-    if args.json:
-        print(json.dumps(values))
-    else:
-        _show(args.run, values)
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """Held-out text to evaluate on.
+
+    Attributes:
+      paths: files, directories or globs; empty: the run's own held-out text.
+      text_key: JSON key or Parquet column that holds the text.
+      max_tokens: token limit; default: all.
+    """
+
+    paths: Sequence[str] = ()
+    text_key: str = "text"
+    max_tokens: int | None = None
 
 
-def _held_out_loss(config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class TaskOptions:
+    """Tasks of the lm-evaluation-harness to run.
+
+    Attributes:
+      names: task names, or paths of task files.
+      include_path: directory with additional task files.
+      num_fewshot: examples before each question; default: as the task defines.
+      limit: maximum number of questions per task; default: all.
+      batch_size: sequences per batch.
+      max_length: token limit of a sequence; default: the model's context, or the training sequence length.
+      document_start: begin each text with the tokenizer's document-start id, as in training.
+    """
+
+    names: Sequence[str]
+    include_path: str | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 16
+    max_length: int | None = None
+    document_start: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TextLoss:
+    """Loss on held-out text.
+
+    Attributes:
+      loss: mean cross-entropy, nats per token.
+      tokens: number of tokens.
+      bytes: size of the text that the tokens encode; 0 if unknown.
+      perplexity: exp(loss).
+      bits_per_byte: loss in bits per byte of text; None if the size of the text is unknown.
+      seconds: time of the evaluation.
+    """
+
+    loss: float
+    tokens: float
+    bytes: int
+    perplexity: float
+    bits_per_byte: float | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Results of an evaluation.
+
+    Attributes:
+      step: step of the checkpoint; 0 for a Hugging Face checkpoint.
+      text: loss on held-out text; None if it was not asked for.
+      tasks: metrics of each task; None without tasks.
+      harness_results: everything that the harness reports, as plain data; empty without tasks.
+    """
+
+    step: int
+    text: TextLoss | None = None
+    tasks: TaskMetrics | None = None
+    harness_results: Mapping[str, object] = dataclasses.field(default_factory=dict, repr=False)
+
+
+def evaluate(
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    text: TextOptions | None = None,
+    tasks: TaskOptions | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+    """Evaluate a run or a Hugging Face checkpoint.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      overrides: `parallel.key=value` and `precision.key=value`.
+      step: step of the checkpoint to evaluate; default: the newest.
+      text: held-out text to compute the loss on; default: the run's own, unless `tasks` are given.
+      tasks: harness tasks to run.
+      report: called with each warning, and each line of progress while data is prepared.
+
+    Raises:
+      ConfigError: an argument is wrong, or the harness is not installed or has no such task.
+      JaxstackError: there is no checkpoint or no held-out text, or a task cannot be loaded.
+    """
+    config = read_config(directory, overrides)
+    if tasks is None and text is None:
+        text = TextOptions()
+    if tasks is None and text is not None and not text.paths and not is_run(directory):
+        raise ConfigError(f"{directory} is a Hugging Face checkpoint, with no held-out text: give --data or --tasks.")
+    harness = import_harness() if tasks is not None else None
+    result = None
+    if text is not None:
+        chosen, loss = _text_loss(config, Path(directory), text, step, sets_layout(overrides), report)
+        result = Evaluation(chosen, loss)
+    if tasks is not None and harness is not None:
+        found = _run_tasks(harness, directory, overrides, tasks, step, report)
+        result = found if result is None else dataclasses.replace(found, text=result.text)
+    assert result is not None
+    return result
+
+
+def _text_loss(
+    config: RunConfig,
+    directory: Path,
+    text: TextOptions,
+    step: int | None,
+    layout_chosen: bool,
+    report: Callable[[str], None],
+) -> tuple[int, TextLoss]:
+    """Return the checkpoint's step and its loss."""
     devices = start_devices(config.parallel.simulate_devices)
     cache_compilations()
-    config = _laid_out(config, devices, any(word.startswith("parallel.") for word in args.overrides))
-    data = _evaluation_data(config, args)
+    config = evaluation_layout(config, devices, chosen=layout_chosen)
+    data = _open_text(config, directory, text, report)
     rows = config.model.vocab_size or 0
     if data.tokenizer.vocab_size > rows:
         raise ConfigError(
-            f"the tokenizer has {data.tokenizer.vocab_size} ids, the model only {rows} rows for them: it is that of "
-            "another model."
+            f"the tokenizer has {data.tokenizer.vocab_size} ids, but the model's vocabulary has only {rows}: the "
+            "tokenizer is another model's."
         )
     trainer = make_trainer(config, data, jax.devices()[: math.prod(config.parallel.degrees.values())])
-    params, non_params, step = restore_parameters(args.run, config.model, trainer.module, trainer.rules, args.step)
-    values = trainer.evaluator.run(params, non_params, args.max_tokens)
+    params, non_params, step = restore_parameters(
+        directory, config.model, trainer.module, trainer.rules, step=step, report=report
+    )
+    values = trainer.evaluator.run(params, non_params, text.max_tokens)
     if values is None:
         raise JaxstackError("there is no held-out text to evaluate on; give some with --data.")
-    raw = data.held_out_bytes(args.max_tokens)
-    return {"step": step, **values, **bits_per_byte(values, len(raw)), "bytes": len(raw)}
+    size = len(data.held_out_bytes(text.max_tokens))
+    values |= bits_per_byte(values, size)
+    return step, TextLoss(
+        loss=values["eval_loss"],
+        tokens=values["eval_items"],
+        bytes=size,
+        perplexity=values["eval_perplexity"],
+        bits_per_byte=values.get("eval_bits_per_byte"),
+        seconds=values["eval_seconds"],
+    )
 
 
-def _laid_out(config: RunConfig, devices: int, given: bool) -> RunConfig:
-    """The configuration with the layout that is `given`, or its own where that fits the machine, else over `fsdp`."""
-    parallel = config.parallel
-    if given or -1 in parallel.degrees.values():
-        fits = -1 not in parallel.degrees.values() and math.prod(parallel.degrees.values()) <= devices
-        parallel = parallel if fits else parallel.resolve(devices)
-    elif math.prod(parallel.degrees.values()) == devices:
-        return config
-    else:  # another machine than the one it was trained on: any layout gives the same loss
-        parallel = ParallelConfig(fsdp=devices, simulate_devices=parallel.simulate_devices)
-    train, stages = config.train, parallel.pipeline
-    unit = parallel.data * parallel.fsdp * parallel.expert * (2 * stages if stages > 1 else 1)
-    size = train.eval_batch_size or train.global_batch_size // train.gradient_accumulation
-    size = -(-size // unit) * unit
-    sizes = {"eval_batch_size": size, "global_batch_size": size, "gradient_accumulation": 1}
-    config = config.model_copy(update={"parallel": parallel, "train": train.model_copy(update=sizes)})
-    if problems := layout_problems(config):
-        raise ConfigError(" ".join(problems))
-    return config
-
-
-def _evaluation_data(config: RunConfig, args: argparse.Namespace) -> Data:
-    """The run's own data, or the given paths as held-out text under the model's tokenizer."""
+def _open_text(config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]) -> Data:
+    """Open the run's own data, or the given paths as held-out text with the model's tokenizer."""
     section = config.data
-    if args.data:
-        open_tokenizer(args.run)
-        folder = Path(args.run) / "tokenizer" if is_run(args.run) else Path(args.run)
-        sources = tuple(SourceConfig(path=path, text_key=args.text_key) for path in args.data)
-        tokenizer = TokenizerConfig(name="file", path=str(folder))
-        unused = (SourceConfig(path="synthetic"),)
-        section = section.model_copy(update={"held_out": sources, "sources": unused, "tokenizer": tokenizer})
+    if text.paths:
+        read_tokenizer(directory)  # reports a missing tokenizer before any text is prepared
+        folder = directory / "tokenizer" if is_run(directory) else directory
+        section = section.model_copy(
+            update={
+                "held_out": tuple(SourceConfig(path=path, text_key=text.text_key) for path in text.paths),
+                "sources": (SourceConfig(path="synthetic"),),  # no training text is read
+                "tokenizer": TokenizerConfig(name="file", path=str(folder)),
+            }
+        )
     return open_data(
         section,
         sequence_length=config.train.sequence_length,
         seed=config.run.seed,
-        report=lambda text: print(text, file=sys.stderr),
+        report=report,
         workers=available_cores(),
     )
 
 
-def _run_tasks(harness: Any, config: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
-    manager = harness.find_tasks(args.tasks, args.include_path)
-    generator, step = open_generator(
-        args.run, args.overrides, step=args.step, document_start=not args.no_document_start
-    )
-    longest = config.model.max_position_embeddings
-    length = args.max_length or longest_sequence(config)
+def _run_tasks(
+    harness: ModuleType,
+    directory: str | Path,
+    overrides: Sequence[str],
+    tasks: TaskOptions,
+    step: int | None,
+    report: Callable[[str], None],
+) -> Evaluation:
+    manager = harness.find_tasks(tasks.names, tasks.include_path)
+    run = load(directory, overrides, step=step, report=report)
+    longest = run.config.model.max_position_embeddings
+    length = tasks.max_length or default_max_length(run.config)
     if longest is not None and length > longest:
         raise ConfigError(f"--max-length {length} exceeds the model's max_position_embeddings ({longest}).")
-    model = harness.HarnessModel(generator, max_length=length, batch_size=args.batch_size)
-    found = harness.run_tasks(model, args.tasks, num_fewshot=args.num_fewshot, limit=args.limit, manager=manager)
-    if args.output is not None:
-        write_file(Path(args.output), (json.dumps(found, indent=2, default=str) + "\n").encode())
-    return {"step": step, "tasks": harness.task_metrics(found)}
-
-
-def _show(run: str, values: Mapping[str, Any]) -> None:
-    print(f"{run}, step {values['step']}")
-    if "eval_loss" in values:
-        print(f"held-out text: {int(values['eval_items']):,} tokens, {values['bytes']:,} bytes")
-        for name, unit in (("eval_loss", "nats a token"), ("eval_perplexity", ""), ("eval_bits_per_byte", "")):
-            if name in values:
-                print(f"  {name.removeprefix('eval_').replace('_', ' '):<16}{values[name]:.4f} {unit}".rstrip())
-    for task, metrics in values.get("tasks", {}).items():
-        print(f"{task}:")
-        for name in metrics:
-            if not name.endswith("_stderr"):
-                error = metrics.get(f"{name}_stderr", math.nan)
-                print(f"  {name:<16}{metrics[name]:.4f}" + (f" +- {error:.4f}" if math.isfinite(error) else ""))
+    generator = run.text_generator(document_start=tasks.document_start)
+    model = harness.HarnessModel(generator, max_length=length, batch_size=tasks.batch_size)
+    results = harness.run_tasks(model, tasks.names, num_fewshot=tasks.num_fewshot, limit=tasks.limit, manager=manager)
+    return Evaluation(run.step, tasks=harness.task_metrics(results), harness_results=results)

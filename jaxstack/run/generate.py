@@ -1,105 +1,124 @@
-"""What `python -m jaxstack.generate` does: prompts in, text to the terminal as it comes."""
+"""Generate texts for prompts, several samples each, in batches."""
 
-import argparse
-import json
-import sys
+import dataclasses
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.decoding.text import TextGenerator
+from jaxstack.decoding.text import FinishReason, TextGenerator
 from jaxstack.errors import ConfigError
-from jaxstack.run.load import open_generator
 
-_TOKENS = 200
+_DEFAULT_TOKENS = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratedText:
+    """A generated text.
+
+    Attributes:
+      prompt: the prompt as given.
+      text: the continuation, without the prompt and without the stop string.
+      seed: seed of this sample; it gives the same text again.
+      finish_reason: "stop" at a stop string or a stop token, "length" at the token limit.
+      prompt_index: index of the prompt among the given ones.
+      sample_index: index of the sample among those of its prompt.
+    """
+
+    prompt: str
+    text: str
+    seed: int
+    finish_reason: FinishReason
+    prompt_index: int = 0
+    sample_index: int = 0
 
 
 class _Row(NamedTuple):
-    """A text to generate."""
+    """A text to generate, and its place in the request."""
 
     prompt: str
     ids: list[int]
     seed: int
-    title: str
+    prompt_index: int
+    sample_index: int
 
 
-def generate_text(args: argparse.Namespace) -> None:
-    """Generates what the parsed arguments say."""
-    try:
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    prompts = _read_prompts(args)
-    generator, step = open_generator(
-        args.run, args.overrides, step=args.step, document_start=not args.no_document_start
-    )
-    print(f"[{args.run}, step {step}]", file=sys.stderr)
-    generator, line_end = (ChatGenerator(generator), "\n") if args.chat else (generator, "")
-    rows = _make_rows(generator, prompts, args.samples, args.seed)
-    tokens = _max_tokens(generator, rows, args.max_tokens)
-    if len(rows) == 1 and not args.json:
-        print(rows[0].prompt, end=line_end, flush=True)
-        for piece in generator.stream([rows[0].ids], tokens, sampling, seed=[args.seed], stop=args.stop):
-            print(piece.text, end="", flush=True)
-        print()
-        return
-    for start in range(0, len(rows), args.batch_size):
-        some = rows[start : start + args.batch_size]
-        for row, text, reason in _finished(generator, some, tokens, sampling, args.stop):
-            if args.json:
-                line = {"prompt": row.prompt, "text": text, "seed": row.seed, "finish_reason": reason}
-                print(json.dumps(line, ensure_ascii=False), flush=True)
-            else:
-                print(f"--- {row.title}\n{row.prompt}{line_end}{text}", flush=True)
+def generate(
+    generator: TextGenerator,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    samples: int = 1,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    batch_size: int = 16,
+) -> Iterator[GeneratedText]:
+    """Generate `samples` texts for each prompt, yielded in order as soon as they are complete.
+
+    Args:
+      generator: the model with its tokenizer, from `jaxstack.run.load.Run.text_generator`.
+      prompts: texts to continue; "" starts a new document.
+      sampling: temperature and limits of the choice of tokens.
+      samples: texts per prompt.
+      max_tokens: token limit of each text; default: 200, or as many as fit the model's context.
+      seed: seed of each prompt's first sample; sample i has seed + i.
+      stop: strings that end a text.
+      batch_size: texts that are generated at a time.
+
+    Raises:
+      ConfigError: a prompt is empty or too long, or a stop string is empty.
+    """
+    rows = _make_rows(generator, prompts, samples, seed)
+    tokens = _token_limit(generator, rows, max_tokens)
+    for start in range(0, len(rows), batch_size):
+        yield from _generate_batch(generator, rows[start : start + batch_size], tokens, sampling, stop)
 
 
-def _finished(
+def stream(
+    generator: TextGenerator,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+) -> Iterator[str]:
+    """Generate one text, yielded piece by piece as its tokens come; arguments as of `generate`."""
+    rows = _make_rows(generator, [prompt], 1, seed)
+    tokens = _token_limit(generator, rows, max_tokens)
+    return (piece.text for piece in generator.stream([rows[0].ids], tokens, sampling, seed=[seed], stop=stop))
+
+
+def _generate_batch(
     generator: TextGenerator, rows: Sequence[_Row], tokens: int, sampling: Sampling, stop: Sequence[str]
-) -> Iterator[tuple[_Row, str, str]]:
-    """Each row with its text and why it ended, in order, as soon as it and those before it have ended."""
-    texts, reasons, shown = [""] * len(rows), [""] * len(rows), 0
+) -> Iterator[GeneratedText]:
+    """Yield the text of each row, in order, as soon as it and those before it are complete."""
+    texts: list[str] = [""] * len(rows)
+    reasons: list[FinishReason | None] = [None] * len(rows)
+    completed = 0
     seeds = [row.seed for row in rows]
     for piece in generator.stream([row.ids for row in rows], tokens, sampling, seed=seeds, stop=stop):
         texts[piece.row] += piece.text
-        reasons[piece.row] = piece.reason or ""
-        while shown < len(rows) and reasons[shown]:
-            yield rows[shown], texts[shown], reasons[shown]
-            shown += 1
-
-
-def _read_prompts(args: argparse.Namespace) -> list[str]:
-    if args.prompts is None:
-        return args.prompt or [""]
-    try:
-        lines = Path(args.prompts).read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line)["prompt"] for line in lines if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"--prompts: cannot read {args.prompts}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError):
-        found = []
-    if not found or not all(isinstance(prompt, str) for prompt in found):
-        raise ConfigError(f'--prompts: each line of {args.prompts} must be a JSON object such as {{"prompt": "Once"}}.')
-    return [*(args.prompt or []), *found]
+        reasons[piece.row] = piece.finish_reason
+        while completed < len(rows) and (reason := reasons[completed]) is not None:
+            row = rows[completed]
+            yield GeneratedText(row.prompt, texts[completed], row.seed, reason, row.prompt_index, row.sample_index)
+            completed += 1
 
 
 def _make_rows(generator: TextGenerator, prompts: Sequence[str], samples: int, seed: int) -> list[_Row]:
     rows = []
-    for number, prompt in enumerate(prompts, 1):
+    for prompt_index, prompt in enumerate(prompts):
         ids = generator.encode(prompt)
         if not ids:
-            raise ConfigError("an empty prompt has nothing to go on from without the document start; give one.")
-        for sample in range(samples):
-            several = f", sample {sample + 1}" if samples > 1 else ""
-            title = f"sample {sample + 1}" if len(prompts) == 1 else f"prompt {number}{several}"
-            rows.append(_Row(prompt, ids, seed + sample, title))
+            raise ConfigError("an empty prompt without the document start leaves nothing to go on from; give a prompt.")
+        rows += [_Row(prompt, ids, seed + sample, prompt_index, sample) for sample in range(samples)]
     return rows
 
 
-def _max_tokens(generator: TextGenerator, rows: Sequence[_Row], wanted: int | None) -> int:
-    """As asked for, or as many as fit."""
+def _token_limit(generator: TextGenerator, rows: Sequence[_Row], max_tokens: int | None) -> int:
+    """Return `max_tokens`, or the default limited to what fits the model's context."""
     limit = generator.decoder.context_length
-    if wanted is not None or limit is None:
-        return wanted or _TOKENS
-    return max(1, min(_TOKENS, limit - max(len(row.ids) for row in rows)))
+    if max_tokens is not None or limit is None:
+        return max_tokens or _DEFAULT_TOKENS
+    return max(1, min(_DEFAULT_TOKENS, limit - max(len(row.ids) for row in rows)))

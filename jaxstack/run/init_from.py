@@ -1,13 +1,13 @@
-"""The first parameters of a run, from another run's checkpoint or from Hugging Face files: `run.init_from`."""
+"""Read the first parameters of a run from another run's checkpoint or from Hugging Face files: `run.init_from`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.decoding.decode import Params
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, add_adapters
@@ -18,27 +18,31 @@ from jaxstack.models.pretrained import is_run, read_adapters, read_model
 from jaxstack.models.restack import restack, restack_shapes, same_stacking
 
 
-def initial_parameters(directory: str, model: ModelConfig, abstract: Any, say: Callable[[str], None]) -> Any:
-    """The parameters in a run directory (of its newest checkpoint, adapters merged) or a Hugging Face checkpoint.
+def initial_parameters(
+    directory: str | Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]
+) -> Params:
+    """Read the parameters of a run's newest checkpoint (adapters merged) or of a Hugging Face checkpoint.
 
     Args:
-      model: the one that they are for; it must compute what theirs computes.
-      abstract: their shapes and shardings, nested dicts; each device reads its own part only.
+      directory: run directory, or directory of the Hugging Face checkpoint.
+      model: the new run's model; it must compute what the stored one computes, but may stack its layers otherwise.
+      abstract: nested dicts of shapes, dtypes and shardings of its parameters; each device reads only its own shard.
+      report: called with a line that names the source.
 
     Raises:
-      ConfigError: there are none, or they are of another model; the message names what differs.
-      JaxstackError: a checkpoint is damaged.
+      ConfigError: there are no parameters, or they are another model's; the message names what differs.
+      JaxstackError: the checkpoint is damaged.
     """
     if not is_run(directory):
-        say(f"starting from the weights in {directory}")
+        report(f"starting from the weights in {directory}")
         return read_parameters(directory, model, jax.tree.map(lambda x: x.sharding, abstract))
     stored = read_model(directory)
-    check_model(model, stored, directory)
-    manager = CheckpointManager(Path(directory) / "checkpoints", report=say)
+    check_model(model, stored, str(directory))
+    manager = CheckpointManager(Path(directory) / "checkpoints", report=report)
     step = manager.latest_step()
     if step is None:
         raise ConfigError(f"run.init_from: {directory} holds no checkpoint yet.")
-    say(f"starting from the parameters of {directory}, step {step}")
+    report(f"starting from the parameters of {directory}, step {step}")
     if same_stacking(stored, model):
         return _restore(manager, step, stored, abstract, read_adapters(directory))
     params = _restore(manager, step, stored, restack_shapes(abstract, model, stored), read_adapters(directory))
@@ -47,21 +51,21 @@ def initial_parameters(directory: str, model: ModelConfig, abstract: Any, say: C
 
 
 def _restore(
-    manager: CheckpointManager, step: int, model: ModelConfig, abstract: Any, adapters: Sequence[AdapterRule]
-) -> Any:
-    """A checkpoint's parameters, laid out as `abstract`, with the adapters merged."""
+    manager: CheckpointManager, step: int, model: ModelConfig, abstract: Params, adapters: Sequence[AdapterRule]
+) -> Params:
+    """Read a checkpoint's parameters with the shardings of `abstract`, and merge its adapters into them."""
     if not adapters:
         return manager.restore(step, {"params": abstract}, subset=True)[0]["params"]
     module = FunctionalModule(lambda rngs: add_adapters(Transformer(model, rngs), adapters, rngs))
     layout = jax.tree.map(lambda x: x.sharding, abstract)
-    whole = NamedSharding(jax.tree.leaves(layout)[0].mesh, jax.P())
-    of_adapters = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+    replicated = NamedSharding(jax.tree.leaves(layout)[0].mesh, jax.P())
+    abstract_adapters = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
         module.split_adapters(module.abstract_params)[1],
     )
-    tree, _ = manager.restore(step, {"params": module.join(abstract, of_adapters)}, subset=True)
+    tree, _ = manager.restore(step, {"params": module.join(abstract, abstract_adapters)}, subset=True)
 
-    def merge(base: Any, adapters: Any) -> Any:
+    def merge(base: Params, adapters: Params) -> Params:
         return module.merge_adapters(base, adapters, module.init(jax.random.key(0))[1])
 
     return jax.jit(merge, out_shardings=layout, donate_argnums=0)(*module.split_adapters(tree["params"]))

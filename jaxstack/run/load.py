@@ -1,21 +1,24 @@
-"""A run, or a Hugging Face checkpoint, opened for use: its configuration, tokenizer and parameters on a mesh."""
+"""Load a trained run or a Hugging Face checkpoint: its configuration, tokenizer and parameters, laid out on a mesh."""
 
+import dataclasses
 import functools
 import json
 import math
-import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.decode import Decoder, in_compute_dtype
+from jaxstack.decoding.chat import ChatGenerator
+from jaxstack.decoding.decode import Decoder, Params, cast_matrices
+from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text import TextGenerator
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
@@ -25,21 +28,131 @@ from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.pretrained import is_run, read_model
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.plan.choose import decoding_layout
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.run.build import build_model
-from jaxstack.run_config import RunConfig, TrainConfig, config_from_tree, layout_problems, load_config
+from jaxstack.run.generate import GeneratedText, generate
+from jaxstack.run_config import RunConfig, config_from_tree, load_config
 
 _SEQUENCE_LENGTH = 1024
-"""Tokens a sequence in the configuration of a Hugging Face checkpoint, where it has as many positions."""
-GENERATION = "generation_config.json"
-"""Where Hugging Face keeps the ids that end a text; a converted run keeps the file too."""
+"""Sequence length in the configuration of a Hugging Face checkpoint, unless the model has fewer positions."""
+GENERATION_FILE = "generation_config.json"
+"""Hugging Face's file with the ids that end a text; a converted run has it too."""
 
 
-def open_run(directory: str | Path) -> RunConfig:
-    """The configuration of an existing run.
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A trained run, or a Hugging Face checkpoint, ready to generate and to score text.
+
+    Attributes:
+      directory: run directory, or directory of the Hugging Face checkpoint.
+      config: its configuration. `config.parallel` is the layout of training; `decoder.rules` has the mesh in use.
+      step: step of the checkpoint; 0 for a Hugging Face checkpoint.
+      tokenizer: the tokenizer that the model was trained with.
+      decoder: the model with its parameters in the compute dtype, on a mesh.
+      stop_tokens: ids that end a text.
+    """
+
+    directory: Path
+    config: RunConfig
+    step: int
+    tokenizer: Tokenizer
+    decoder: Decoder
+    stop_tokens: frozenset[int]
+
+    @property
+    def module(self) -> FunctionalModule:
+        """The Transformer as pure functions of its arrays; adapters are merged and layers unrolled."""
+        return self.decoder.module
+
+    @property
+    def parameters(self) -> Params:
+        """The parameters, nested dicts of arrays."""
+        return self.decoder.params
+
+    def text_generator(self, *, document_start: bool = True, chat: bool = False) -> TextGenerator:
+        """Return a generator of text.
+
+        Args:
+          document_start: begin each text with the tokenizer's document-start id, as in training.
+          chat: format each prompt as a question by the tokenizer's chat template, and end where the answer ends.
+
+        Raises:
+          ConfigError: `chat`, and the tokenizer has no chat template.
+        """
+        opening = [self.tokenizer.document_start] if document_start else []
+        generator = TextGenerator(self.decoder, self.tokenizer, opening, self.stop_tokens)
+        return ChatGenerator(generator) if chat else generator
+
+    def generate(
+        self,
+        prompts: Sequence[str] = ("",),
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int | None = None,
+        samples: int = 1,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        chat: bool = False,
+    ) -> list[GeneratedText]:
+        """Generate `samples` texts for each prompt.
+
+        Args:
+          prompts: texts to continue; "" starts a new document.
+          sampling: temperature and limits of the choice of tokens; default: `Sampling()`.
+          max_tokens: token limit of each text; default: 200, or as many as fit the model's context.
+          samples: texts per prompt.
+          seed: seed of each prompt's first sample; sample i has seed + i.
+          stop: strings that end a text.
+          chat: see `text_generator`.
+
+        Raises:
+          ConfigError: a prompt is too long, a stop string is empty, or there is no chat template.
+        """
+        return list(
+            generate(
+                self.text_generator(chat=chat),
+                prompts,
+                sampling or Sampling(),
+                samples=samples,
+                max_tokens=max_tokens,
+                seed=seed,
+                stop=stop,
+            )
+        )
+
+
+def load(
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    report: Callable[[str], None] = warnings.warn,
+) -> Run:
+    """Load a run or a Hugging Face checkpoint for generation and evaluation tasks.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      overrides: `parallel.key=value` and `precision.key=value`; see `read_config`.
+      step: step of the checkpoint to load; default: the newest.
+      report: called with each warning, such as one about a damaged checkpoint that is passed over.
 
     Raises:
-      ConfigError: the directory holds no run.
+      ConfigError: the directory holds no model or no tokenizer, or an override does not fit.
+      JaxstackError: there is no checkpoint, or it is damaged.
+    """
+    config = read_config(directory, overrides)
+    tokenizer = read_tokenizer(directory)
+    decoder, chosen = load_decoder(directory, overrides, step=step, vocab_size=tokenizer.vocab_size, report=report)
+    stop_tokens = frozenset({tokenizer.document_start, *read_stop_tokens(directory)})
+    return Run(Path(directory), config, chosen, tokenizer, decoder, stop_tokens)
+
+
+def read_run_config(directory: str | Path) -> RunConfig:
+    """Return the configuration of a run.
+
+    Raises:
+      ConfigError: the directory is not a run directory.
     """
     path = Path(directory) / "config.yaml"
     if not path.is_file():
@@ -47,18 +160,19 @@ def open_run(directory: str | Path) -> RunConfig:
     return load_config(path)
 
 
-def open_config(directory: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a run, or one for a Hugging Face checkpoint.
+def read_config(directory: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration of a run, or make one for a Hugging Face checkpoint.
 
     Args:
-      overrides: `parallel.key=value` and `precision.key=value`. With any of `parallel` the run's own layout does not
-        count, but for its simulated devices.
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      overrides: `parallel.key=value` and `precision.key=value`. With any of `parallel`, the run's own degrees are
+        dropped (except for its number of simulated devices).
 
     Raises:
-      ConfigError: the directory holds neither, or an override is of another section or wrong.
+      ConfigError: the directory holds neither, or an override is wrong or of another section.
     """
     if is_run(directory):
-        config = open_run(directory)
+        config = read_run_config(directory)
     else:
         length = min(_SEQUENCE_LENGTH, read_model(directory).max_position_embeddings or _SEQUENCE_LENGTH)
         tree = {"run": {"init_from": str(directory)}, "train": {"sequence_length": length}}
@@ -67,13 +181,22 @@ def open_config(directory: str | Path, overrides: Sequence[str] = ()) -> RunConf
     if foreign := sorted(changes.keys() - {"parallel", "precision"}):
         raise ConfigError(f"only keys of parallel and precision can be set for a trained model; found {foreign[0]}.")
     simulated = {"simulate_devices": config.parallel.simulate_devices}
-    own = {"parallel": (ParallelConfig, simulated), "precision": (PrecisionConfig, config.precision.model_dump())}
-    trees = {name: merge_trees({name: own[name][1]}, {name: tree})[name] for name, tree in changes.items()}
-    return config.model_copy(update={name: build_component(own[name][0], tree, name) for name, tree in trees.items()})
+    updates: dict[str, Component] = {}
+    if "parallel" in changes:
+        updates["parallel"] = _overridden(ParallelConfig, "parallel", simulated, changes)
+    if "precision" in changes:
+        updates["precision"] = _overridden(PrecisionConfig, "precision", config.precision.model_dump(), changes)
+    return config.model_copy(update=updates)
 
 
-def open_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a run or a Hugging Face checkpoint.
+def _overridden(
+    component: type[Component], name: str, base: Mapping[str, object], changes: Mapping[str, object]
+) -> Component:
+    return build_component(component, merge_trees({name: base}, {name: changes[name]})[name], name)
+
+
+def read_tokenizer(directory: str | Path) -> Tokenizer:
+    """Return the tokenizer of a run or a Hugging Face checkpoint.
 
     Raises:
       JaxstackError: there is none, or it is damaged.
@@ -81,13 +204,13 @@ def open_tokenizer(directory: str | Path) -> Tokenizer:
     if is_run(directory):
         return load_tokenizer(Path(directory) / "tokenizer")
     if not (Path(directory) / "tokenizer.json").is_file():
-        raise ConfigError(f"{directory} has no tokenizer.json, without which text cannot go in or out; put one there.")
+        raise ConfigError(f"{directory} has no tokenizer.json, which is needed to encode and decode text; add one.")
     return read_tokenizer_file(str(directory))
 
 
-def end_tokens(directory: str | Path) -> list[int]:
-    """The ids that end a text besides the tokenizer's document start: `eos_token_id` in Hugging Face's files."""
-    names = (GENERATION,) if is_run(directory) else (GENERATION, "config.json")
+def read_stop_tokens(directory: str | Path) -> list[int]:
+    """Return `eos_token_id` of Hugging Face's files: ids that end a text, in addition to the document start."""
+    names = (GENERATION_FILE,) if is_run(directory) else (GENERATION_FILE, "config.json")
     for name in names:
         try:
             found = json.loads((Path(directory) / name).read_text(encoding="utf-8")).get("eos_token_id")
@@ -100,10 +223,11 @@ def end_tokens(directory: str | Path) -> list[int]:
 
 
 def choose_step(manager: CheckpointManager, step: int | None) -> int:
-    """`step` if there is such a checkpoint, the newest intact one for None.
+    """Return `step` if it has a checkpoint; for None, return the step of the newest intact checkpoint.
 
     Raises:
-      JaxstackError: there is none.
+      ConfigError: there is no checkpoint of `step`.
+      JaxstackError: there is no checkpoint at all.
     """
     if step is None:
         latest = manager.latest_step()
@@ -117,20 +241,46 @@ def choose_step(manager: CheckpointManager, step: int | None) -> int:
     return step
 
 
-def check_tokenizer(folder: Path, step: int, extra: Any) -> None:
-    """Raises JaxstackError where the tokenizer in `folder` is not the one that a checkpoint's extra data names."""
+def check_tokenizer(folder: Path, step: int, extra: object) -> None:
+    """Check that the tokenizer in `folder` is the one that a checkpoint was trained with.
+
+    Args:
+      folder: directory of the tokenizer; without one nothing is checked.
+      step: step of the checkpoint, for the message.
+      extra: extra data of the checkpoint, whose `data.tokenizer` is the tokenizer's hash.
+
+    Raises:
+      JaxstackError: it is another tokenizer.
+    """
     data = extra.get("data") if isinstance(extra, dict) else None
     trained = data.get("tokenizer") if isinstance(data, dict) else None
     if trained is not None and folder.is_dir() and load_tokenizer(folder).hash != trained:
-        raise JaxstackError(f"{folder} is not the tokenizer of checkpoint {step}: restore the files there.")
+        raise JaxstackError(f"{folder} is not the tokenizer of checkpoint {step}: restore its files.")
 
 
 def restore_parameters(
-    directory: str | Path, model: ModelConfig, module: FunctionalModule, rules: AxisRules, step: int | None
-) -> tuple[Any, Any, int]:
-    """(params, rest, step) of a run's checkpoint or of Hugging Face files (step 0), laid out on the mesh of `rules`.
+    directory: str | Path,
+    model: ModelConfig,
+    module: FunctionalModule,
+    rules: AxisRules,
+    *,
+    step: int | None = None,
+    report: Callable[[str], None] = warnings.warn,
+) -> tuple[Params, Params, int]:
+    """Read the parameters of a run's checkpoint or of Hugging Face files, laid out on the mesh of `rules`.
 
-    The optimizer's state is not read.
+    The optimizer state is not read.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      model: configuration of the stored model.
+      module: functional form of the model.
+      rules: sharding rules of the mesh.
+      step: step of the run's checkpoint; default: the newest.
+      report: called with each warning.
+
+    Returns:
+      Parameters, other variables, and the step of the checkpoint (0 for Hugging Face files).
     """
     if not is_run(directory):
         if step is not None:
@@ -138,16 +288,16 @@ def restore_parameters(
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
         return read_parameters(directory, model, shardings), non_params, 0
-    manager = CheckpointManager(Path(directory) / "checkpoints", report=lambda text: print(text, file=sys.stderr))
+    manager = CheckpointManager(Path(directory) / "checkpoints", report=report)
     chosen = choose_step(manager, step)
     stored = module.plain if isinstance(module, StagedModule) else module
     specs = stored.parameter_specs(rules)
 
-    def wanted(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    def with_sharding(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rules.sharding(spec))
 
-    params = jax.tree.map(wanted, stored.abstract_params, specs)
-    non_params = jax.tree.map(lambda x: wanted(x, jax.P()), module.abstract_non_params)
+    params = jax.tree.map(with_sharding, stored.abstract_params, specs)
+    non_params = jax.tree.map(lambda x: with_sharding(x, jax.P()), module.abstract_non_params)
     tree, extra = manager.restore(chosen, {"params": params, "non_params": non_params}, subset=True)
     check_tokenizer(Path(directory) / "tokenizer", chosen, extra)
     params = tree["params"]
@@ -157,73 +307,46 @@ def restore_parameters(
     return params, tree["non_params"], chosen
 
 
-def decoding_layout(config: RunConfig, devices: int, given: bool) -> ParallelConfig:
-    """How a model is laid out to generate: as its configuration says where that is `given`, else over `tensor`, on as
-    many devices as divide its heads and widths.
-
-    Raises:
-      ConfigError: the layout does not fit the model or the devices.
-    """
-    if given:
-        parallel = config.parallel
-        if -1 in parallel.degrees.values() or math.prod(parallel.degrees.values()) > devices:
-            parallel = parallel.resolve(devices)
-        if problems := _decoding_problems(config, parallel):
-            raise ConfigError(" ".join(problems))
-        return parallel
-    choices = (ParallelConfig(tensor=degree) for degree in range(devices, 0, -1) if config.model.kv_heads % degree == 0)
-    return next(parallel for parallel in choices if parallel.tensor == 1 or not _decoding_problems(config, parallel))
-
-
-def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
-    rows = parallel.data * parallel.fsdp * parallel.expert
-    train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
-    return layout_problems(config.model_copy(update={"parallel": parallel, "train": train}))
-
-
-def open_decoder(
-    directory: str | Path, overrides: Sequence[str] = (), *, step: int | None = None, vocab_size: int | None = None
+def load_decoder(
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    vocab_size: int | None = None,
+    report: Callable[[str], None] = warnings.warn,
 ) -> tuple[Decoder, int]:
-    """(a decoder with the parameters of a run or a Hugging Face checkpoint, their step); see `open_config`."""
-    config = open_config(directory, overrides)
+    """Load the model of a run or a Hugging Face checkpoint, without its tokenizer.
+
+    Args:
+      directory, overrides, step, report: as of `load`.
+      vocab_size: number of ids that may be generated; default: all rows of the model's vocabulary.
+
+    Returns:
+      The decoder, and the step of its checkpoint.
+    """
+    config = read_config(directory, overrides)
     devices = start_devices(config.parallel.simulate_devices)
     cache_compilations()
-    parallel = decoding_layout(config, devices, any(word.startswith("parallel.") for word in overrides))
+    parallel = decoding_layout(config, devices, chosen=sets_layout(overrides))
     rules = make_rules(make_mesh(parallel, jax.devices()[: math.prod(parallel.degrees.values())]))
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     unrolled = config.model.model_copy(update={"scan_layers": False})
-    stored = config.model if is_run(directory) else unrolled  # a run keeps its layers as they were trained
+    stored = config.model if is_run(directory) else unrolled  # a run stores its layers stacked as in training
     module = FunctionalModule(build_model(config.model_copy(update={"model": stored}), dtype))
-    params, non_params, chosen = restore_parameters(directory, stored, module, rules, step)
+    params, non_params, chosen = restore_parameters(directory, stored, module, rules, step=step, report=report)
     if config.adapters.rules:
         plain = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
         params, module = merge(*module.split_adapters(params), non_params), plain
     if stored != unrolled:
-        params = in_compute_dtype(module, params, rules)
+        params = cast_matrices(module, params, rules)
         module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         params = jax.jit(functools.partial(unroll_layers, stored), out_shardings=shardings)(params)
     return Decoder(module, params, non_params, rules, vocab_size=vocab_size), chosen
 
 
-def open_generator(
-    directory: str | Path, overrides: Sequence[str] = (), *, step: int | None = None, document_start: bool = True
-) -> tuple[TextGenerator, int]:
-    """(a text generator of a run or a Hugging Face checkpoint, its step).
-
-    Args:
-      overrides: `parallel.key=value` and `precision.key=value`.
-      step: checkpoint to take; default: the newest.
-      document_start: whether a text begins with the tokenizer's document-start id, as in training.
-
-    Raises:
-      ConfigError: the directory holds no model, or an override does not fit.
-      JaxstackError: there is no checkpoint, or it is damaged.
-    """
-    is_run(directory)
-    tokenizer = open_tokenizer(directory)
-    decoder, chosen = open_decoder(directory, overrides, step=step, vocab_size=tokenizer.vocab_size)
-    opening = [tokenizer.document_start] if document_start else []
-    return TextGenerator(decoder, tokenizer, opening, {tokenizer.document_start, *end_tokens(directory)}), chosen
+def sets_layout(overrides: Sequence[str]) -> bool:
+    """Return True if an override is of the section `parallel`."""
+    return any(override.startswith("parallel.") for override in overrides)

@@ -1,18 +1,19 @@
-"""Trains a language model from its configuration, from the connection of the processes to the closing report."""
+"""Train a language model from its configuration: connect the processes, prepare data, train, and summarize."""
 
+import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import jax
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
-from jaxstack.data.build import available_cores
+from jaxstack.data.build_shards import available_cores
 from jaxstack.data.byte_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
-from jaxstack.distributed.coordination import join
+from jaxstack.distributed.coordination import connect
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import cannot_write
 from jaxstack.evaluation import bits_per_byte
@@ -25,50 +26,70 @@ from jaxstack.models import (
 )
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
+from jaxstack.plan.choose import training_layout
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
-from jaxstack.run_config import RunConfig, resolve_layout
+from jaxstack.run.memory import check_memory, looks_too_large
+from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
 
-def train(config: RunConfig) -> dict[str, Any]:
-    """Trains a run, or resumes it from its newest checkpoint, as `python -m jaxstack.train` does.
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """A run that has reached its last step.
+
+    Attributes:
+      directory: the run directory; `jaxstack.run.load.load(directory)` opens it.
+      config: the configuration with its layout and vocabulary filled in.
+      metrics: the values that were logged last, with `eval_loss` if there is held-out text.
+    """
+
+    directory: Path
+    config: RunConfig
+    metrics: Mapping[str, float]
+
+
+def print_line(text: str) -> None:
+    """Print a line and flush it, so that it appears at once in a pipe too."""
+    print(text, flush=True)
+
+
+def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> TrainedRun:
+    """Train a run, or resume it from its newest checkpoint, as `python -m jaxstack.train` does.
 
     Args:
-      config: the run, as `load_config` returns it. Its degrees and vocabulary may still be open.
+      config: the run's configuration, from `load_config`. A parallel degree of -1 and a vocabulary of None are filled
+        in.
+      report: called with each line of progress, on the first process, unless `observe.progress` is off.
 
     Returns:
-      The values that were logged last.
+      The run with the values that were logged last.
 
     Raises:
       ConfigError: the configuration cannot run here.
       JaxstackError: the run failed, or was stopped by a signal after saving.
     """
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
-        is_run(config.run.init_from)  # a wrong directory is named before the data is prepared
-    warnings = _join(config)
-    devices = start_devices(config.parallel.simulate_devices)
-    if jax.process_count() > 1:
-        check_devices(config.resilience.connect_seconds)
-    config = resolve_layout(config, devices)
+        is_run(config.run.init_from)  # reports a wrong directory before data is prepared
+    warnings = _connect(config)
+    config = training_layout(config, _start_devices(config))
     cache_compilations()
     first = jax.process_index() == 0
-    say = print_line if first and config.observe.progress else (lambda text: None)
+    say = report if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
+    if looks_too_large(config.model, config.parallel):
+        check_memory(make_trainer(config, lambda step: {}))
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
     trainer = make_trainer(config, data)
-    frozen = trainer.frozen_parameters()
-    flops = model_flops_per_token(config.model, config.train.sequence_length)
-    flops -= flops_saved_per_token(config.model, frozen)
-    say(_introduce(config, data, flops, bool(frozen)))
-    if frozen:
-        say(_count_trained(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
-    baselines, tasks = _Baselines(data), TrainingTasks(config, trainer, data.tokenizer)
+    if warning := check_memory(trainer):
+        say(f"warning: {warning}")
+    flops = _describe(config, data, trainer, say)
+    baselines, tasks = _ByteBaselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
         LoopSettings(
@@ -87,33 +108,52 @@ def train(config: RunConfig) -> dict[str, Any]:
         ),
     )
     if first:
-        _conclude(config, values, baselines, say)
-    return values
+        _summarize(config, values, baselines, say)
+    return TrainedRun(config.directory, config, values)
+
+
+def _start_devices(config: RunConfig) -> int:
+    """Initialize the devices, check that those of several processes work together, and return their number."""
+    devices = start_devices(config.parallel.simulate_devices)
+    if jax.process_count() > 1:
+        check_devices(config.resilience.connect_seconds)
+    return devices
+
+
+def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
+    """Report what will run, and return the model FLOPs per token."""
+    frozen = trainer.frozen_parameters()
+    flops = model_flops_per_token(config.model, config.train.sequence_length)
+    flops -= flops_saved_per_token(config.model, frozen)
+    say(_describe_run(config, data, flops, bool(frozen)))
+    if frozen:
+        say(_describe_frozen(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
+    return flops
 
 
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
-    """Gives a new run the parameters that `run.init_from` names."""
+    """Load the parameters of `run.init_from`, if it is set, into the trainer of a new run."""
     source = config.run.init_from
     if source is not None:
         wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
         trainer.start_from(initial_parameters(source, config.model, wanted, say))
 
 
-def _join(config: RunConfig) -> list[str]:
-    """Connects the processes of the run, where there are several, and sees that they run the same; gives warnings."""
+def _connect(config: RunConfig) -> list[str]:
+    """Connect the processes of the run, if there are several, and check that they run the same program.
+
+    Returns:
+      Warnings about differences between the processes.
+    """
     place, limits = find_place(), config.resilience
     if place is None:
         return []
-    join(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
+    connect(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
     return check_program(dump_yaml(config), limits.connect_seconds)
 
 
-def print_line(text: str) -> None:
-    """Prints at once, also into a pipe."""
-    print(text, flush=True)
-
-
 def _write_run_files(config: RunConfig, data: Data) -> None:
+    """Write config.yaml and the tokenizer into the run directory."""
     directory = config.directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -123,12 +163,13 @@ def _write_run_files(config: RunConfig, data: Data) -> None:
         raise cannot_write(f"the run directory {directory}", error) from None
 
 
-def _count_trained(total: int, frozen: int) -> str:
+def _describe_frozen(total: int, frozen: int) -> str:
     trained = total - frozen
     return f"{trained:,} parameters are trained ({trained / total:.2%}); {frozen:,} are frozen, without optimizer state"
 
 
-def _introduce(config: RunConfig, data: Data, flops: float, frozen: bool) -> str:
+def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> str:
+    """Return the lines that open a run: model, devices, layout, tokens, and model FLOPs per token."""
     count = count_parameters(config.model)
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
@@ -138,37 +179,40 @@ def _introduce(config: RunConfig, data: Data, flops: float, frozen: bool) -> str
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
     fp8 = describe_fp8(config.model, config.precision, staged=config.parallel.pipeline > 1)
-    active = f"{count.active:,} for each token, " if count.active != count.total else ""
+    active = f"{count.active:,} per token, " if count.active != count.total else ""
     return (
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{config.model.num_layers} layers; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
-        f"{flops / 1e6:,.1f} model MFLOP a token (6 x matmul parameters + causal attention"
+        f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
         f"{', without the gradients of frozen weights' * frozen})"
     )
 
 
-class _Baselines:
+class _ByteBaselines:
     """Bits per byte of the held-out text: the model's, and those of general-purpose compressors."""
 
     def __init__(self, data: Data):
         self._data = data
-        self.raw: bytes | None = None
+        self._full_text: bytes | None = None
 
-    def describe(self, values: dict[str, float], max_tokens: int | None) -> dict[str, float]:
-        """Adds perplexity, and bits per byte where the held-out text is known."""
+    def describe(self, values: Mapping[str, float], max_tokens: int | None) -> dict[str, float]:
+        """Return perplexity, and bits per byte if the held-out text is known, for an evaluation's `values`."""
         raw = self._data.held_out_bytes(max_tokens)
-        self.raw = raw if max_tokens is None else self.raw
+        self._full_text = raw if max_tokens is None else self._full_text
         return bits_per_byte(values, len(raw))
 
     def compressors(self) -> dict[str, float]:
-        """`gzip -9` and `xz -9` on the text of the last full evaluation; empty where there was none."""
-        return compression_baselines(self.raw) if self.raw else {}
+        """Return bits per byte of `gzip -9` and `xz -9` on the last full evaluation's text; empty without one."""
+        return compression_baselines(self._full_text) if self._full_text else {}
 
 
-def _conclude(config: RunConfig, values: dict[str, Any], baselines: _Baselines, say: Any) -> None:
+def _summarize(
+    config: RunConfig, values: Mapping[str, float], baselines: _ByteBaselines, say: Callable[[str], None]
+) -> None:
+    """Report bits per byte next to the compressors', and the command to generate text with."""
     bits = values.get("eval_bits_per_byte")
     if bits is not None:
         others = ", ".join(f"{name}: {value:.4f}" for name, value in baselines.compressors().items())

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +10,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention.remat import OUT_NAME
 from pallas_kernels.attention.request import AttentionRequest
-
-_ASSUMED_VERSION = 91900
+from pallas_kernels.mosaic_api import assume_cudnn, cudnn_problem
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
@@ -53,10 +51,9 @@ def _unsupported_options(request: AttentionRequest) -> str | None:
 def _unsupported_installation(request: AttentionRequest) -> str | None:
     if request.target.declared:
         return None
-    try:
-        _fused_attention().check_cudnn_version()
-    except RuntimeError as error:
-        return f"cuDNN is not installed where jax looks for it ({error}): pip install 'jax[cuda13]'"
+    problem = cudnn_problem()
+    if problem is not None:
+        return f"cuDNN is not installed where jax looks for it ({problem}): pip install 'jax[cuda13]'"
     return None
 
 
@@ -76,13 +73,6 @@ def attend(request: AttentionRequest) -> tuple[Float[Array, "B T N H"], None]:
     return checkpoint_name(out, OUT_NAME), None
 
 
-def _fused_attention() -> Any:
-    """Return jax's private cuDNN module, which tells the installed version without raising later."""
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    return fused_attention_stablehlo
-
-
 @contextlib.contextmanager
 def _assume_target(request: AttentionRequest) -> Iterator[None]:
     """Let a machine without the GPU trace cuDNN attention for the declared target.
@@ -93,12 +83,5 @@ def _assume_target(request: AttentionRequest) -> Iterator[None]:
     if not request.target.declared:
         yield
         return
-    module = _fused_attention()
-    before = module.check_cudnn_version, module.check_compute_capability
-    capability = request.target.compute_capability or (0, 0)
-    module.check_cudnn_version = lambda: _ASSUMED_VERSION
-    module.check_compute_capability = lambda least: capability >= tuple(map(int, least.split(".")))
-    try:
+    with assume_cudnn(request.target.compute_capability or (0, 0)):
         yield
-    finally:
-        module.check_cudnn_version, module.check_compute_capability = before

@@ -1,8 +1,8 @@
-"""All-gather times matrix for Hopper: the rows travel over NVLink while the rows that are here are multiplied.
+"""All-gather times matrix for Hopper: rows travel over NVLink while the rows that are already here are multiplied.
 
-A warp on every multiprocessor copies this device's rows to all others, in small blocks by TMA; a counter
-for each 128 rows tells the receiver's loader that they are there. A device begins with its own rows. Why nothing waits
-for ever: `mosaic_claims`.
+A warp on every multiprocessor copies this device's rows to all other devices, in small blocks by TMA. A counter for
+each 128 rows tells the receiver's producer that they have arrived. A device begins with its own rows.
+`hopper.scheduler` explains why no device waits forever.
 """
 
 import functools
@@ -11,37 +11,49 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jaxtyping import Array, Float
 
-from pallas_kernels.collective_matmul import mosaic_claims as claims
-from pallas_kernels.collective_matmul import mosaic_product as pieces
-from pallas_kernels.collective_matmul import tiles
-from pallas_kernels.collective_matmul.mosaic_product import COMPUTING, DEPTH, HALF, ROWS, Product
-from pallas_kernels.mosaic_api import fence_before_async_reads, pl, plgpu
+from pallas_kernels.collective_matmul.chunks import chunk_gathered
+from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct
+from pallas_kernels.hopper import matmul, pipeline, scheduler
+from pallas_kernels.hopper.matmul import DEPTH, TILE_ROWS
+from pallas_kernels.hopper.scheduler import Tile
+from pallas_kernels.hopper.wgmma import ROWS, tiled_smem
+from pallas_kernels.mosaic_api import Index, Ref, fence_before_async_reads, pl, plgpu
 
 
 class _Buffers(NamedTuple):
-    operands: Any
-    travelling: Any
-    loaded: Any
-    claimed: Any
+    """Shared memory and its barriers; the last three are None on one device."""
+
+    operands: matmul.ProductBuffers
+    travelling: Ref | None
+    loaded: Ref | None
+    claimed: scheduler.ClaimedTiles | None
 
 
 class _Arrays(NamedTuple):
-    x: Any
-    weights: tuple[Any, ...]
-    outs: tuple[Any, ...]
-    gathered: Any
+    """Arrays in global memory; `arrived` counts the blocks that have come, for each 128 gathered rows."""
+
+    x: Ref
+    weights: tuple[Ref, ...]
+    outs: tuple[Ref, ...]
+    gathered: Ref
+    arrived: Ref | None
 
 
-@functools.partial(jax.jit, static_argnums=0)  # equal calls, one a layer, are traced and lowered once
+@functools.partial(jax.jit, static_argnums=0)  # Equal calls, one a layer, are traced and lowered once.
 def gather_multiply(
-    product: Product, x: jax.Array, weights: tuple[jax.Array, ...]
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """(gathered x @ each of the weights [devices * rows, columns], gathered x [devices * rows, depth]).
+    product: CollectiveProduct, x: Float[Array, "rows depth"], weights: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], Float[Array, "all_rows depth"]]:
+    """Gather the rows of all devices and multiply them with each of the weights.
 
     Args:
-        x: [rows, depth], this device's.
-        weights: [depth, columns], or transposed.
+        product: Static description of the product.
+        x: This device's rows, [rows, depth].
+        weights: Each [depth, columns], or [columns, depth] if the product is transposed.
+
+    Returns:
+        The products, each [devices * rows, columns], and the gathered x [devices * rows, depth].
     """
     sends = product.devices > 1
     total = product.devices * product.rows
@@ -53,101 +65,102 @@ def gather_multiply(
             jax.ShapeDtypeStruct((total, x.shape[1]), x.dtype),
         ),
         scratch_types=_Buffers(
-            pieces.operands(product, x.dtype),
-            pieces.tiled((ROWS, DEPTH), x.dtype) if sends else None,
+            matmul.product_scratch(product, x.dtype),
+            tiled_smem((TILE_ROWS, DEPTH), x.dtype) if sends else None,
             plgpu.Barrier() if sends else None,
-            claims.scratch(product),
+            product.claim_scratch(),
         ),
     )
     *outs, gathered = kernel(x, *weights)
     return tuple(outs), gathered if sends else x
 
 
-def _body(product: Product, x: Any, *references: Any) -> None:
+def _body(product: CollectiveProduct, x: Ref, *references: Any) -> None:
     number = len(product.columns)
-    arrays = _Arrays(x, references[:number], references[number : 2 * number], references[2 * number])
+    weights, outs, gathered = references[:number], references[number : 2 * number], references[2 * number]
     buffers = _Buffers(*references[2 * number + 1 :])
-    sends = product.devices > 1
-    blocks = product.devices * product.rows // ROWS
-    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((blocks,))) if sends else None
-    counters = claims.counters(product)
-    warpgroup = lax.axis_index("warpgroup")
+    blocks = product.devices * product.row_tiles
+    arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((blocks,))) if product.devices > 1 else None
+    arrays = _Arrays(x, weights, outs, gathered, arrived)
+    tile_counter, send_counter = product.claim_counters()
 
-    @pl.when(warpgroup < COMPUTING)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        claims.follow_tiles(product, buffers.claimed, functools.partial(_compute, product, arrays, buffers))
+    def consume() -> None:
+        compute = functools.partial(_compute, product, arrays, buffers)
+        scheduler.follow_tiles(product.order, buffers.claimed, compute)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == COMPUTING)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-
+    def produce() -> None:
         @plgpu.warp_map
-        def _(warp: Any) -> None:
+        def _(warp: Index) -> None:
             @pl.when(warp == 0)
             def _():
-                load = functools.partial(_load, product, arrays, buffers, arrived)
-                count = claims.claim_tiles(product, buffers.claimed, counters, load)
-                pieces.drain(product, buffers.operands, count)
+                load = functools.partial(_load, product, arrays, buffers)
+                count = scheduler.claim_tiles(product.order, buffers.claimed, tile_counter, load)
+                matmul.drain(product, buffers.operands, count)
 
-            if sends:
-                pl.when(warp == 1)(functools.partial(_send, product, arrays, buffers, arrived, counters))
+            if send_counter is not None:
+                pl.when(warp == 1)(functools.partial(_send, product, arrays, buffers, send_counter))
+
+    pipeline.specialize(lax.axis_index("warpgroup"), matmul.CONSUMERS, consume, produce)
 
 
-def _compute(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile, _: Any) -> None:
-    source = tiles.chunk_gathered(tile.step, product.device(), product.devices)
-    first = source * product.rows + tile.row * ROWS + lax.axis_index("warpgroup") * HALF
+def _compute(
+    product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, number: Index, tile: Tile, _: Tile
+) -> None:
+    source = chunk_gathered(tile.chunk, product.device(), product.devices)
+    first = source * product.rows + tile.row * TILE_ROWS + lax.axis_index("warpgroup") * ROWS
 
     def finish(value: jax.Array) -> None:
-        def copy(slot: Any, column: int) -> None:
-            def store(number: int, tile_column: Any) -> None:
+        def copy(slot: Ref, column: int) -> None:
+            def store(number: int, tile_column: Index) -> None:
                 columns = pl.ds(tile_column * product.tiling.columns + column, product.tiling.store_columns)
-                plgpu.copy_smem_to_gmem(slot, arrays.outs[number].at[pl.ds(first, HALF), columns])
+                plgpu.copy_smem_to_gmem(slot, arrays.outs[number].at[pl.ds(first, ROWS), columns])
 
             product.by_column(tile.column, store)
 
-        pieces.store_pieces(product, buffers.operands, lambda columns: value[:, columns], copy)
+        matmul.store_pieces(product, buffers.operands, lambda columns: value[:, columns], copy)
 
-    pieces.multiply_tile(product, buffers.operands, number, finish)
+    matmul.multiply_tile(product, buffers.operands, number, finish)
 
 
-def _load(product: Product, arrays: _Arrays, buffers: _Buffers, arrived: Any, number: Any, tile: tiles.Tile) -> None:
-    load = functools.partial(pieces.load_tile, product, buffers.operands, number, tile)
+def _load(product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, number: Index, tile: Tile) -> None:
+    load = functools.partial(matmul.load_tile, product, buffers.operands, number, tile)
 
-    @pl.when(tile.step == 0)
+    @pl.when(tile.chunk == 0)
     def _():
-        load((arrays.x.at[pl.ds(tile.row * ROWS, ROWS)],), arrays.weights)
+        load((arrays.x.at[pl.ds(tile.row * TILE_ROWS, TILE_ROWS)],), arrays.weights)
 
-    if arrived is not None:
+    if (arrived := arrays.arrived) is not None:
 
-        @pl.when(tile.step > 0)
+        @pl.when(tile.chunk > 0)
         def _():
-            source = tiles.chunk_gathered(tile.step, product.device(), product.devices)
-            first = source * product.rows + tile.row * ROWS
-            plgpu.semaphore_wait(arrived.at[lax.div(first, ROWS)], product.steps, decrement=False)
+            source = chunk_gathered(tile.chunk, product.device(), product.devices)
+            first = source * product.rows + tile.row * TILE_ROWS
+            plgpu.semaphore_wait(arrived.at[lax.div(first, TILE_ROWS)], product.steps, decrement=False)
             fence_before_async_reads()
-            load((arrays.gathered.at[pl.ds(first, ROWS)],), arrays.weights)
+            load((arrays.gathered.at[pl.ds(first, TILE_ROWS)],), arrays.weights)
 
 
-def _send(product: Product, arrays: _Arrays, buffers: _Buffers, arrived: Any, counters: Any) -> None:
-    """This program's share of this device's rows, to everyone's gathered array, the own included."""
-    me, blocks = product.device(), product.rows // ROWS
+def _send(product: CollectiveProduct, arrays: _Arrays, buffers: _Buffers, counter: Ref) -> None:
+    """Send this program's share of this device's rows to every device's gathered array, its own included."""
+    me, blocks = product.device(), product.row_tiles
+    arrived, travelling = arrays.arrived, buffers.travelling
+    assert arrived is not None and travelling is not None
 
-    def send(index: Any, claim: Callable[[], Any]) -> Any:
+    def send(index: Index, claim_next: Callable[[], Index]) -> Index:
         block, part = lax.div(index, product.steps), pl.ds(lax.rem(index, product.steps) * DEPTH, DEPTH)
-        plgpu.copy_gmem_to_smem(arrays.x.at[pl.ds(block * ROWS, ROWS), part], buffers.travelling, buffers.loaded)
+        plgpu.copy_gmem_to_smem(arrays.x.at[pl.ds(block * TILE_ROWS, TILE_ROWS), part], travelling, buffers.loaded)
         plgpu.barrier_wait(buffers.loaded)
-        to = pl.ds(me * product.rows + block * ROWS, ROWS), part
+        to = pl.ds(me * product.rows + block * TILE_ROWS, TILE_ROWS), part
         for distance in range(1, product.devices):
             peer = product.peer(lax.rem(me + distance, product.devices))
-            plgpu.copy_smem_to_gmem(buffers.travelling, plgpu.remote_ref(arrays.gathered, peer).at[to])
-        plgpu.copy_smem_to_gmem(buffers.travelling, arrays.gathered.at[to])
-        following = claim()  # while the copies are on their way
+            plgpu.copy_smem_to_gmem(travelling, plgpu.remote_ref(arrays.gathered, peer).at[to])
+        plgpu.copy_smem_to_gmem(travelling, arrays.gathered.at[to])
+        following = claim_next()  # The latency of the claim is hidden behind the copies.
         plgpu.wait_smem_to_gmem(0)
         signalled = arrived.at[me * blocks + block]
         for distance in range(1, product.devices):
             pl.semaphore_signal(signalled, device_id=product.peer(lax.rem(me + distance, product.devices)))
         return following
 
-    claims.claim_sends(blocks * product.steps, counters, send)
+    scheduler.claim(blocks * product.steps, counter, send)

@@ -1,8 +1,8 @@
 """Matrix product times reduce-scatter for Hopper: partial sums travel over NVLink while the next ones are computed.
 
-A device computes the rows of the device after it first and its own last. Finished tiles go straight into the memory
-of the device that owns them, one slot for each sender; the owner adds the slots, in an order that never changes, as
-soon as its own product of the tile is there. Why nothing waits for ever: `mosaic_claims`.
+A device computes the rows of the device after it first and its own last. Finished tiles go straight into the memory of
+the device that owns them, one slot for each sender. The owner adds the slots, always in the same order, as soon as its
+own product of the tile is there. `hopper.scheduler` explains why no device waits forever.
 """
 
 import functools
@@ -11,35 +11,44 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from pallas_kernels.collective_matmul import mosaic_claims as claims
-from pallas_kernels.collective_matmul import mosaic_product as pieces
-from pallas_kernels.collective_matmul import tiles
-from pallas_kernels.collective_matmul.mosaic_product import COMPUTING, HALF, ROWS, Operands, Product
-from pallas_kernels.mosaic_api import pl, plgpu
+from pallas_kernels.collective_matmul.chunks import chunk_scattered
+from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct
+from pallas_kernels.hopper import matmul, pipeline, scheduler
+from pallas_kernels.hopper.matmul import CONSUMERS, TILE_ROWS, ProductBuffers
+from pallas_kernels.hopper.scheduler import Tile
+from pallas_kernels.hopper.wgmma import ROWS
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
 
 class _Buffers(NamedTuple):
-    operands: Operands
-    claimed: Any
+    operands: ProductBuffers
+    claimed: scheduler.ClaimedTiles | None
 
 
 class _Arrays(NamedTuple):
-    lefts: tuple[Any, ...]
-    rights: tuple[Any, ...]
-    out: Any
-    partial: Any
+    """Arrays in global memory; `arrived` counts the halves of each sender's tiles that have come."""
+
+    lefts: tuple[Ref, ...]
+    rights: tuple[Ref, ...]
+    out: Ref
+    partial: Ref
+    arrived: Ref | None
 
 
-@functools.partial(jax.jit, static_argnums=0)  # equal calls, one a layer, are traced and lowered once
-def multiply_scatter(product: Product, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...]) -> jax.Array:
-    """The sum over the devices, and over the pairs, of x @ w, of which this one gets its rows: [rows, columns].
+@functools.partial(jax.jit, static_argnums=0)  # Equal calls, one a layer, are traced and lowered once.
+def multiply_scatter(
+    product: CollectiveProduct, xs: tuple[Array, ...], weights: tuple[Array, ...]
+) -> Float[Array, "rows columns"]:
+    """Sum x @ w over the devices and over the pairs, and scatter the rows: this device gets [rows, columns].
 
-    Partial sums travel in x's dtype and are added in float32.
+    Partial sums travel in the dtype of x and are added in float32.
 
     Args:
-        xs: [devices * rows, depth].
-        weights: [depth, columns], or transposed.
+        product: Static description of the product.
+        xs: Each [devices * rows, depth].
+        weights: For each x, [depth, columns], or [columns, depth] if the product is transposed.
     """
     dtype, (columns,) = xs[0].dtype, product.columns
     slots = max(product.devices - 1, 1)
@@ -50,7 +59,7 @@ def multiply_scatter(product: Product, xs: tuple[jax.Array, ...], weights: tuple
             jax.ShapeDtypeStruct((product.rows, columns), dtype),
             jax.ShapeDtypeStruct((slots, product.rows, columns), dtype),
         ),
-        scratch_types=_Buffers(pieces.operands(product, dtype), claims.scratch(product)),
+        scratch_types=_Buffers(matmul.product_scratch(product, dtype), product.claim_scratch()),
     )
     out, partial = kernel(*xs, *weights)
     if product.devices == 1 or product.tiling.sum_in_kernel:
@@ -58,71 +67,65 @@ def multiply_scatter(product: Product, xs: tuple[jax.Array, ...], weights: tuple
     return (out.astype(jnp.float32) + partial.astype(jnp.float32).sum(axis=0)).astype(dtype)
 
 
-def _body(product: Product, *references: Any) -> None:
+def _body(product: CollectiveProduct, *references: Any) -> None:
     number = len(product.depths)
-    arrays = _Arrays(references[:number], references[number : 2 * number], *references[2 * number : 2 * number + 2])
+    lefts, rights = references[:number], references[number : 2 * number]
+    out, partial = references[2 * number : 2 * number + 2]
     buffers = _Buffers(*references[2 * number + 2 :])
-    arrived, counters = None, claims.counters(product)
+    arrived, (tile_counter, _) = None, product.claim_counters()
     if product.devices > 1:
-        senders, tiles_each = product.devices - 1, product.rows // ROWS * product.column_tiles
+        senders, tiles_each = product.devices - 1, product.row_tiles * product.column_tiles
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((senders * tiles_each,)))
-    warpgroup = lax.axis_index("warpgroup")
+    arrays = _Arrays(lefts, rights, out, partial, arrived)
 
-    @pl.when(warpgroup < COMPUTING)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        compute = functools.partial(_compute, product, arrays, buffers.operands, arrived)
-        last = claims.follow_tiles(product, buffers.claimed, compute)
+    def consume() -> None:
+        compute = functools.partial(_compute, product, arrays, buffers.operands)
+        last = scheduler.follow_tiles(product.order, buffers.claimed, compute)
         plgpu.wait_smem_to_gmem(0)
         if arrived is not None:
             _announce(product, arrived, last)
 
-    @pl.when(warpgroup == COMPUTING)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-
+    def produce() -> None:
         @plgpu.warp_map
-        def _(warp: Any) -> None:
+        def _(warp: Index) -> None:
             @pl.when(warp == 0)
             def _():
                 load = functools.partial(_load, product, arrays, buffers.operands)
-                count = claims.claim_tiles(product, buffers.claimed, counters, load)
-                pieces.drain(product, buffers.operands, count)
+                count = scheduler.claim_tiles(product.order, buffers.claimed, tile_counter, load)
+                matmul.drain(product, buffers.operands, count)
+
+    pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
-def _load(product: Product, arrays: _Arrays, buffers: Operands, number: Any, tile: tiles.Tile) -> None:
-    owner = tiles.chunk_scattered(tile.step, product.device(), product.devices)
-    rows = pl.ds(owner * product.rows + tile.row * ROWS, ROWS)
-    pieces.load_tile(product, buffers, number, tile, tuple(x.at[rows] for x in arrays.lefts), arrays.rights)
+def _load(product: CollectiveProduct, arrays: _Arrays, buffers: ProductBuffers, number: Index, tile: Tile) -> None:
+    owner = chunk_scattered(tile.chunk, product.device(), product.devices)
+    rows = pl.ds(owner * product.rows + tile.row * TILE_ROWS, TILE_ROWS)
+    matmul.load_tile(product, buffers, number, tile, tuple(x.at[rows] for x in arrays.lefts), arrays.rights)
 
 
 def _compute(
-    product: Product,
-    arrays: _Arrays,
-    buffers: Operands,
-    arrived: Any,
-    number: Any,
-    tile: tiles.Tile,
-    before: tiles.Tile,
+    product: CollectiveProduct, arrays: _Arrays, buffers: ProductBuffers, number: Index, tile: Tile, previous: Tile
 ) -> None:
-    rows = pl.ds(tile.row * ROWS + lax.axis_index("warpgroup") * HALF, HALF)
+    """Compute this warpgroup's half of a tile, and send it to its owner or add up what the others sent."""
+    rows = pl.ds(tile.row * TILE_ROWS + lax.axis_index("warpgroup") * ROWS, ROWS)
     own = product.devices - 1
 
-    def columns_at(column: int) -> Any:
+    def columns_at(column: int) -> Index:
         return pl.ds(tile.column * product.tiling.columns + column, product.tiling.store_columns)
 
     def send(step: int, value: jax.Array) -> None:
-        owner = product.peer(tiles.chunk_scattered(step, product.device(), product.devices))
+        owner = product.peer(chunk_scattered(step, product.device(), product.devices))
         slot = plgpu.remote_ref(arrays.partial, owner).at[step]
 
-        def copy(piece: Any, column: int) -> None:
+        def copy(piece: Ref, column: int) -> None:
             plgpu.copy_smem_to_gmem(piece, slot.at[rows, columns_at(column)])
 
-        pieces.store_pieces(product, buffers, lambda columns: value[:, columns], copy)
+        matmul.store_pieces(product, buffers, lambda columns: value[:, columns], copy)
 
-    def keep(value: jax.Array) -> None:
-        for sender in range(product.devices - 1):
-            plgpu.semaphore_wait(arrived.at[_counter(product, sender, tile)], COMPUTING, decrement=False)
+    def reduce(value: jax.Array) -> None:
+        if (arrived := arrays.arrived) is not None:
+            for sender in range(product.devices - 1):
+                plgpu.semaphore_wait(arrived.at[_counter(product, sender, tile)], CONSUMERS, decrement=False)
 
         def total(columns: slice) -> jax.Array:
             result = value[:, columns]
@@ -132,32 +135,32 @@ def _compute(
                     result += plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
             return result
 
-        def copy(piece: Any, column: int) -> None:
+        def copy(piece: Ref, column: int) -> None:
             plgpu.copy_smem_to_gmem(piece, arrays.out.at[rows, columns_at(column)])
 
-        pieces.store_pieces(product, buffers, total, copy)
+        matmul.store_pieces(product, buffers, total, copy)
 
     def finish(value: jax.Array) -> None:
-        if arrived is not None:
-            # The tile before has long arrived: waiting for it here, and not where it was sent, takes no time. It
-            # must come before any wait for others.
+        if arrays.arrived is not None:
+            # The previous tile has long arrived: waiting for it here, and not where it was sent, takes no time. The
+            # announcement must come before this warpgroup waits for other devices.
             plgpu.wait_smem_to_gmem(0)
-            _announce(product, arrived, before)
+            _announce(product, arrays.arrived, previous)
         for step in range(product.devices - 1):
-            pl.when(tile.step == step)(functools.partial(send, step, value))
-        pl.when(tile.step == own)(functools.partial(keep, value))
+            pl.when(tile.chunk == step)(functools.partial(send, step, value))
+        pl.when(tile.chunk == own)(functools.partial(reduce, value))
 
-    pieces.multiply_tile(product, buffers, number, finish)
+    matmul.multiply_tile(product, buffers, number, finish)
 
 
-def _announce(product: Product, arrived: Any, tile: tiles.Tile) -> None:
-    """Tells the owner of a tile, if it is another device, that this half of it is there."""
+def _announce(product: CollectiveProduct, arrived: Ref, tile: Tile) -> None:
+    """Tell the owner of a tile, if it is another device, that this half of it has arrived."""
 
-    @pl.when(tile.step < product.devices - 1)
+    @pl.when(tile.chunk < product.devices - 1)
     def _():
-        owner = tiles.chunk_scattered(tile.step, product.device(), product.devices)
-        pl.semaphore_signal(arrived.at[_counter(product, tile.step, tile)], device_id=product.peer(owner))
+        owner = chunk_scattered(tile.chunk, product.device(), product.devices)
+        pl.semaphore_signal(arrived.at[_counter(product, tile.chunk, tile)], device_id=product.peer(owner))
 
 
-def _counter(product: Product, sender: Any, tile: tiles.Tile) -> Any:
-    return (sender * (product.rows // ROWS) + tile.row) * product.column_tiles + tile.column
+def _counter(product: CollectiveProduct, sender: Index, tile: Tile) -> Index:
+    return (sender * product.row_tiles + tile.row) * product.column_tiles + tile.column

@@ -1,22 +1,22 @@
-"""Blockwise FP8 products by our own Hopper kernels: what they take, and how they are called."""
-
-from typing import Any
+"""Backend of the blockwise FP8 products on Hopper: the limits of its kernel, and the call."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
 from pallas_kernels.fp8.formats import Quantized
 from pallas_kernels.hopper.target import unsupported_target
+from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.target import Target, multiprocessors
 
 # Tests set this to run the kernels on a CPU.
 INTERPRET = False
 
 
-def unsupported_reason(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> str | None:
-    """The first rule that products of these (rows, summed, outputs) break."""
+def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: list[tuple[int, int, int]]) -> str | None:
+    """Return the first rule that products of these (rows, summed, outputs) break, or None."""
     reason = unsupported_target(target, INTERPRET)
     if reason is not None:
         return reason
@@ -29,12 +29,12 @@ def unsupported_reason(target: Target, dtypes: tuple[Any, ...], sizes: list[tupl
     return None
 
 
-def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
-    """a [M, K] @ b [N, K].T -> [M, N]."""
+def product(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
+    """Multiply a [M, K] with b [N, K] transposed -> [M, N] of `dtype`."""
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
-    tall = rows % (2 * mosaic_product.WARPGROUPS * mosaic_product.ROWS) == 0
-    config = mosaic_product.Config(
+    tall = rows % (2 * mosaic_product.CONSUMERS * ROWS) == 0
+    spec = mosaic_product.ScaledProduct(
         rows,
         columns,
         width,
@@ -44,7 +44,7 @@ def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
         programs=2 if INTERPRET else multiprocessors(),
         interpret=INTERPRET,
     )
-    return mosaic_product.product(config, a, b)
+    return mosaic_product.product(spec, a, b)
 
 
 MOSAIC = Operations(triton.quantize_both, triton.quantize_weight, product)

@@ -1,41 +1,50 @@
-"""The block-scaled FP8 product for Hopper: wgmma in E4M3, TMA, one warpgroup that loads and two that compute.
+"""The block-scaled FP8 product for Hopper: wgmma in E4M3, one producer and two consumer warpgroups.
 
 The tensor cores sum 128 products of a row and a column, which share their scales; each such partial sum is scaled and
 added to a float32 total in registers. While one warpgroup does that, the other's products keep the tensor cores busy.
-One program runs on each multiprocessor and takes tiles of the result in turn, few rows of tiles at a time, so that what
-they read stays in the L2 cache.
+That is why a consumer has a loop of its own, and not `Ring.sum_products`, whose accumulator stays in the tensor cores'
+registers over all steps. One program runs on each multiprocessor and computes one tile of the result after the other,
+few rows of tiles at a time, so that what they read stays in the L2 cache.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from pallas_kernels.attention import mosaic_pieces as pieces
 from pallas_kernels.fp8.formats import E4M3, Quantized
-from pallas_kernels.mosaic_api import pl, plgpu
+from pallas_kernels.hopper import pipeline, scheduler, wgmma
+from pallas_kernels.hopper.pipeline import Ring
+from pallas_kernels.hopper.scheduler import Tile, TileOrder
+from pallas_kernels.hopper.wgmma import ROWS, Accumulator
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
 BLOCK = 128
-ROWS = 64
-"""Of one wgmma."""
-WARPGROUPS = 2
+CONSUMERS = 2
 _STAGES = {1: 5, 2: 3}
-"""By halves: what shared memory has room for beside the result."""
+"""Stages that fit into shared memory next to the result, by `ScaledProduct.halves`."""
 _STORE_COLUMNS = 64
 _TILE_ROWS_TOGETHER = 8
 
 
 @dataclass(frozen=True)
-class Config:
+class ScaledProduct:
     """Static description of one product: a [rows, width] @ b [columns, width].T.
 
     Attributes:
+        rows: Rows of a.
+        columns: Rows of b, the columns of the result.
+        width: Dim that is summed.
         halves: 64-row parts of the tile that each warpgroup computes one after the other.
-        columns_scaled: whether every row of b has its own scales (else every 128 rows share them).
-        programs: that run at a time.
+        columns_scaled: True if every row of b has its own scales, False if every 128 rows share them.
+        output: Name of the dtype of the result.
+        programs: Programs that run at a time.
+        interpret: True to interpret the kernel on a CPU.
     """
 
     rows: int
@@ -48,185 +57,156 @@ class Config:
     interpret: bool = False
 
     @property
-    def stages(self) -> int:
-        """Steps along the summed dim that are in flight from global memory."""
-        return _STAGES[self.halves]
+    def steps(self) -> int:
+        """Steps of `BLOCK` along the summed dim."""
+        return self.width // BLOCK
 
     @property
     def parts(self) -> int:
         """64-row parts of a tile."""
-        return WARPGROUPS * self.halves
+        return CONSUMERS * self.halves
 
     @property
-    def tiles(self) -> tuple[int, int]:
-        return self.rows // (self.parts * ROWS), self.columns // BLOCK
+    def ring(self) -> Ring:
+        """Ring of buffers of the operands and their scales."""
+        return Ring(_STAGES[self.halves], self.interpret)
+
+    @property
+    def order(self) -> TileOrder:
+        """Order of the tiles of the result."""
+        rows, columns = self.rows // (self.parts * ROWS), self.columns // BLOCK
+        return TileOrder(rows, columns, _TILE_ROWS_TOGETHER, min(self.programs, rows * columns))
+
+
+class _Inputs(NamedTuple):
+    a: Ref
+    b: Ref
+    a_scale: Ref
+    b_scale: Ref
 
 
 class _Buffers(NamedTuple):
-    a: Any
-    b: Any
-    a_scale: Any
-    b_scale: Any
-    out: Any
-    full: Any
-    empty: Any
+    """Shared memory and its barriers; `full` has barriers for each half, `out` the dims of parts and columns."""
+
+    a: Ref
+    b: Ref
+    a_scale: Ref
+    b_scale: Ref | None
+    out: Ref
+    full: tuple[Ref, ...]
+    empty: Ref
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def product(config: Config, a: Quantized, b: Quantized) -> jax.Array:
-    """a [rows, width] @ b [columns, width].T with scales [width / 128, rows] and [width / 128, columns (/ 128)].
+def product(spec: ScaledProduct, a: Quantized, b: Quantized) -> Float[Array, "M N"]:
+    """Multiply a [M, K] with b [N, K] transposed; scales are [K / 128, M] and [K / 128, N (or N / 128)].
 
-    Jitted, so that a step traces and lowers each shape once and not once a layer.
+    It is jitted, so that a train step traces and lowers each shape once and not once a layer.
     """
-
-    def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-        swizzle = 128
-        transforms = (
-            plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
-            plgpu.SwizzleTransform(swizzle),
-        )
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-    kernel = plgpu.kernel(
-        functools.partial(_body, config),
-        kernel_name="fp8_block_product",
-        out_type=jax.ShapeDtypeStruct((config.rows, config.columns), config.output),
-        grid=(min(config.programs, config.tiles[0] * config.tiles[1]),),
-        grid_names=("program",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
+    stages = spec.ring.stages
+    out_shape = (CONSUMERS, spec.halves, BLOCK // _STORE_COLUMNS, ROWS, _STORE_COLUMNS)
+    kernel = pipeline.launch(
+        "fp8_block_product",
+        functools.partial(_body, spec),
+        consumers=CONSUMERS,
+        programs=spec.order.programs,
+        interpret=spec.interpret,
+        out_type=jax.ShapeDtypeStruct((spec.rows, spec.columns), spec.output),
         scratch_types=_Buffers(
-            a=tiled((config.stages, config.parts, ROWS, BLOCK), E4M3),
-            b=tiled((config.stages, BLOCK, BLOCK), E4M3),
-            a_scale=plgpu.SMEM((config.stages, config.parts, ROWS), jnp.float32),
-            b_scale=plgpu.SMEM((config.stages, BLOCK), jnp.float32) if config.columns_scaled else None,
-            out=tiled((WARPGROUPS, config.halves, BLOCK // _STORE_COLUMNS, ROWS, _STORE_COLUMNS), config.output),
+            a=wgmma.tiled_smem((stages, spec.parts, ROWS, BLOCK), E4M3),
+            b=wgmma.tiled_smem((stages, BLOCK, BLOCK), E4M3),
+            a_scale=plgpu.SMEM((stages, spec.parts, ROWS), jnp.float32),
+            b_scale=plgpu.SMEM((stages, BLOCK), jnp.float32) if spec.columns_scaled else None,
+            out=wgmma.tiled_smem(out_shape, spec.output),
             full=tuple(
-                plgpu.Barrier(num_arrivals=2 * WARPGROUPS + beside, num_barriers=config.stages)
-                for beside in (1 + config.columns_scaled, 0)[: config.halves]
+                plgpu.Barrier(num_arrivals=2 * CONSUMERS + of_b, num_barriers=stages)
+                for of_b in (1 + spec.columns_scaled, 0)[: spec.halves]
             ),
-            empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages),
+            empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=plgpu.InterpretGPUParams(detect_races=True) if config.interpret else None,
     )
-    # Without the barrier XLA computes a result twice that a scan keeps: once more right into what is kept.
+    # Without the barrier XLA computes a result that a scan stacks twice: once more, right into the stacked array.
     return lax.optimization_barrier(kernel(a.values, b.values, a.inverse_scale, b.inverse_scale))
 
 
-def _body(config: Config, a: Any, b: Any, a_scale: Any, b_scale: Any, out: Any, *scratch: Any) -> None:
-    buffers = _Buffers(*scratch)
-    warpgroup = lax.axis_index("warpgroup")
-    steps = config.width // BLOCK
+def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: Ref, *scratch: Any) -> None:
+    inputs, buffers = _Inputs(a, b, a_scale, b_scale), _Buffers(*scratch)
 
-    @pl.when(warpgroup < WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _for_each_tile(config, functools.partial(_compute, config, b_scale, out, buffers))
+    def consume() -> None:
+        compute = functools.partial(_compute, spec, b_scale, out, buffers)
+        scheduler.follow_tiles(spec.order, None, lambda number, tile, _: compute(number, tile))
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        tiles = _for_each_tile(config, functools.partial(_load, config, (a, b, a_scale, b_scale), buffers))
-        pieces.drain(config.stages, tiles * steps, buffers.empty)
+    def produce() -> None:
+        load = functools.partial(_load, spec, inputs, buffers)
+        tiles = scheduler.claim_tiles(spec.order, None, None, load)
+        spec.ring.drain(tiles * spec.steps, buffers.empty)
+
+    pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
-def _for_each_tile(config: Config, visit: Any) -> Any:
-    """Calls visit(number, row, column) for this program's tiles of the result; returns how many they were."""
-    tile_rows, tile_columns = config.tiles
-    programs = min(config.programs, tile_rows * tile_columns)
-    program = lax.axis_index("program")
-    count = lax.div(tile_rows * tile_columns - 1 - program, programs) + 1
+def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index, tile: Tile) -> None:
+    """Stream both operands of a tile with their scales."""
 
-    def step(number: jax.Array, _: None) -> None:
-        index = number * programs + program
-        band = lax.div(index, _TILE_ROWS_TOGETHER * tile_columns)
-        first = band * _TILE_ROWS_TOGETHER
-        height = jnp.minimum(tile_rows - first, _TILE_ROWS_TOGETHER)
-        within = index - band * (_TILE_ROWS_TOGETHER * tile_columns)
-        visit(number, first + lax.rem(within, height), lax.div(within, height))
-
-    lax.fori_loop(0, count, step, None)
-    return count
-
-
-def _load(config: Config, inputs: tuple[Any, ...], buffers: _Buffers, number: Any, row: Any, column: Any) -> None:
-    a, b, a_scale, b_scale = inputs
-    steps = config.width // BLOCK
-
-    def step(index: jax.Array, _: None) -> None:
-        count = number * steps + index
-        slot = lax.rem(count, config.stages)
+    def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         full, along = [barrier.at[slot] for barrier in buffers.full], pl.ds(index * BLOCK, BLOCK)
+        acquire(buffers.empty)
+        for part in range(spec.parts):
+            rows = pl.ds((tile.row * spec.parts + part) * ROWS, ROWS)
+            half = full[part % spec.halves]
+            plgpu.copy_gmem_to_smem(inputs.a.at[rows, along], buffers.a.at[slot, part], half)
+            plgpu.copy_gmem_to_smem(inputs.a_scale.at[index, rows], buffers.a_scale.at[slot, part], half)
+        columns = pl.ds(tile.column * BLOCK, BLOCK)
+        plgpu.copy_gmem_to_smem(inputs.b.at[columns, along], buffers.b.at[slot], full[0])
+        if buffers.b_scale is not None:
+            plgpu.copy_gmem_to_smem(inputs.b_scale.at[index, columns], buffers.b_scale.at[slot], full[0])
 
-        @pl.when(count >= config.stages)
-        def _():
-            plgpu.barrier_wait(buffers.empty.at[slot])
-
-        for part in range(config.parts):
-            rows = pl.ds((row * config.parts + part) * ROWS, ROWS)
-            half = full[part % config.halves]
-            plgpu.copy_gmem_to_smem(a.at[rows, along], buffers.a.at[slot, part], half)
-            plgpu.copy_gmem_to_smem(a_scale.at[index, rows], buffers.a_scale.at[slot, part], half)
-        columns = pl.ds(column * BLOCK, BLOCK)
-        plgpu.copy_gmem_to_smem(b.at[columns, along], buffers.b.at[slot], full[0])
-        if config.columns_scaled:
-            plgpu.copy_gmem_to_smem(b_scale.at[index, columns], buffers.b_scale.at[slot], full[0])
-
-    lax.fori_loop(0, steps, step, None)
+    spec.ring.produce(number * spec.steps, spec.steps, load)
 
 
-def _compute(config: Config, b_scale: Any, out: Any, buffers: _Buffers, number: Any, row: Any, column: Any) -> None:
-    """This warpgroup's parts of one tile."""
-    steps, warpgroup = config.width // BLOCK, lax.axis_index("warpgroup")
+def _compute(spec: ScaledProduct, b_scale: Ref, out: Ref, buffers: _Buffers, number: Index, tile: Tile) -> None:
+    """Compute and store this warpgroup's parts of one tile."""
+    warpgroup = lax.axis_index("warpgroup")
 
-    def shared_scale(index: jax.Array) -> jax.Array:
-        return jnp.float32(1) if config.columns_scaled else b_scale[jnp.minimum(index, steps - 1), column]
+    def shared_scale(index: Index) -> jax.Array:
+        return jnp.float32(1) if spec.columns_scaled else b_scale[jnp.minimum(index, spec.steps - 1), tile.column]
 
-    def step(index: jax.Array, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def step(index: jax.Array, state: tuple[tuple[jax.Array, ...], jax.Array]) -> tuple:
         totals, factor = state
         # Read a step ahead: it comes from global memory.
         following = shared_scale(index + 1)
-        slot = lax.rem(number * steps + index, config.stages)
-        added = []
+        slot = spec.ring.slot(number * spec.steps + index)
+        sums = []
         for half, total in enumerate(totals):
-            # Waited for one after the other also keeps the additions before the next half's product, as the compiler
-            # moves nothing past the loop of a wait: both halves' sums have no room.
+            # Waiting for one half after the other also keeps the additions before the next half's product, as the
+            # compiler moves nothing past the loop of a wait: the registers have no room for both halves' sums.
             plgpu.barrier_wait(buffers.full[half].at[slot])
-            part = warpgroup * config.halves + half
-            scale = plgpu.load(buffers.a_scale.at[slot, part], layout=plgpu.Layout.WGMMA.reduce(1)) * factor
+            part = warpgroup * spec.halves + half
+            scale = wgmma.load_rows(buffers.a_scale.at[slot, part]) * factor
 
-            def issue(accumulator: Any, part: Any = part) -> None:
-                plgpu.wgmma(accumulator, buffers.a.at[slot, part], buffers.b.at[slot].transpose((1, 0)))
+            def start(accumulator: Accumulator, part: Index = part) -> None:
+                accumulator.add(buffers.a.at[slot, part], buffers.b.at[slot].transpose((1, 0)))
 
-            partial = pieces.multiply((ROWS, BLOCK), issue)
-            if config.columns_scaled:
-                columns = plgpu.load(buffers.b_scale.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-                partial = partial * pieces.along_columns(columns, partial)
-            added.append(lax.optimization_barrier(total + partial * pieces.along_rows(scale, partial)))
-        _release(config, buffers.empty.at[slot])
-        return tuple(added), following
+            partial = wgmma.multiply((ROWS, BLOCK), start)
+            if buffers.b_scale is not None:
+                partial = partial * wgmma.along_columns(wgmma.load_columns(buffers.b_scale.at[slot]), partial)
+            sums.append(lax.optimization_barrier(total + partial * wgmma.along_rows(scale, partial)))
+        spec.ring.release(slot, buffers.empty)
+        return tuple(sums), following
 
-    zeros = tuple(pieces.zeros(ROWS, BLOCK) for _ in range(config.halves))
-    totals, _ = lax.fori_loop(0, steps, step, (zeros, shared_scale(jnp.int32(0))))
-    # Rounded together, they leave room for what the stores need.
+    zeros = tuple(wgmma.zeros(ROWS, BLOCK) for _ in range(spec.halves))
+    totals, _ = lax.fori_loop(0, spec.steps, step, (zeros, shared_scale(jnp.int32(0))))
+    # Rounded together, they leave room for the registers that the stores need.
     rounded = lax.optimization_barrier(tuple(total.astype(out.dtype) for total in totals))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for half, part in enumerate(rounded):
-        first = ((row * WARPGROUPS + warpgroup) * config.halves + half) * ROWS
-        _store(out, buffers.out.at[warpgroup, half], part, first, column)
+        first = ((tile.row * CONSUMERS + warpgroup) * spec.halves + half) * ROWS
+        _store(out, buffers.out.at[warpgroup, half], part, first, tile.column)
 
 
-def _release(config: Config, barrier: Any) -> None:
-    """Tells the loading warpgroup that this one has read a buffer."""
-    if config.interpret:
-        plgpu.commit_smem()  # which interpret mode asks for before a buffer is written again
-    plgpu.barrier_arrive(barrier)
-
-
-def _store(out: Any, buffer: Any, part: jax.Array, first: Any, column: Any) -> None:
-    """64 rows of the result, by way of shared memory, some columns at a time."""
+def _store(out: Ref, buffer: Ref, part: jax.Array, first: Index, column: Index) -> None:
+    """Store 64 rows of the result through shared memory, some columns at a time."""
     for index in range(BLOCK // _STORE_COLUMNS):
         start = index * _STORE_COLUMNS
         buffer[index] = part[:, start : start + _STORE_COLUMNS]

@@ -1,4 +1,4 @@
-"""The activated matmul with our own Hopper kernel in its backward: no gradient of the hidden values goes to memory."""
+"""Activated matmul with a Hopper kernel in its backward, so that no gradient of the hidden values goes to memory."""
 
 import functools
 
@@ -6,44 +6,43 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective_matmul.mosaic_product import DEPTH, ROWS, Product, Tiling, on_one_device
 from pallas_kernels.fused_mlp import mosaic_kernel
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
 from pallas_kernels.fused_mlp.request import ActivatedMatmulRequest
+from pallas_kernels.hopper.matmul import DEPTH, TILE_ROWS, ProductTiling, TiledProduct, single_product
 from pallas_kernels.hopper.target import unsupported_target
 
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
-_TILING = Tiling(columns=256, stages=3, group=16)
+_TILING = ProductTiling(columns=256, stages=3, group=16)
 _FEWEST_TILES = 132
-"""With fewer the plain product is as fast."""
+"""Fewest tiles that the kernel takes: with fewer the plain product is as fast."""
 
 
 def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
-    """The first rule that the request breaks."""
+    """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
     if request.weight.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {request.weight.dtype}"
     (width, depth), rows = request.weight.shape, request.rows
-    if rows % ROWS or width % _TILING.columns or depth % DEPTH:
-        return (
-            f"rows, F and D must be multiples of {ROWS}, {_TILING.columns} and {DEPTH}, got {rows}, {width} and {depth}"
-        )
-    tiles = rows // ROWS * (width // _TILING.columns)
+    if rows % TILE_ROWS or width % _TILING.columns or depth % DEPTH:
+        multiples = f"{TILE_ROWS}, {_TILING.columns} and {DEPTH}"
+        return f"rows, F and D must be multiples of {multiples}, got {rows}, {width} and {depth}"
+    tiles = rows // TILE_ROWS * (width // _TILING.columns)
     if tiles < _FEWEST_TILES and not INTERPRET:
-        return f"is for at least {_FEWEST_TILES} tiles of {ROWS} x {_TILING.columns}, got {tiles}"
+        return f"is for at least {_FEWEST_TILES} tiles of {TILE_ROWS} x {_TILING.columns}, got {tiles}"
     return None
 
 
-def make_product(rows: int, width: int, depth: int) -> Product:
-    """d_out [rows, D] times weight [F, D] transposed."""
-    return on_one_device(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
+def make_product(rows: int, width: int, depth: int) -> TiledProduct:
+    """Return the product of d_out [rows, D] and weight [F, D] transposed."""
+    return single_product(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
 
 
 def multiply(request: ActivatedMatmulRequest) -> jax.Array:
-    """[..., D]."""
+    """Compute activation(inputs) @ weight, [..., D]."""
     return _multiply(request.activation, request.inputs, request.weight)
 
 

@@ -1,7 +1,7 @@
 """The gradient of an activation inside of the product that it is multiplied with, for Hopper.
 
-d_hidden = d_out @ weight.T stays in registers: each piece of a tile meets the activation's inputs there, which came to
-shared memory meanwhile, and their gradients leave from the same place.
+d_hidden = d_out @ weight.T stays in registers: each piece of a tile meets the inputs of the activation there, which TMA
+has brought to shared memory meanwhile, and their gradients leave from the same place.
 """
 
 import functools
@@ -11,52 +11,59 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from pallas_kernels.collective_matmul import mosaic_claims as claims
-from pallas_kernels.collective_matmul import mosaic_product as products
-from pallas_kernels.collective_matmul import tiles
-from pallas_kernels.collective_matmul.mosaic_product import COMPUTING, HALF, ROWS, Product
-from pallas_kernels.mosaic_api import pl, plgpu
+from pallas_kernels.hopper import matmul, pipeline, scheduler
+from pallas_kernels.hopper.matmul import CONSUMERS, TILE_ROWS, TiledProduct
+from pallas_kernels.hopper.scheduler import Tile
+from pallas_kernels.hopper.wgmma import ROWS, tiled_smem
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
-PIECE = 64  # columns whose gradients are computed at a time
+PIECE = 64
+"""Columns whose gradients are computed at a time."""
 _PIECES_BYTES = 64 * 1024
 
-Gradient = Callable[[tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]]
+ActivationGradient = Callable[[tuple[jax.Array, ...], jax.Array], tuple[jax.Array, ...]]
+"""Gradients of the inputs, from pieces [64, 64] of each input and of the gradient of the activation, all float32."""
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; of `pieces` the dims are warpgroup, slot, input, row, column."""
+    """Shared memory and its barriers; the dims of `pieces` are warpgroup, slot, input, row, column."""
 
-    operands: products.Operands
-    pieces: Any
-    loaded: Any
-    free: Any
+    operands: matmul.ProductBuffers
+    pieces: Ref
+    loaded: Ref
+    free: Ref
 
 
 class _Arrays(NamedTuple):
-    d_out: Any
-    weight: Any
-    inputs: tuple[Any, ...]
-    outs: tuple[Any, ...]
+    d_out: Ref
+    weight: Ref
+    inputs: tuple[Ref, ...]
+    outs: tuple[Ref, ...]
 
 
-def _slots(product: Product, inputs: int) -> int:
-    """Of pieces that are in shared memory at a time."""
-    room = _PIECES_BYTES // (inputs * COMPUTING * HALF * PIECE * 2)
+def _slots(product: TiledProduct, inputs: int) -> int:
+    """Return how many pieces of so many inputs shared memory holds for each warpgroup."""
+    room = _PIECES_BYTES // (inputs * CONSUMERS * ROWS * PIECE * 2)
     return min(room, product.tiling.columns // PIECE)
 
 
 def gradients(
-    product: Product, gradient: Gradient, d_out: jax.Array, weight: jax.Array, inputs: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    """gradient(inputs, d_out @ weight.T) in float32, rounded to the dtype of the inputs.
+    product: TiledProduct,
+    gradient: ActivationGradient,
+    d_out: Float[Array, "T D"],
+    weight: Float[Array, "F D"],
+    inputs: tuple[Float[Array, "T F"], ...],
+) -> tuple[Float[Array, "T F"], ...]:
+    """Compute gradient(inputs, d_out @ weight.T) in float32, rounded to the dtype of the inputs.
 
     Args:
-        product: [rows, D] times [F, D] transposed.
-        gradient: of pieces [64, 64] of each input, and of d_hidden: the pieces of the inputs' gradients.
-        d_out: [rows, D].
-        weight: [F, D].
-        inputs: each [rows, F].
+        product: Static description of the product, [T, D] times [F, D] transposed.
+        gradient: Computes pieces of the gradients of the inputs.
+        d_out: Gradient of the matmul's result, [T, D].
+        weight: The matmul's weight, [F, D].
+        inputs: Inputs of the activation, each [T, F].
     """
     count, slots = len(inputs), _slots(product, len(inputs))
     kernel = product.kernel(
@@ -64,61 +71,63 @@ def gradients(
         functools.partial(_body, product, gradient, count),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs),
         scratch_types=_Buffers(
-            operands=products.operands(product, d_out.dtype)._replace(result=None),
-            pieces=products.tiled((COMPUTING, slots, count, HALF, PIECE), d_out.dtype),
-            loaded=plgpu.Barrier(num_arrivals=count, num_barriers=COMPUTING * slots),
-            free=plgpu.Barrier(num_arrivals=1, num_barriers=COMPUTING * slots),
+            operands=matmul.product_scratch(product, d_out.dtype)._replace(result=None),
+            pieces=tiled_smem((CONSUMERS, slots, count, ROWS, PIECE), d_out.dtype),
+            loaded=plgpu.Barrier(num_arrivals=count, num_barriers=CONSUMERS * slots),
+            free=plgpu.Barrier(num_arrivals=1, num_barriers=CONSUMERS * slots),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return tuple(kernel(d_out, weight, *inputs))
 
 
-def _body(product: Product, gradient: Gradient, count: int, d_out: Any, weight: Any, *references: Any) -> None:
+def _body(
+    product: TiledProduct, gradient: ActivationGradient, count: int, d_out: Ref, weight: Ref, *references: Any
+) -> None:
     arrays = _Arrays(d_out, weight, references[:count], references[count : 2 * count])
     buffers = _Buffers(*references[2 * count :])
-    warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup < COMPUTING)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        claims.follow_tiles(product, None, functools.partial(_compute, product, gradient, arrays, buffers))
+    def consume() -> None:
+        compute = functools.partial(_compute, product, gradient, arrays, buffers)
+        scheduler.follow_tiles(product.order, None, compute)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == COMPUTING)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-
+    def produce() -> None:
         @plgpu.warp_map
-        def _(warp: Any) -> None:
-            # By two warps: pieces wait for the tile that is being finished, operands of the next one do not.
+        def _(warp: Index) -> None:
+            # Two warps load: pieces wait for the tile that is being finished, the next tile's operands do not.
             @pl.when(warp == 0)
             def _():
-                number = claims.claim_tiles(product, None, None, functools.partial(_load, product, arrays, buffers))
-                products.drain(product, buffers.operands, number)
+                load = functools.partial(_load, product, arrays, buffers)
+                number = scheduler.claim_tiles(product.order, None, None, load)
+                matmul.drain(product, buffers.operands, number)
 
             @pl.when(warp == 1)
             def _():
-                claims.claim_tiles(product, None, None, functools.partial(_load_pieces, product, arrays, buffers))
-                for slot in range(COMPUTING * _slots(product, count)):
+                load = functools.partial(_load_pieces, product, arrays, buffers)
+                scheduler.claim_tiles(product.order, None, None, load)
+                for slot in range(CONSUMERS * _slots(product, count)):
                     plgpu.barrier_wait(buffers.free.at[slot])
 
-
-def _part(product: Product, tile: tiles.Tile, warpgroup: Any, piece: int) -> tuple[Any, Any]:
-    """Where a warpgroup's piece of a tile lies in the inputs."""
-    first_row, first_column = tile.row * ROWS + warpgroup * HALF, tile.column * product.tiling.columns + piece * PIECE
-    return pl.ds(first_row, HALF), pl.ds(first_column, PIECE)
+    pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
-def _load(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile) -> None:
-    rows = pl.ds(tile.row * ROWS, ROWS)
-    products.load_tile(product, buffers.operands, number, tile, (arrays.d_out.at[rows],), (arrays.weight,))
+def _part(product: TiledProduct, tile: Tile, warpgroup: Index, piece: int) -> tuple[Index, Index]:
+    """Return the rows and columns of the inputs that a warpgroup's piece of a tile covers."""
+    first_row = tile.row * TILE_ROWS + warpgroup * ROWS
+    first_column = tile.column * product.tiling.columns + piece * PIECE
+    return pl.ds(first_row, ROWS), pl.ds(first_column, PIECE)
 
 
-def _load_pieces(product: Product, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile) -> None:
+def _load(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, number: Index, tile: Tile) -> None:
+    rows = pl.ds(tile.row * TILE_ROWS, TILE_ROWS)
+    matmul.load_tile(product, buffers.operands, number, tile, (arrays.d_out.at[rows],), (arrays.weight,))
+
+
+def _load_pieces(product: TiledProduct, arrays: _Arrays, buffers: _Buffers, number: Index, tile: Tile) -> None:
     slots = _slots(product, len(arrays.inputs))
     for piece in range(product.tiling.columns // PIECE):
-        for warpgroup in range(COMPUTING):
+        for warpgroup in range(CONSUMERS):
             place = warpgroup * slots + piece % slots
 
             def wait(place: int = place) -> None:
@@ -132,28 +141,34 @@ def _load_pieces(product: Product, arrays: _Arrays, buffers: _Buffers, number: A
 
 
 def _compute(
-    product: Product, gradient: Gradient, arrays: _Arrays, buffers: _Buffers, number: Any, tile: tiles.Tile, _: Any
+    product: TiledProduct,
+    gradient: ActivationGradient,
+    arrays: _Arrays,
+    buffers: _Buffers,
+    number: Index,
+    tile: Tile,
+    _: Tile,
 ) -> None:
     warpgroup, count = lax.axis_index("warpgroup"), len(arrays.inputs)
     slots, pieces = _slots(product, count), product.tiling.columns // PIECE
 
-    def release(piece: int, younger: int) -> None:
-        plgpu.wait_smem_to_gmem(younger * count, wait_read_only=True)
+    def release(piece: int, later: int) -> None:
+        plgpu.wait_smem_to_gmem(later * count, wait_read_only=True)
         plgpu.barrier_arrive(buffers.free.at[warpgroup * slots + piece % slots])
 
     def finish(d_hidden: jax.Array) -> None:
         for piece in range(pieces):
             plgpu.barrier_wait(buffers.loaded.at[warpgroup * slots + piece % slots])
-            held = [buffers.pieces.at[warpgroup, piece % slots, index] for index in range(count)]
-            values = tuple(plgpu.load(slot, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for slot in held)
-            found = gradient(values, d_hidden[:, piece * PIECE : (piece + 1) * PIECE])
-            for slot, value in zip(held, found, strict=True):
-                slot[...] = value.astype(slot.dtype)
+            parts = [buffers.pieces.at[warpgroup, piece % slots, index] for index in range(count)]
+            values = tuple(plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in parts)
+            d_inputs = gradient(values, d_hidden[:, piece * PIECE : (piece + 1) * PIECE])
+            for part, value in zip(parts, d_inputs, strict=True):
+                part[...] = value.astype(part.dtype)
             plgpu.commit_smem()
-            for slot, out in zip(held, arrays.outs, strict=True):
-                plgpu.copy_smem_to_gmem(slot, out.at[_part(product, tile, warpgroup, piece)])
+            for part, out in zip(parts, arrays.outs, strict=True):
+                plgpu.copy_smem_to_gmem(part, out.at[_part(product, tile, warpgroup, piece)])
             if piece > 0:
                 release(piece - 1, 1)
         release(pieces - 1, 0)
 
-    products.multiply_tile(product, buffers.operands, number, finish)
+    matmul.multiply_tile(product, buffers.operands, number, finish)

@@ -50,7 +50,7 @@ def test_what_cannot_be_measured_is_one_message_and_a_failure(monkeypatch, capsy
         steps.run_as_command("steps.py", refuse)
     assert ended.value.code == 2 and capsys.readouterr().err == "steps.py: model.num_layers must be at least 1\n"
     monkeypatch.setattr("benchmarks.train_step.run_worker", lambda *a: None)
-    assert run("train_step", monkeypatch, "gpt2-124m bf16", "--peers") == 1
+    assert run("train_step", monkeypatch, "gpt2-124m bf16", "--tiny", "--peers") == 1
 
 
 @pytest.mark.parametrize(("text", "said"), [("0", "above 0; found 0"), ("-1.5", "above 0"), ("nan", "above 0")])

@@ -22,20 +22,22 @@ def settings_of(arguments):
 
 
 def test_steps_of_maxtext_after_its_warm_up():
-    assert maxtext_step.read_log(LINES) == {"milliseconds": 250.0, "first_loss": 9.0, "last_loss": 7.5}
+    found = maxtext_step.read_log(LINES)
+    assert found["milliseconds"] == found["start_milliseconds"] == 250.0 and found["measured_seconds"] == 1.25
+    assert (found["first_loss"], found["last_loss"]) == (9.0, 7.5)
     with pytest.raises(SystemExit, match="printed 0 steps"):
         maxtext_step.read_log("out of memory")
 
 
 def test_maxtext_runs_the_same_work():
-    settings = settings_of(maxtext_step.arguments_of(config_of("llama3-8b fsdp4 fp8"), "folder"))
+    settings = settings_of(maxtext_step.arguments_of(config_of("llama3-8b fsdp4 fp8"), "folder", 20))
     assert settings["per_device_batch_size"] == "2.0" and settings["ici_fsdp_parallelism"] == "4"
     assert settings["base_mlp_dim"] == "14336" and settings["quantization"] == "fp8"
     assert settings["remat_policy"] == "minimal" and settings["scan_layers"] == "True"
-    settings = settings_of(maxtext_step.arguments_of(config_of("llama3-1b bf16"), "folder"))
+    settings = settings_of(maxtext_step.arguments_of(config_of("llama3-1b bf16"), "folder", 20))
     assert settings["remat_policy"] == "none" and settings["head_dim"] == "64" and settings["quantization"] == ""
     with pytest.raises(SystemExit, match="MaxText peer covers"):
-        maxtext_step.arguments_of(config_of("qwen3-30b-a3b of 6 layers bf16"), "folder")
+        maxtext_step.arguments_of(config_of("qwen3-30b-a3b of 6 layers bf16"), "folder", 20)
 
 
 def test_maxtext_has_the_options_of_its_recipe_unless_some_are_set(monkeypatch):
@@ -43,6 +45,12 @@ def test_maxtext_has_the_options_of_its_recipe_unless_some_are_set(monkeypatch):
     assert "--xla_gpu_enable_triton_gemm=false" in maxtext_step.environment()["XLA_FLAGS"].split()
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=4")
     assert maxtext_step.environment()["XLA_FLAGS"] == "--xla_gpu_autotune_level=4"
+
+
+def test_maxtext_runs_long_enough():
+    one, four = (maxtext_step.steps_of(config_of(work), 30) for work in ("llama3-1b bf16", "llama3-8b fsdp4 bf16"))
+    assert one >= 5 + 30 * 50_000 / 32768 and four >= 5 + 30 * 4 * 9000 / 32768
+    assert maxtext_step.steps_of(config_of("llama3-1b bf16"), 0.1) == 20
 
 
 def test_torchtitan_runs_the_same_work():

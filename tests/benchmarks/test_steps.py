@@ -39,7 +39,7 @@ def test_options_of_xla_are_no_configuration():
     assert options == {"xla_gpu_x": False, "xla_y": "3"} and settings == ["model.preset=tiny"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_of_our_step():
     devices = jax.device_count()
     sizes = [f"train.global_batch_size={devices}", "train.sequence_length=32", f"parallel.data={devices}"]

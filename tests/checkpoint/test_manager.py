@@ -1,5 +1,6 @@
 """Keeping, replacing, locking, and what happens when a save fails."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def test_only_one_process_saves_into_a_directory(open_manager, tmp_path, run_pyt
     manager.save(1, {"x": jnp.ones(4)}, wait=True)
     result = run_python(
         "import sys\n"
-        "from jaxstack.checkpoint import CheckpointManager\n"
+        "from jaxstack.checkpoint.manager import CheckpointManager\n"
         "manager = CheckpointManager(sys.argv[1])\n"
         "print(manager.latest_step(), flush=True)\n"
         "manager.save(2, {'x': 1})\n",
@@ -98,7 +99,9 @@ def test_only_one_process_saves_into_a_directory(open_manager, tmp_path, run_pyt
 def test_a_run_claims_its_directory_before_it_saves(open_manager, run_python):
     manager = open_manager()
     manager.claim()
-    claim = "import sys; from jaxstack.checkpoint import CheckpointManager; CheckpointManager(sys.argv[1]).claim()"
+    claim = (
+        "import sys; from jaxstack.checkpoint.manager import CheckpointManager; CheckpointManager(sys.argv[1]).claim()"
+    )
     result = run_python(claim, manager.directory)
     assert "another process saves checkpoints" in result.stderr and result.returncode == 1
     manager.save(1, {"x": jnp.ones(4)}, wait=True)
@@ -200,7 +203,7 @@ def test_close_raises_when_the_last_save_failed(tmp_path, monkeypatch):
 def test_a_process_that_ends_without_close_says_what_it_lost(open_manager, tmp_path, run_python):
     result = run_python(
         "import sys, jax.numpy as jnp\n"
-        "from jaxstack.checkpoint import CheckpointManager\n"
+        "from jaxstack.checkpoint.manager import CheckpointManager\n"
         "manager = CheckpointManager(sys.argv[1])\n"
         "manager.save(1, {'x': 1}, wait=True)\n"
         "manager.save(2, {'x': [jnp.ones((2000, 2000))] * 9})\n"
@@ -229,3 +232,17 @@ def test_a_step_that_is_not_there_names_those_that_are(open_manager):
     manager.save(4, {"x": 1})
     with pytest.raises(JaxstackError, match="no checkpoint of step 5 .* there are 4"):
         manager.restore(5, {"x": 1})
+
+
+def test_a_reader_tells_a_save_in_progress_from_one_that_was_cut_off(open_manager, warnings):
+    """Another process, such as `generate`, reads the run while it saves."""
+    manager = open_manager()
+    manager.save(1, make_state(1), wait=True)
+    (manager.directory / ".saving-2-1").mkdir()
+    read = "import sys; from jaxstack.checkpoint.manager import CheckpointManager as M; "
+    read += "print(M(sys.argv[1], report=print).latest_step())"
+    said = subprocess.run([sys.executable, "-c", read, str(manager.directory)], capture_output=True, text=True).stdout
+    assert f"is being written by process {os.getpid()} on " in said and said.endswith("\n1\n")
+    manager.close()
+    said = subprocess.run([sys.executable, "-c", read, str(manager.directory)], capture_output=True, text=True).stdout
+    assert "is a save that was cut off" in said and said.endswith("\n1\n")

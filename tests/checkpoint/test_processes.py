@@ -75,7 +75,7 @@ print(rank, step, extra, count)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_save_fail_and_restore_together(tmp_path, open_manager):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

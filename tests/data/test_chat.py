@@ -231,7 +231,7 @@ def test_chats_and_texts_mix(opened, corpus, cache, folder, tmp_path):
         ('{"messages": [{"role": "user"}]}', "line 2: the content of message 1 must be a text; found null"),
         ('{"messages": [{"content": "a"}]}', "line 2: message 1 must have a role"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 2 has no message of the role assistant"),
-        ('{"prompt": "a<|im_end|>", "completion": "b"}', "line 2: its text holds '<|im_end|>', a special token"),
+        ('{"prompt": "a<|im_end|>", "completion": "b"}', "line 2: its text contains '<|im_end|>', a special token"),
         ('{"prompt": 3, "completion": "b"}', "line 2: the content of message 1 must be a text; found 3"),
     ],
 )
@@ -250,7 +250,7 @@ def test_templates_are_refused_with_their_reason(opened, tmp_path, folder):
         (tmp_path / f"{name}.jinja").write_text(text)
         with pytest.raises(JaxstackError, match=reason):
             opened([{"messages": TALK}], template=str(tmp_path / f"{name}.jinja"))
-    with pytest.raises(ConfigError, match="'chatlm' is no file, and none of auto, none, chatml, gemma, llama3"):
+    with pytest.raises(ConfigError, match="'chatlm' is not a file, nor one of auto, none, chatml, gemma, llama3"):
         opened([{"messages": TALK}], template="chatlm")
     assert issubclass(ChatError, JaxstackError)
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data
-from jaxstack.data.tokenize_unit import token_file
+from jaxstack.data.tokenize_documents import token_file
 from jaxstack.errors import ConfigError, JaxstackError
 
 LENGTH = 32
@@ -50,8 +50,8 @@ def test_text_is_tokenized_alike_by_several_processes(byte_config, tmp_path, mon
             started.append(workers)
             super().__init__(workers, **options)
 
-    monkeypatch.setattr("jaxstack.data.build.ProcessPoolExecutor", Pool)
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 2000)
+    monkeypatch.setattr("jaxstack.data.build_shards.ProcessPoolExecutor", Pool)
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 2000)
     config = changed(byte_config, cache_dir=str(tmp_path))
     several = open_data(config, sequence_length=LENGTH, seed=7, workers=2)
     assert started and set(started) == {2}
@@ -212,7 +212,7 @@ def test_bpe_is_trained_once_and_reused(byte_config):
 
 
 def test_prepared_directories_bring_their_tokenizer(byte_config, corpus, tmp_path):
-    from jaxstack.data.build import prepare_tokens
+    from jaxstack.data.build_shards import prepare_tokens
     from jaxstack.data.tokenizer import ByteTokenizer
 
     prepare_tokens([SourceConfig(path=str(corpus))], tmp_path / "p", ByteTokenizer(), 0.05)
@@ -272,7 +272,7 @@ def test_damaged_cache_is_named(byte_config, tmp_path):
 
 def test_an_interrupted_cache_is_finished(byte_config, tmp_path, monkeypatch):
     config = changed(byte_config, cache_dir=str(tmp_path))
-    monkeypatch.setattr("jaxstack.data.build._Builder._write_held_out", lambda self: 1 / 0)
+    monkeypatch.setattr("jaxstack.data.build_shards._Builder._write_held_out", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         open_data(config, sequence_length=LENGTH, seed=0)
     monkeypatch.undo()

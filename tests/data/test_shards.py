@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 
-from jaxstack.data.build import BuildOptions, prepare_tokens
+from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
 from jaxstack.data.shards import ShardWriter, TokenStream, open_split, read_index
 from jaxstack.data.tokenizer import ByteTokenizer

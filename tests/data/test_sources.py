@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from jaxstack.data.build import BuildOptions, prepare_tokens
+from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
-from jaxstack.data.plan import make_plan, source_files
 from jaxstack.data.shards import open_split
+from jaxstack.data.tokenization_plan import make_plan, source_files
 from jaxstack.data.tokenizer import ByteTokenizer
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import ConfigError
 
 TEXTS = ["first text\n", "second, with \u00fcmlaut", "third\nof three lines\n"]
 
@@ -104,6 +104,30 @@ def test_empty_and_null_texts_are_left_out(tmp_path):
     path.write_text('{"text": ""}\n\n{"text": null}\n{"text": "x"}\n')
     found, index = documents(path, tmp_path)
     assert found == ["x"] and index["splits"]["train"]["documents"] == 1
+    assert index["empty_documents"] == 2
+    table = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["x", None, ""]}), table)
+    found, index = documents(table, tmp_path / "table")
+    assert found == ["x"] and index["empty_documents"] == 2
+
+
+def test_text_in_utf_16_is_called_so(tmp_path):
+    path = tmp_path / "wide.txt"
+    path.write_text("a text of some length", encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"wide\.txt is UTF-16; convert it: iconv"):
+        documents(path, tmp_path)
+    (tmp_path / "in").mkdir()
+    path.rename(tmp_path / "in" / "wide.txt")
+    (tmp_path / "in" / "plain.txt").write_text("plain")
+    found, index = documents(tmp_path / "in", tmp_path)
+    assert found == ["plain"] and index["skipped_files"] == 1
+
+
+def test_a_link_that_leads_nowhere_is_called_so(tmp_path):
+    link = tmp_path / "corpus.txt"
+    link.symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(ConfigError, match=r"corpus\.txt' is a link to .*gone\.txt, which does not exist"):
+        documents(link, tmp_path)
 
 
 def test_text_keys(tmp_path):
@@ -127,17 +151,17 @@ def test_broken_files_are_named(name, damage, tmp_path):
     path = write_format(tmp_path, name)
     raw = path.read_bytes()
     path.write_bytes(raw[: len(raw) - 9] if damage == "cut off" else b"this is not it" * 20)
-    with pytest.raises(JaxstackError, match=f"{name}.*(broken|whole|cannot read)"):
+    with pytest.raises(ConfigError, match=f"{name}.*(broken|whole|cannot read)"):  # exit code 2: not tried again
         documents(path, tmp_path)
 
 
 def test_broken_json_names_the_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl() + b"{broken\n")
-    with pytest.raises(JaxstackError, match=r"a\.jsonl, line 4 is not JSON"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 4 is not JSON"):
         documents(path, tmp_path)
     path.write_bytes(b"[1]\n")
-    with pytest.raises(JaxstackError, match="JSON list, not an object"):
+    with pytest.raises(ConfigError, match="JSON list, not an object"):
         documents(path, tmp_path / "2")
 
 
@@ -161,7 +185,7 @@ def test_a_binary_file_named_as_text_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["long.txt", "long.jsonl"])
 @pytest.mark.parametrize("fraction", [0.0, 0.1])
 def test_long_files_are_cut_without_loss(name, fraction, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxstack.data.plan.UNIT_BYTES", 2000)
+    monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 2000)
     lines = [f"line {i} \u00e9\u00e9\u00e9 " + "x" * (i % 50) for i in range(1000)]
     path = tmp_path / name
     text = "\n".join(lines)

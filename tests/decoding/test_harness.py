@@ -21,7 +21,7 @@ from jaxstack import evaluate  # noqa: E402
 from jaxstack.decoding.harness import HarnessModel  # noqa: E402
 from jaxstack.errors import ConfigError  # noqa: E402
 from jaxstack.models import from_huggingface  # noqa: E402
-from jaxstack.run.load import open_generator  # noqa: E402
+from jaxstack.run.load import load  # noqa: E402
 from jaxstack.run.train import train  # noqa: E402
 from jaxstack.run_config import load_config  # noqa: E402
 
@@ -35,7 +35,7 @@ def source(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(source) -> HarnessModel:
-    generator, _ = open_generator(source, ["parallel.data=2", "parallel.tensor=2"])
+    generator = load(source, ["parallel.data=2", "parallel.tensor=2"]).text_generator()
     return HarnessModel(generator, max_length=LENGTH, batch_size=3)
 
 
@@ -156,7 +156,7 @@ def test_tasks_get_the_scores_that_they_must_get(source, tasks, tmp_path, capsys
     assert json.loads((tmp_path / "out.json").read_text())["results"]["go_on"]["exact_match,none"] == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_task_that_there_is_not_gets_the_nearest_names(source, capsys):
     assert evaluate.main(["--run", str(source), "--tasks", "hellaswagg"]) == 2
     assert "did you mean 'hellaswag'" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def compiled_step(rules: AxisRules) -> str:
     return compile_for_hopper(jax.jit(step, donate_argnums=3), params, row, row, cache, mesh=rules.mesh).as_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_step_copies_no_cache_and_sends_one_sum_a_sublayer(tensor):
     axes = {"pipeline": 1, "data": tensor, "fsdp": 1, "expert": 1, "context": 1, "tensor": tensor}

@@ -36,7 +36,7 @@ def pieces(stream: TextStream, ids) -> list[str]:
     found = []
     for token in ids:
         found.append(stream.push(int(token)))
-        if stream.reason is not None:
+        if stream.finish_reason is not None:
             return found
     return [*found, stream.finish()]
 
@@ -81,7 +81,7 @@ def test_a_long_text_of_words_is_that_of_all_its_tokens():
 def test_a_stop_string_ends_the_text_and_is_not_shown(stop, shown, reason):
     stream = TextStream(BYTES, stop=stop)
     assert "".join(pieces(stream, BYTES.encode("one two\nthree\n\nfour"))) == shown
-    assert stream.reason == reason
+    assert stream.finish_reason == reason
 
 
 def test_what_may_begin_a_stop_string_waits_and_is_shown_when_it_does_not():
@@ -97,15 +97,15 @@ def test_the_text_ends_where_the_first_stop_string_is_complete(text, stop):
     shown = "".join(pieces(stream, BYTES.encode(text)))
     ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(s) for s in stop)]
     if not ends:
-        assert (shown, stream.reason) == (text, "length")
+        assert (shown, stream.finish_reason) == (text, "length")
         return
     longest = max(len(s) for s in stop if text[: ends[0]].endswith(s))
-    assert (shown, stream.reason) == (text[: ends[0] - longest], "stop")
+    assert (shown, stream.finish_reason) == (text[: ends[0] - longest], "stop")
 
 
 def test_a_stop_token_ends_the_text_with_what_was_held_back():
     stream = TextStream(BYTES, stop=["bc"], stop_tokens=[256])
-    assert pieces(stream, [*b"ab", 256]) == ["a", "", "b"] and stream.reason == "stop"
+    assert pieces(stream, [*b"ab", 256]) == ["a", "", "b"] and stream.finish_reason == "stop"
 
 
 class Spelled:
@@ -126,7 +126,7 @@ def test_texts_of_a_batch_end_apart_and_nothing_is_decoded_after_the_last():
     assert generator.generate(["", "", ""], 50, Sampling(), stop=[";"]) == ["one", "three", "zwölf"]
     assert decoder.steps == 7
     found = list(generator.stream([[256]] * 3, 5, Sampling(), stop=[";"]))
-    assert [piece.reason for piece in found if piece.reason] == ["stop", "length", "length"]
+    assert [piece.finish_reason for piece in found if piece.finish_reason] == ["stop", "length", "length"]
     assert "".join(piece.text for piece in found if piece.row == 2) == "zwöl"
     with pytest.raises(ConfigError, match="at least one character"):
         generator.generate([""], 5, Sampling(), stop=[""])

@@ -11,7 +11,7 @@ from jaxstack.distributed.devices import DEVICE_MEMORY, HOST_MEMORY, cache_compi
 from jaxstack.run import train as run_train
 from jaxstack.run_config import load_config
 
-CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def test_a_command_may_use_nearly_all_memory(monkeypatch):

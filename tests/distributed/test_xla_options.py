@@ -7,11 +7,11 @@ import pytest
 from jaxstack.distributed import xla_options as compiler_options
 from jaxstack.distributed.xla_options import (
     ALWAYS,
-    COPIES,
     NARROW_ON_CPU,
+    PEER_COPIES,
     PIPELINE,
     installed_options,
-    is_known,
+    is_supported,
     step_options,
 )
 from jaxstack.errors import ConfigError
@@ -25,11 +25,11 @@ def test_options_follow_what_the_step_holds():
     assert plain == {option.name: option.value for option in ALWAYS}
     assert plain["xla_gpu_enable_triton_gemm"] is False
     assert pipeline == {**plain, **{option.name: option.value for option in PIPELINE}}
-    assert step_options(copies=True) == {**plain, **{option.name: option.value for option in COPIES}}
+    assert step_options(peer_copies=True) == {**plain, **{option.name: option.value for option in PEER_COPIES}}
 
 
 def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
-    assert not is_known("xla_gpu_no_such_option", True)
+    assert not is_supported("xla_gpu_no_such_option", True)
     chosen, said = installed_options({"xla_gpu_no_such_option": True, "xla_gpu_autotune_level": 0})
     assert chosen == {"xla_gpu_autotune_level": 0}
     assert len(said) == 1 and "xla_gpu_no_such_option=True is left out: jaxlib " in said[0]
@@ -37,7 +37,7 @@ def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
 
 @pytest.mark.parametrize("on", [True, False])
 def test_either_name_of_pipelined_collectives_is_translated(on):
-    spellings = [(name, value) for name, value in compiler_options.ALIKE[0 if on else 1]]
+    spellings = [(name, value) for name, value in compiler_options.EQUIVALENT[0 if on else 1]]
     settings = [installed_options({name: value}) for name, value in spellings]
     assert len({tuple(chosen.items()) for chosen, _ in settings}) == 1 and settings[0][0]
     assert sorted(len(said) for _, said in settings) == [0, 1, 1, 1], "one is this jaxlib's own"

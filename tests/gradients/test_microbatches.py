@@ -10,20 +10,21 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.build import make_gradients
 from jaxstack.gradients.gspmd import GlobalGradients
 from jaxstack.gradients.shard_map import LocalGradients
-from jaxstack.loss import LossSum, language_model_loss
+from jaxstack.loss import LossSum, language_model_loss, returns_sum
 from jaxstack.models import Transformer
-from jaxstack.parallel import AXES, AxisRules, ParallelConfig, make_mesh, make_rules
+from jaxstack.parallel import AXES, ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
 from tests.small_runs import batch_at, make_trainer, small_config
 
 
-def rules(zero: int = 0, *, data: int = 1, fsdp: int = 1, tensor: int = 1) -> AxisRules:
+def rules(zero: int = 0, *, data: int = 1, fsdp: int = 1, tensor: int = 1) -> ShardingContext:
     degrees = ParallelConfig(data=data, fsdp=fsdp, tensor=tensor)
-    return make_rules(make_mesh(degrees, jax.devices()[: data * fsdp * tensor]), zero=zero)
+    mesh = make_mesh(degrees, jax.devices()[: data * fsdp * tensor])
+    return ShardingContext(make_rules(mesh), StepLayout(zero=zero))
 
 
 def transformer(*overrides: str) -> FunctionalModule:
@@ -53,9 +54,10 @@ def test_our_transformer_runs_on_its_own_rows_and_other_modules_on_all():
 def test_dropout_differs_between_devices_and_microbatches(accumulation):
     seen = set()
 
+    @returns_sum
     def loss(model, batch, key):
         jax.debug.callback(lambda k: seen.add(tuple(k.tolist())), jax.random.key_data(key))
-        return language_model_loss(model, batch, key)
+        return language_model_loss(model, batch, key=key, train=True)
 
     module = transformer()
     gradients = make_gradients(module, loss, rules(data=2, fsdp=2), accumulation)
@@ -80,12 +82,13 @@ def test_a_loss_that_is_a_mean_sees_the_whole_batch():
         jax.jit(make_gradients(module, mean, layout))(params, non_params, batch, jax.random.key(1))[0]
         for layout in (rules(data=2, fsdp=2), rules(data=1))
     )
-    assert float(found.weight) == 1 and float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
+    assert float(found.count) == 1 and float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found.gradients, wanted.gradients)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_somebody_elses_statistics_are_those_of_the_whole_batch(zero):
+    @returns_sum
     def loss(model, batch):
         return LossSum(jnp.sum((model(batch["x"]) - batch["x"]) ** 2), batch["x"].shape[0])
 
@@ -190,7 +193,7 @@ def test_the_published_bytes_of_seven_and_a_half_billion_parameters_on_64_device
 ):
     """State as it is sharded, and on top what docs/parallelism.md says of a step's copy and gradients."""
     mesh = jax.sharding.AbstractMesh(tuple(degrees.get(axis, 1) for axis in AXES), AXES)
-    layout = make_rules(cast(Mesh, mesh), zero=zero)  # shapes only: no device is asked for
+    layout = make_rules(cast(Mesh, mesh))  # shapes only: no device is asked for
     shape = ("model.hidden_size=4096", "model.num_layers=35", "model.num_heads=32", "model.intermediate_size=10880")
     module = transformer(*shape, "model.vocab_size=51200")
 
@@ -198,7 +201,7 @@ def test_the_published_bytes_of_seven_and_a_half_billion_parameters_on_64_device
         local = jax.tree.map(lambda x, spec: math.prod(NamedSharding(mesh, spec).shard_shape(x.shape)), tree, specs)
         return sum(jax.tree.leaves(local))
 
-    stored = bytes_of(module.abstract_params, module.parameter_specs(layout))
+    stored = bytes_of(module.abstract_params, module.parameter_specs(layout, zero))
     used_specs = module.map_parameters(lambda names, shape, _: layout.parameter_spec(names, shape), layout)
     used = bytes_of(module.abstract_params, used_specs)
     assert 12 * stored + within_a_step(used, stored) == pytest.approx(published, rel=0.02)

@@ -14,7 +14,10 @@ import pytest
 from jaxstack.launch.__main__ import main
 from jaxstack.launch.shared_memory import FOLDER, list_files, remove_left_behind
 
-WRITE = "import os, sys, time; from jaxstack.resilience import ProgressFile; p = ProgressFile.of_this_process(); "
+WRITE = (
+    "import os, sys, time; from jaxstack.resilience.progress_file import ProgressFile; "
+    "p = ProgressFile.of_this_process(); "
+)
 
 
 def launch(*options: str, program: str) -> subprocess.Popen:
@@ -158,7 +161,7 @@ def test_semaphores_of_a_living_process_stay():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "what to run is missing"),
+        ([], "there is no command to run"),
         (["--nodes", "2", "--", "true"], "given together"),
         (["--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "true"], "0..1"),
         (["--nodes", "2", "--node-rank", "0", "--coordinator", "10.0.0.1:1", "--", "true"], "--insecure"),

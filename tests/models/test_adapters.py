@@ -141,7 +141,8 @@ def on_one_device():
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in ("remat", "zero") else []) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("remat", "zero") else []) for name in LAYOUTS],
 )
 def test_layouts_give_the_loss_of_one_device_and_train_the_adapters_only(layout, on_one_device):
     trainer = trainer_of(*LAYOUTS[layout])
@@ -154,7 +155,7 @@ def test_layouts_give_the_loss_of_one_device_and_train_the_adapters_only(layout,
         assert moves == bool(ADAPTER.search(path_name(path))), path_name(path)
 
 
-@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.exhaustive)])
 def test_the_weights_run_in_fp8_and_the_adapters_beside_them(recipe):
     trainer = trainer_of(f"precision.fp8={recipe}", "parallel.fsdp=2")
     losses = run_steps(trainer, 4)

@@ -31,7 +31,7 @@ def sums(trainer: Trainer):
 
 
 def slow(*overrides: str) -> object:
-    return pytest.param(overrides, marks=pytest.mark.slow)
+    return pytest.param(overrides, marks=pytest.mark.exhaustive)
 
 
 WINDOWS = ("model.layer_types=[sliding_attention, full_attention]", "model.sliding_window=4")

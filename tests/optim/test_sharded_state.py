@@ -25,8 +25,8 @@ def test_a_step_on_parts_is_the_step_on_the_whole(kind):
     module = FunctionalModule(Two)
     settings = {"min_dim_size_to_factor": 8} if "min_dim_size_to_factor" in kind.model_fields else {}
     optimizer = build_optimizer(kind(**settings), lambda step: jnp.asarray(0.1), module.abstract_params)
-    rules = make_rules(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2)), zero=1)
-    shardings = state_shardings(module, optimizer, rules)
+    rules = make_rules(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2)))
+    shardings = state_shardings(module, optimizer, rules, zero=1)
     whole = init_state(module, optimizer, jax.random.key(0))
     parts = jax.device_put(init_state(module, optimizer, jax.random.key(0)), shardings)
     split = parts.params["stack"].sharding.shard_shape((3, 32, 16))

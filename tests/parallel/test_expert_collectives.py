@@ -39,7 +39,7 @@ def exchanged(devices: int, degree: int, factor: float) -> int:
     ("overrides", "degree"),
     [
         (("parallel.expert=4",), 4),
-        pytest.param(("parallel.data=2", "parallel.expert=2"), 2, marks=pytest.mark.slow),
+        pytest.param(("parallel.data=2", "parallel.expert=2"), 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_exchange_sends_the_formula_s_bytes(overrides, degree):
@@ -51,7 +51,7 @@ def test_an_exchange_sends_the_formula_s_bytes(overrides, degree):
     assert total("all-to-all", *enough) == total("all-to-all", *enough, axes=("expert",))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_bounded_buffers_send_less():
     found = Counter(
         row.payload_bytes for row in rows("parallel.expert=4") if row.kind == "all-to-all" and row.dtype == "bf16"
@@ -69,7 +69,7 @@ def test_expert_weights_stay_where_they_are():
     assert reduced <= LAYERS * 4 * (attention + D * E + 2 * D) + 4096
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fsdp_gathers_a_device_s_own_experts_in_bfloat16():
     over = ("parallel.fsdp=2", "parallel.expert=2", "model.moe.exchange_factor=2")
     matrices, router, ends = KERNELS // 2 + 4 * D * 8 * 64, D * E, 2 * V * D

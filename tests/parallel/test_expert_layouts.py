@@ -33,7 +33,7 @@ def layout(**degrees: int) -> tuple[str, ...]:
 
 
 def slow(*layouts: tuple[str, ...]):
-    return [pytest.param(found, marks=pytest.mark.slow) for found in layouts]
+    return [pytest.param(found, marks=pytest.mark.exhaustive) for found in layouts]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_every_layout_gives_the_loss_curve_of_one_device(overrides):
     assert_trains_as_one_device(*overrides, shape=MIXTURE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -74,14 +74,14 @@ def test_shared_experts_and_the_balance_bias_too(overrides):
     assert_trains_as_one_device(*overrides, shape=(*DEEPSEEK, *unrolled))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pipeline_whose_first_layer_is_dense_and_whose_last_one_is_left_over():
     """Both run with the ends of the model; the last is a mixture, whose experts stay apart."""
     windows = ("model.num_layers=6", "model.layer_types=[sliding_attention,full_attention]", "model.sliding_window=5")
     assert_trains_as_one_device(*layout(pipeline=2, expert=2, fsdp=2), shape=(*DEEPSEEK, *windows))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("overrides", [layout(expert=4), layout(data=2, expert=2, tensor=2)], ids=" ".join)
 def test_a_capacity_drops_the_same_tokens(overrides):
     assert_trains_as_one_device(*overrides, shape=(*DEEPSEEK, *CAPACITY))
@@ -111,7 +111,7 @@ LOADS = {
 QUICK = (("even", 0.3), ("all_to_one_device", 1.5), ("some_dropped", 4.0))
 """Several rounds for an even load, several for an uneven one, and a buffer that surely suffices."""
 PAIRS = [
-    pytest.param(load, factor, marks=() if (load, factor) in QUICK else pytest.mark.slow)
+    pytest.param(load, factor, marks=() if (load, factor) in QUICK else pytest.mark.exhaustive)
     for load in LOADS
     for factor in (0.3, 1.5, 4.0)
 ]

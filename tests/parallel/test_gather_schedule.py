@@ -46,7 +46,7 @@ def matmuls_meanwhile(schedule: str, kind: str) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_are_gathered_while_matmuls_run():
     schedule = schedule_of_the_step("parallel.copy_engines=never")
     gathers = matmuls_meanwhile(schedule, "all-gather")
@@ -57,7 +57,7 @@ def test_weights_are_gathered_while_matmuls_run():
     assert sum(count > 0 for count in scatters) >= 2 / 3 * len(scatters), scatters
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_are_copied_while_matmuls_run():
     schedule = schedule_of_the_step()
     assert not re.search("all-gather|reduce-scatter", schedule)
@@ -126,7 +126,7 @@ def turns(text: str) -> list[list[Moved]]:
     return [body for body in bodies if any(moved.kind == "all-gather" for moved in body)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_scan_gathers_the_next_layer_while_this_one_runs():
     compiled = compile_step(small_config(*SCANNED))[1]
     forward, backward = turns(compiled.as_text())
@@ -141,7 +141,7 @@ def test_a_scan_gathers_the_next_layer_while_this_one_runs():
         assert hidden >= 0.75 * sum(moved.weights for moved in body), body
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_prefetching_holds_two_layers_weights_and_gradients():
     ahead = compile_step(small_config(*SCANNED))[1].memory_analysis()
     plain = compile_step(small_config(*SCANNED, "parallel.prefetch=false"))[1].memory_analysis()

@@ -115,8 +115,8 @@ def test_unrolled_layers_too(overrides):
         (*layout(1, 8, 1), "train.gradient_accumulation=2"),
         layout(2, 2, 2, True),
         (*layout(4, 1, 2), "parallel.zero=1"),
-        pytest.param((*layout(2, 2, 1), "parallel.pipeline=2"), marks=pytest.mark.slow),
-        pytest.param((*layout(2, 1, 1), "parallel.context=4"), marks=pytest.mark.slow),
+        pytest.param((*layout(2, 2, 1), "parallel.pipeline=2"), marks=pytest.mark.exhaustive),
+        pytest.param((*layout(2, 1, 1), "parallel.context=4"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )
@@ -128,8 +128,8 @@ def test_muon_on_matrices_in_parts(overrides):
     "overrides",
     [
         (*layout(1, 2, 1), "parallel.context=2", "train.gradient_accumulation=2"),
-        pytest.param((*layout(2, 1, 2, True), "parallel.zero=2"), marks=pytest.mark.slow),
-        pytest.param((*layout(1, 1, 3), "train.gradient_accumulation=4"), marks=pytest.mark.slow),
+        pytest.param((*layout(2, 1, 2, True), "parallel.zero=2"), marks=pytest.mark.exhaustive),
+        pytest.param((*layout(1, 1, 3), "train.gradient_accumulation=4"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )
@@ -213,13 +213,13 @@ def test_split_sequences_train_as_whole_ones(overrides):
     assert_trains_as_one_device(*overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("overrides", every_context_of_eight(), ids=" ".join)
 def test_every_layout_with_split_sequences(overrides):
     assert_trains_as_one_device(*overrides)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -237,7 +237,7 @@ def test_context_degrees_of_three_and_six(overrides):
     assert_trains_as_one_device(*overrides, shape=(*ODD_SHAPE, *longer))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind",
     [

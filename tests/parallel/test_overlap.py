@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxstack.observe.collectives import collectives
-from jaxstack.parallel import ParallelConfig, logical_axis_rules, make_mesh, make_rules
+from jaxstack.parallel import ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.overlap import gather_project, project_scatter
 from pallas_kernels import lowering_platform, record_choices
 from tests.hopper import compile_step
@@ -33,10 +33,14 @@ def overlapped(choices):
     ("overrides", "shape", "islands"),
     [
         (layout(2, 1, 2, True), BIASED, ISLANDS),
-        pytest.param(layout(1, 1, 4, True), (), ISLANDS, marks=pytest.mark.slow),
-        pytest.param(layout(2, 1, 3, True), THREE, ISLANDS, marks=pytest.mark.slow),
-        pytest.param((*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.slow),
-        pytest.param(layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.slow),
+        pytest.param(layout(1, 1, 4, True), (), ISLANDS, marks=pytest.mark.exhaustive),
+        pytest.param(layout(2, 1, 3, True), THREE, ISLANDS, marks=pytest.mark.exhaustive),
+        pytest.param(
+            (*layout(1, 2, 2, True), "train.gradient_accumulation=2"), (), ISLANDS, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            layout(2, 2, 2, True), FEW_KV_HEADS, ISLANDS - {"tensor_parallel_input"}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=lambda value: " ".join(sorted(value)),
 )
@@ -52,7 +56,7 @@ def test_trains_as_one_device(overrides, shape, islands):
 def rules(data=2, tensor=2, sequence=True, overlap="always", pipeline=1):
     degrees = ParallelConfig(data=data, tensor=tensor, pipeline=pipeline)
     mesh = make_mesh(degrees, jax.devices()[: data * tensor * pipeline])
-    return make_rules(mesh, sequence=sequence, overlap=overlap)
+    return ShardingContext(make_rules(mesh, sequence=sequence), StepLayout(overlap=overlap))
 
 
 def normal(*shape):
@@ -63,7 +67,7 @@ def both(layout, x, kernels, last):
     """The sums of the outputs and their gradients, and the choices made."""
 
     def total(x, kernels, last):
-        with logical_axis_rules(layout):
+        with layout.entered():
             parts = gather_project(x, kernels)
             assert parts is not None
             out = project_scatter(parts[0], last)
@@ -91,7 +95,7 @@ def answer(layout, length=8, heads=4, unsuitable=None, platform="cpu", **manual)
     """Whether `gather_project` computes it, and the choice recorded."""
 
     def run(x, kernel):
-        with logical_axis_rules(layout.within(manual.get("manual", ()))):
+        with layout.within(manual.get("manual", ())).entered():
             return gather_project(x, [kernel], unsuitable)
 
     x = jax.ShapeDtypeStruct((4, length, 8), jnp.bfloat16)
@@ -126,7 +130,7 @@ SHAPE = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 @pytest.mark.parametrize("degrees", [("parallel.tensor=4",), ("parallel.fsdp=2", "parallel.tensor=2")], ids=str)
 def test_compiled_for_h200s_only_our_kernels_move_a_layers_activations(degrees):

@@ -11,7 +11,7 @@ from tests.compilation import fully_optimized
 from tests.parallel.test_layouts import assert_trains_as_one_device
 from tests.small_runs import small_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 ROWS, HEADS = 24, 12
 SIZES = (

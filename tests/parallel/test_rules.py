@@ -60,9 +60,9 @@ def test_devices_that_share_a_sequence_share_the_parameters_too():
     assert both.parameter_spec(("embed", "mlp"), (12, 64)) == P(None, ("fsdp", "context")), "8 divides 64 only"
     assert both.parameter_spec(("embed", "mlp"), (12, 63)) == P("fsdp", None), "no dim has 8 parts, one has 2"
     assert both.parameter_spec(("norm",), (32,)) == P(None)
-    with_data = rules(data=2, context=4, zero=1)
-    assert with_data.stored_spec(("embed", "mlp"), (32, 64)) == P("context", "data")
-    assert with_data.stored_spec(("embed", "mlp"), (32, 63)) == P(("context", "data"), None)
+    with_data = rules(data=2, context=4)
+    assert with_data.stored_spec(("embed", "mlp"), (32, 64), zero=1) == P("context", "data")
+    assert with_data.stored_spec(("embed", "mlp"), (32, 63), zero=1) == P(("context", "data"), None)
 
 
 def test_somebody_elses_parameters_get_fsdp_on_their_largest_dim():

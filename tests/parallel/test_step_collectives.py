@@ -87,7 +87,7 @@ def test_data_parallel_reduces_every_gradient_once():
     assert volume(*over) == pytest.approx(2 * PARAMETERS, rel=1e-3), "2P (Rajbhandari et al. 2020)"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_may_be_summed_in_bfloat16():
     over = ("parallel.data=4", "precision.reduce=bfloat16")
     assert total_bytes("all-reduce", *over) == about(2 * PARAMETERS)
@@ -130,7 +130,7 @@ def test_copies_send_weights_and_gradients_in_bfloat16_once():
     assert 4 * VECTORS <= reduced <= 4 * (VECTORS + SCALARS), "vectors are whole on every device"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_copies_send_weights_and_gradients_where_sequences_are_split():
     over = ("parallel.context=4", "model.scan_layers=false")
     assert "reduce-scatter" not in kinds(*over)
@@ -138,7 +138,7 @@ def test_copies_send_weights_and_gradients_where_sequences_are_split():
     assert "bf16" not in gathered and "collective-permute" in kinds(*over), "only segment ids by NCCL"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_zero_2_scatters_every_microbatch():
     over = ("parallel.data=4", "parallel.zero=2", "train.gradient_accumulation=2")
     assert total_bytes("all-gather", *over, in_loop=False) == 2 * MATRICES, "the copy is made once a step"
@@ -157,7 +157,7 @@ def test_fsdp_gathers_weights_in_bfloat16_and_scatters_gradients_in_float32():
     assert volume(*over) == pytest.approx(3 * PARAMETERS - 2 * V * D, rel=1e-3)
 
 
-@pytest.mark.parametrize("scan", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scan", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
 def test_fsdp_without_rematerialisation_gathers_weights_again_instead_of_keeping_them(scan):
     over = ("parallel.fsdp=4", "model.remat=none", f"model.scan_layers={scan}", "parallel.copy_engines=never")
     assert total_bytes("all-gather", *over, dtype="bf16") == 2 * (2 * LAYERS * LAYER + 2 * V * D)

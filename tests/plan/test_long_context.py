@@ -12,7 +12,7 @@ from jaxstack.run_config import load_config
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 def test_a_million_tokens_fit():
     if not can_compile():

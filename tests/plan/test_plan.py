@@ -10,9 +10,9 @@ import pytest
 from jaxstack.observe.device_grid import device_grid, number_ranges, split_panels
 from jaxstack.plan.__main__ import main
 from jaxstack.plan.absent_gpus import can_compile, device_memory
-from jaxstack.plan.layout import plan_layout
+from jaxstack.plan.describe import describe_plan
+from jaxstack.plan.draw import draw_mesh, draw_plan
 from jaxstack.plan.rehearsal import rehearse
-from jaxstack.plan.text import draw_mesh, draw_plan
 from jaxstack.run_config import load_config
 from tests.small_runs import SMALL, make_trainer, small_config
 
@@ -26,7 +26,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_plan_is_where_the_arrays_really_lie(layout):
     config = small_config(*layout, "train.global_batch_size=16")
-    plan = plan_layout(config)["sharding"]
+    plan = describe_plan(config)["sharding"]
     trainer = make_trainer(config)
     order = {device: number for number, device in enumerate(trainer.rules.mesh.devices.flat)}
     rows = {row["parameter"]: row for row in plan["parameters"]}
@@ -45,7 +45,7 @@ def test_plan_is_where_the_arrays_really_lie(layout):
 
 def test_bytes_are_those_of_a_device():
     config = small_config("parallel.fsdp=2", "train.global_batch_size=4", "model.num_layers=1")
-    held, state = plan_layout(config)["sharding"]["device_bytes"], make_trainer(config).state
+    held, state = describe_plan(config)["sharding"]["device_bytes"], make_trainer(config).state
     for name, tree in (("parameters", state.params), ("optimizer", state.optimizer)):
         assert held[name] == sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
@@ -54,10 +54,10 @@ def test_a_degree_that_divides_no_dim_is_told():
     """Nothing is refused: the results are the same, but the memory is not that of a split state."""
     plain = ("train.global_batch_size=12", "model.num_layers=1")
     for layout, axis in (("parallel.fsdp=3", "fsdp"), ("parallel.data=3 parallel.zero=1", "data")):
-        plan = plan_layout(small_config(*plain, *layout.split(), "model.intermediate_size=64"))
+        plan = describe_plan(small_config(*plain, *layout.split(), "model.intermediate_size=64"))
         assert plan["sharding"]["unsplit"][axis]["share"] > 0.9
         assert f"parallel.{axis} (3) divides no dim of " in draw_plan(plan)
-    plan = plan_layout(small_config(*plain, "parallel.fsdp=3", "model.hidden_size=48"))
+    plan = describe_plan(small_config(*plain, "parallel.fsdp=3", "model.hidden_size=48"))
     assert plan["sharding"]["unsplit"] == {}
     assert "divides no dim" not in draw_plan(plan)
 
@@ -71,9 +71,9 @@ def test_cluster_need_not_be_there(tmp_path, capsys):
     total = 4 * plan["parameters_total"]  # all matrices are split over all devices, vectors over none
     assert total / 1024 <= plan["sharding"]["device_bytes"]["parameters"] < 1.02 * total / 1024
     tokens = 2048 * 256
-    assert plan["tokens_a_step"] == tokens
+    assert plan["tokens_per_step"] == tokens
     flops = 6 * plan["parameters_total"] * tokens / 1024
-    assert plan["model_flops_a_step_and_device"] == pytest.approx(flops, rel=0.03)
+    assert plan["model_flops_per_step_and_device"] == pytest.approx(flops, rel=0.03)
 
 
 def test_command_draws_mesh_shardings_and_schedule(tmp_path, capsys):
@@ -101,7 +101,7 @@ def test_mistakes_get_one_message(tmp_path, capsys):
 
 
 def test_vocabulary_of_a_byte_tokenizer(tmp_path):
-    plan = plan_layout(load_config(None, [*SMALL, "model.vocab_size=null", "data.tokenizer.name=byte"]))
+    plan = describe_plan(load_config(None, [*SMALL, "model.vocab_size=null", "data.tokenizer.name=byte"]))
     row = next(row for row in plan["sharding"]["parameters"] if row["parameter"] == "embedding/table")
     assert row["shape"][0] == 320 and not plan["vocabulary_assumed"]  # 257 ids, up to a multiple of 64
 
@@ -114,7 +114,7 @@ def test_pictures_of_a_large_mesh_say_what_they_leave_out():
     assert split_panels(row, {"data": 64, "fsdp": 32}).shape == (1, 1, 2048)
     held = {"parameters": 64, "optimizer": 0, "other": 0}
     sharding = {"mesh": {"data": 64, "fsdp": 32}, "parameters": [row], "device_bytes": held}
-    sizes = {"tokens_a_step": 1, "model_flops_a_step": 1.0, "model_flops_a_step_and_device": 1.0}
+    sizes = {"tokens_per_step": 1, "model_flops_per_step": 1.0, "model_flops_per_step_and_device": 1.0}
     plan = {"name": "big", "devices": 2048, "parameters_total": 1, "vocabulary_assumed": False, **sizes}
     assert "(1 x 1 x 2048 parts in all)" in draw_plan({**plan, "sharding": sharding}, show_sharding=True)
 
@@ -137,13 +137,13 @@ def test_a_rehearsal_is_the_compilers_account():
     layout = ("parallel.context=2", "model.remat=offload", "model.num_layers=3", "train.sequence_length=64")
     config = small_config(*layout, "train.global_batch_size=2")
     found = rehearse(config)
-    held = plan_layout(config)["sharding"]["device_bytes"]
+    held = describe_plan(config)["sharding"]["device_bytes"]
     assert 0 <= found["arguments_bytes"] - sum(held.values()) < 2**14  # the batch, and what is aligned
     results = found["predicted_bytes"] - found["arguments_bytes"] - found["temporary_bytes"]
     assert 0 <= results < 2**10 and found["fits"]
     inputs = config.model.num_layers * 2 * 32 * config.model.hidden_size
     assert found["host_bytes"] == 2 * inputs  # in bfloat16
     assert found["usable_bytes"] == int(0.92 * device_memory("h200"))
-    text = draw_plan({**plan_layout(config), "rehearsal": found})
+    text = draw_plan({**describe_plan(config), "rehearsal": found})
     assert "it fits" in text and "in host memory" in text and "--rehearse" not in text
-    assert "it does NOT fit" in draw_plan({**plan_layout(config), "rehearsal": {**found, "fits": False}})
+    assert "it does NOT fit" in draw_plan({**describe_plan(config), "rehearsal": {**found, "fits": False}})

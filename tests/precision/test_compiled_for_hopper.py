@@ -28,8 +28,10 @@ def compiled(*overrides: str) -> tuple[Trainer, list[Collective]]:
     ("overrides", "count"),
     [
         (("precision.fp8=current", "model.scan_layers=false"), MATMULS),
-        pytest.param(("precision.fp8=delayed", "train.gradient_accumulation=2"), 2 * MATMULS, marks=pytest.mark.slow),
-        pytest.param(("precision.fp8=blockwise",), MATMULS, marks=[pytest.mark.slow, needs_mosaic]),
+        pytest.param(
+            ("precision.fp8=delayed", "train.gradient_accumulation=2"), 2 * MATMULS, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(("precision.fp8=blockwise",), MATMULS, marks=[pytest.mark.exhaustive, needs_mosaic]),
     ],
     ids=str,
 )
@@ -38,7 +40,7 @@ def test_every_matmul_of_the_layers_is_in_fp8(overrides, count):
     assert ran["fp8"] == ran["fp8_expected"] == count < ran["all"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["current", pytest.param("blockwise", marks=needs_mosaic)])
 def test_fsdp_gathers_fp8_bytes(recipe):
     """A byte a weight forward and again backward, beside four bytes of a scale for 128 x 128 (blockwise)."""

@@ -14,7 +14,7 @@ from jaxstack.loop import LoopSettings
 from jaxstack.models import ModelConfig, Transformer, count_fp8_matmuls, in_fp8
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.observe.ran import refuse_missing_fp8
+from jaxstack.observe.what_ran import refuse_missing_fp8
 from jaxstack.precision.config import PrecisionConfig
 from jaxstack.precision.recipe import Fp8Matmul, ScalingState, use_fp8
 from jaxstack.run_config import load_config
@@ -168,7 +168,7 @@ QUICK = {("current", LAYOUTS[1]), ("delayed", LAYOUTS[0])}
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        pytest.param(recipe, layout, marks=[] if (recipe, layout) in QUICK else pytest.mark.slow)
+        pytest.param(recipe, layout, marks=[] if (recipe, layout) in QUICK else pytest.mark.exhaustive)
         for recipe in ("current", "delayed", "blockwise")
         for layout in LAYOUTS
     ],
@@ -191,7 +191,9 @@ PIPELINES = (
 @pytest.mark.parametrize(
     ("recipe", "layout"),
     [
-        pytest.param(recipe, layout, marks=[] if (recipe, layout) == ("delayed", PIPELINES[0]) else pytest.mark.slow)
+        pytest.param(
+            recipe, layout, marks=[] if (recipe, layout) == ("delayed", PIPELINES[0]) else pytest.mark.exhaustive
+        )
         for recipe in ("current", "delayed", "blockwise")
         for layout in PIPELINES
     ],
@@ -209,7 +211,7 @@ def test_a_pipeline_runs_in_fp8_what_one_device_does(recipe, layout):
     assert len(jax.tree.leaves(wanted)) > 0 or recipe != "delayed"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["current", "blockwise"])
 def test_gathered_bytes_give_the_same_loss(recipe):
     """Widths at which also blocks' shards are whole blocks, so that FP8 is what is gathered."""

@@ -11,7 +11,7 @@ from jaxstack.checkpoint.manifest import read_index
 from tests.reliability.runs import Runs, finish
 from tests.reliability.states import read_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 def poisoned(runs: Runs, name: str, steps: int, kind: str, *when: int) -> tuple[int, str]:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jaxstack.data.build import BuildOptions, prepare_tokens
+from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
 from jaxstack.data.shards import open_split, read_index
 from jaxstack.data.tokenizer import ByteTokenizer

@@ -17,7 +17,7 @@ from tests.checkpoint.test_kill import check_all_whole, run_and_kill
 from tests.reliability.runs import REPOSITORY
 from tests.reliability.states import files_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 MANY_SAVES = """
 import os, sys

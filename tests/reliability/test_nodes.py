@@ -10,7 +10,7 @@ import pytest
 from jaxstack.launch.supervisor import free_port
 from tests.reliability.runs import Runs, alive, finish, ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 HEARTBEAT = 6
 
 

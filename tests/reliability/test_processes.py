@@ -8,7 +8,7 @@ import pytest
 
 from tests.reliability.runs import Runs, alive, finish, ranks, read_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_two_then_one_then_four_processes(runs: Runs, unbroken, mixture, record,
 def test_sigterm_saves_one_agreed_step(runs: Runs, processes, record, full):
     """Row 11. The launcher forwards it; each rank may hear of it in another step."""
     if processes == 1 and not full:
-        pytest.skip("one process is tested in test_runs_of_the_command.py; --full runs it")
+        pytest.skip("one process is tested in tests/run/test_train.py; --full runs it")
     name = f"stopped-{processes}"
     overrides = ["train.steps=100000", "checkpoint.every_steps=100000", "parallel.simulate_devices=3"]
     overrides += ["train.global_batch_size=6", "train.eval_every_steps=50"]
@@ -102,7 +102,7 @@ def test_a_rank_killed_and_a_rank_stopped_while_they_compile(runs: Runs, record,
         pytest.skip("--full")
     command = runs.train("compiling", "model.num_layers=24", "model.scan_layers=false", "train.steps=3")
     launcher = runs.launch(["--processes", "2"], command)
-    for signum, last in ((signal.SIGKILL, "starting again"), (signal.SIGTERM, "stopped by signal 15 outside of")):
+    for signum, last in ((signal.SIGKILL, "starting again"), (signal.SIGTERM, "stopped by SIGTERM outside of")):
         read_until(launcher, "MFLOP")
         time.sleep(0.5)
         pids = ranks(launcher)
@@ -125,6 +125,6 @@ def test_sigterm_before_the_first_step(runs: Runs, record):
     process.send_signal(signal.SIGTERM)
     code, said = finish(process)
     seconds = time.monotonic() - began
-    assert code == 143 and "stopped by signal 15 outside of the training steps" in said and "Traceback" not in said
+    assert code == 143 and "stopped by SIGTERM outside of the training steps" in said and "Traceback" not in said
     assert "compiled the step" not in said and seconds < 5
     record(11, "SIGTERM during compilation", f"one line, exit code 143 after {seconds:.1f} s")

@@ -12,7 +12,7 @@ import pytest
 from jaxstack.launch.shared_memory import list_files
 from tests.reliability.runs import FAULTY, TRAIN, Runs, alive, finish, ranks, read_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 LIMIT = 20
 QUICK = ("checkpoint.every_steps=4", "train.eval_every_steps=null")
 
@@ -108,7 +108,8 @@ def test_a_straggler_is_named(runs: Runs, record, full):
     if not full:
         pytest.skip("--full")
     program = (
-        "import sys; from jaxstack.launch import main, supervisor as s; s._STRAGGLER_SECONDS = 4; sys.exit(main())"
+        "import sys; from jaxstack.launch import supervisor as s; from jaxstack.launch.__main__ import main; "
+        "s._STRAGGLER_SECONDS = 4; sys.exit(main())"
     )
     command = runs.train("lagging", "train.steps=120", *QUICK, "checkpoint.every_steps=1000", command=FAULTY)
     launch = [sys.executable, "-c", program, "--processes", "2", "--", *command]

@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
+from jaxstack.resilience.exit_on_signal import signal_name
 from tests.reliability.runs import Runs, finish, waiting
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 STEPS = ("train.steps=6", "train.eval_every_steps=null")
 
 
@@ -33,7 +34,7 @@ def test_a_signal_in_the_last_save_stops_the_run(runs: Runs, signum, record, ful
             break
     process.send_signal(signum)
     code, said = finish(process)
-    assert code == 128 + signum and f"stopped by signal {signum:d} after step 6; checkpoint 6" in said, said
+    assert code == 128 + signum and f"stopped by {signal_name(signum)} after step 6; checkpoint 6" in said, said
     assert "held-out loss" not in said and runs.saved(name)[-1] == 6
     code, said = finish(runs.start(runs.train(name, *STEPS)))
     assert code == 0 and "held-out loss" in said and "has all its 6 steps" in said, said
@@ -56,6 +57,6 @@ def test_strange_things_in_a_run_directory(runs: Runs, done, record, full):
         code, said = finish(runs.start(runs.train(name, *STEPS, "train.steps=8")))
         assert "Traceback" not in said and "resuming from step 6" in said, said
         assert code == (1 if content is None else 0), said
-        assert content is not None or f"jaxstack train: Is a directory ({path}): mend it" in said, said
+        assert content is not None or f"jaxstack train: Is a directory ({path}): correct this" in said, said
     figure = "goes on past damaged logs; one message where a folder stands in a file's place"
     record(4, "damaged logs in a run directory", figure)

@@ -9,13 +9,12 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxstack import convert
-from jaxstack import decoding as generate
+from jaxstack import convert, generate
 from jaxstack.models import from_huggingface
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
-FIXTURES = Path(__file__).parent / "models" / "huggingface"
+FIXTURES = Path(__file__).parents[1] / "models" / "huggingface"
 WORDS = (
     "the a of to and in is it for on as with by an be at or from that this not are if will have no can use one other"
 )
@@ -143,7 +142,7 @@ def test_starting_points_that_do_not_fit_are_named(source, converted, tmp_path, 
     assert f"run.init_from={converted}" in exits_with_2(train.main, same, capsys)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_stages_of_a_pipeline_start_from_the_same_parameters(source, tmp_path):
     path = config(tmp_path, name="whole", init_from=str(source))
     train(load_config(path))

@@ -9,10 +9,11 @@ import yaml
 from safetensors.numpy import load_file
 
 from jaxstack import convert
-from jaxstack import decoding as command
+from jaxstack import generate as command
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.parallel import ParallelConfig
-from jaxstack.run.load import decoding_layout, open_config, open_generator
+from jaxstack.plan.choose import decoding_layout
+from jaxstack.run.load import load, read_config
 from tests.word_models import FIXTURES, as_words, make_word_model
 
 ONE = "parallel.data=1"
@@ -87,16 +88,26 @@ def test_several_texts_have_titles_and_end_at_stop_strings(source, prompts, caps
 
 
 def test_the_default_layout_divides_heads_and_widths(source):
-    config = open_config(source)
-    assert decoding_layout(config, 8, given=False) == ParallelConfig(tensor=2)
+    config = read_config(source)
+    assert decoding_layout(config, 8, chosen=False) == ParallelConfig(tensor=2)
     odd = config.model_copy(update={"model": config.model.model_copy(update={"intermediate_size": 47})})
-    assert decoding_layout(odd, 8, given=False) == ParallelConfig(tensor=1)
+    assert decoding_layout(odd, 8, chosen=False) == ParallelConfig(tensor=1)
 
 
 def test_a_text_generator_for_python(source):
-    generator, step = open_generator(source, [ONE])
+    run = load(source, [ONE])
+    generator = run.text_generator()
     both = generator.generate(["w5 w6", "w9"], 4, Sampling(temperature=0))
-    assert step == 0 and both[1] == generator.generate(["w9"], 4, Sampling(temperature=0))[0]
+    assert run.step == 0 and both[1] == generator.generate(["w9"], 4, Sampling(temperature=0))[0]
+    texts = run.generate(["w5 w6", "w9"], Sampling(temperature=0), max_tokens=4, samples=2, seed=7)
+    assert [text.text for text in texts] == [both[0], both[0], both[1], both[1]]
+    assert [(text.prompt_index, text.sample_index, text.seed) for text in texts] == [
+        (0, 0, 7),
+        (0, 1, 8),
+        (1, 0, 7),
+        (1, 1, 8),
+    ]
+    assert run.config.model.num_layers == len(run.parameters["decoder"]["layers"])
 
 
 def refused(capsys, *arguments: str, code: int = 2) -> str:

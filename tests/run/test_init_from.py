@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from jaxstack import convert
-from jaxstack import decoding as generate
+from jaxstack import convert, generate
 from jaxstack.data.load_tokenizer import load_tokenizer
 from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.models import from_huggingface
-from jaxstack.run.load import open_decoder, open_generator
+from jaxstack.run.load import load, load_decoder
 from jaxstack.run.train import train
 from jaxstack.run_config import load_config
 
-FIXTURE = Path(__file__).parent / "models" / "huggingface" / "qwen3"
+FIXTURE = Path(__file__).parents[1] / "models" / "huggingface" / "qwen3"
 WORDS = [*"abcdef", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "what", "is", "plus", "it"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}" + (
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
@@ -65,7 +64,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(folder) -> dict:
-    return train(load_config(folder / "tune.yaml"))
+    return dict(train(load_config(folder / "tune.yaml")).metrics)
 
 
 def test_the_run_learns_and_its_checkpoint_has_moments_of_adapters_only(folder, tuned):
@@ -77,14 +76,14 @@ def test_the_run_learns_and_its_checkpoint_has_moments_of_adapters_only(folder, 
 def test_a_stopped_run_goes_on_exactly(folder, tuned):
     other = ["run.name=stopped", "train.steps=2"]
     train(load_config(folder / "tune.yaml", other))
-    resumed = train(load_config(folder / "tune.yaml", ["run.name=stopped"]))
+    resumed = train(load_config(folder / "tune.yaml", ["run.name=stopped"])).metrics
     assert resumed["loss"] == tuned["loss"] and resumed["eval_loss"] == tuned["eval_loss"]
 
 
 def test_the_export_is_a_plain_checkpoint_that_computes_the_same(folder, tuned):
     assert convert.main([str(folder / "tuned"), "--output", str(folder / "exported")]) == 0
     merged = from_huggingface(folder / "exported")(TOKENS)
-    decoder, step = open_decoder(folder / "tuned")
+    decoder, step = load_decoder(folder / "tuned")
     assert step == 4
     np.testing.assert_allclose(decoder.module.merge(decoder.params, decoder.non_params)(TOKENS), merged, atol=1e-5)
     before = from_huggingface(folder / "qwen3")(TOKENS)
@@ -96,7 +95,7 @@ def test_the_export_is_a_plain_checkpoint_that_computes_the_same(folder, tuned):
     assert json.loads((folder / "exported" / "config.json").read_text())["eos_token_id"] == ids["<|im_end|>"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_transformers_loads_the_export(folder, tuned):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
     output = folder / "for-transformers"
@@ -113,14 +112,15 @@ def test_transformers_loads_the_export(folder, tuned):
 
 def test_a_run_may_start_from_what_another_tuned(folder, tuned):
     again = ["run.name=again", f"run.init_from={folder / 'tuned'}", "train.steps=1", "optimizer.learning_rate=1e-12"]
-    assert train(load_config(folder / "tune.yaml", again))["eval_loss"] == pytest.approx(tuned["eval_loss"], rel=1e-5)
+    found = train(load_config(folder / "tune.yaml", again)).metrics
+    assert found["eval_loss"] == pytest.approx(tuned["eval_loss"], rel=1e-5)
 
 
 def test_a_question_is_asked_by_the_template(folder, tuned, capsys):
     ask = ["--run", str(folder / "tuned"), "--chat", "--prompt", "what is one plus one", "--temperature", "0"]
     assert generate.main([*ask, "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out.startswith("what is one plus one\n")
-    generator, _ = open_generator(folder / "tuned")
+    generator = load(folder / "tuned").text_generator()
     chat = ChatGenerator(generator)
     ids = generator.tokenizer.special_tokens
     assert chat.encode("what is one")[0] == ids["<|im_start|>"] and chat.encode("one")[-1] == 2

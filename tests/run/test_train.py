@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 60
 CONFIG = f"""
 model: {{hidden_size: 32, num_layers: 2, num_heads: 4, intermediate_size: 64, dropout: 0.1}}
@@ -108,7 +108,7 @@ def test_killed_at_a_random_moment_and_taken_up_again(folder, unbroken):
     assert losses_of(folder / name) == losses_of(unbroken)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_first(folder, unbroken, number, code):
     name = number.name
     process = start(folder, name, "checkpoint.every_steps=1000")
@@ -123,6 +123,19 @@ def test_a_signal_saves_first(folder, unbroken, number, code):
         code, out, err = finish(start(folder, name, "checkpoint.every_steps=1000"))
         assert code == 0 and f"resuming from step {kept[0]}" in out
         assert losses_of(folder / name) == losses_of(unbroken)
+
+
+def test_goes_on_when_the_reader_of_its_output_goes_away(folder, unbroken):
+    """`train ... | head -1` reads one line; the run finishes all the same."""
+    process = start(folder, "piped")
+    assert process.stdout is not None and process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    err = process.stderr.read()
+    assert process.wait(timeout=300) == 0, err
+    assert err.count("nobody reads standard output any more") == 1 and "Traceback" not in err
+    assert losses_of(folder / "piped") == losses_of(unbroken)
+    assert (folder / "piped" / "report.html").exists()
 
 
 def test_taken_up_on_another_layout(folder, unbroken):

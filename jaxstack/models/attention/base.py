@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxstack.config.base import Component
-from jaxstack.parallel import current_rules
+from jaxstack.parallel import current_context
 from pallas_kernels import with_whole_sequences
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class CacheSlots(NamedTuple):
 
 def context_method() -> str | None:
     """How attention is to see the keys of other devices, of the rules in use; None: by its shape."""
-    rules = current_rules()
-    return rules.context_method if rules else None
+    context = current_context()
+    return context.layout.context_method if context else None
 
 
 class AttentionKind(Component):

@@ -10,20 +10,20 @@ from pydantic import Field
 from jaxstack.optim.base import Optimizer
 
 _SMALLEST_SCALE = 1e-3
-"""Of a parameter, so that one that starts at 0 moves."""
+"""Lower bound of a parameter's scale, so that a parameter that starts at 0 is updated."""
 
 
 class Adafactor(Optimizer):
-    """Second moments factored into rows and columns (Shazeer & Stern 2018). State: O(rows + columns) a matrix."""
+    """Second moments factored into rows and columns (Shazeer & Stern 2018). State: O(rows + columns) per matrix."""
 
     name: Literal["adafactor"] = "adafactor"
     learning_rate: float = Field(default=1e-2, gt=0)
     decay_rate: float = Field(default=0.8, gt=0, lt=1)
-    """Exponent of the second moment's decay, 1 - step^-decay_rate."""
+    """Exponent in the decay of the second moment, 1 - step^-decay_rate."""
     clipping_threshold: float | None = Field(default=1.0, gt=0)
-    """Bound of an update's root mean square, a parameter."""
+    """Upper bound of the root mean square of each parameter's update; null: none."""
     multiply_by_parameter_scale: bool = True
-    """Make learning rates relative to the parameter's root mean square."""
+    """Multiply the update of each parameter by the parameter's root mean square."""
     min_dim_size_to_factor: int = Field(default=128, ge=1)
 
     def core(self) -> optax.GradientTransformation:

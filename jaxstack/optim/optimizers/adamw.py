@@ -9,7 +9,7 @@ from jaxstack.optim.base import Optimizer
 
 
 class AdamW(Optimizer):
-    """Kingma & Ba 2015 with decoupled weight decay (Loshchilov & Hutter 2019). State: two float32 a parameter."""
+    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019). State: two float32 per weight."""
 
     name: Literal["adamw"] = "adamw"
     weight_decay: float = Field(default=0.1, ge=0)

@@ -9,7 +9,7 @@ from jaxstack.optim.base import Optimizer
 
 
 class Lion(Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023). State: one float32 a parameter."""
+    """Sign of an interpolated momentum (Chen et al. 2023). State: one float32 per weight."""
 
     name: Literal["lion"] = "lion"
     learning_rate: float = Field(default=1e-4, gt=0)

@@ -1,33 +1,35 @@
-"""Muon for the matrices of hidden layers, AdamW for all else."""
+"""Muon for the matrices of hidden layers, AdamW for all other parameters."""
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, PyTree
 from pydantic import Field
 
 from jaxstack.config.base import PathRule
 from jaxstack.errors import ConfigError
-from jaxstack.optim.base import Optimizer, is_matrix
+from jaxstack.optim.base import HasShape, Optimizer, is_matrix
 from jaxstack.parallel.mesh import spread
 from jaxstack.tree_rules import check_patterns, map_by_path, match
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's iteration: steep at 0, so that five steps bring singular values of 0.01 and of 1 near 1."""
+"""Coefficients of Jordan's iteration. Its slope at 0 is so steep that five steps bring singular values of 0.01 to 1
+near 1."""
 
 
 class MatrixRule(PathRule):
-    """Which dims of a parameter are a matrix's. Those before them count matrices: layers, experts."""
+    """The dims of a parameter that form its matrix. The dims before them count matrices: layers, experts."""
 
     inputs: int = Field(default=1, ge=1)
-    """How many dims, before the outputs' ones, are summed over."""
+    """Number of dims, before the output dims, that are summed over."""
     outputs: int = Field(default=1, ge=1)
-    """How many of the last dims are the matrix's other side."""
+    """Number of last dims that form the other side of the matrix."""
     adamw: bool = False
-    """AdamW moves it, as what is no matrix."""
+    """Update these parameters by AdamW, as vectors are."""
 
 
 KNOWN = (
@@ -36,25 +38,27 @@ KNOWN = (
     MatrixRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
     MatrixRule(path=".*"),
 )
-"""Heads of attention are one side of their matrix together. Rules of a configuration come before these."""
+"""Rules that follow those of the configuration. All heads of an attention projection are one side of one matrix."""
 
 
 class Muon(Optimizer):
-    """Momentum with its singular values made equal (Jordan 2024, https://kellerjordan.github.io/posts/muon), as large
-    as AdamW's updates (Liu et al. 2025, arXiv:2502.16982), so that AdamW's learning rates and weight decays fit;
-    embeddings, output head and vectors by AdamW. State: one float32 a parameter, two by AdamW.
+    """Momentum with equalised singular values (Jordan 2024, https://kellerjordan.github.io/posts/muon).
+
+    Updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that AdamW's learning rates and
+    weight decays fit. Embeddings, output head and vectors are updated by AdamW. State: one float32 per weight, two
+    for AdamW's.
     """
 
     name: Literal["muon"] = "muon"
     weight_decay: float = Field(default=0.1, ge=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Nesterov's."""
+    """Momentum, of Nesterov's kind."""
     iterations: int = Field(default=5, ge=1)
-    """Of Newton and Schulz, each three matrix products."""
+    """Number of Newton-Schulz iterations, three matrix products each."""
     iteration_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of these products' operands (float32 on NVIDIA GPUs: TF32)."""
+    """Dtype of the operands of these products (float32 on NVIDIA GPUs: TF32)."""
     rms: float = Field(default=0.2, gt=0)
-    """Root mean square of a matrix's update, times the learning rate."""
+    """Root mean square of a matrix's update, before the learning rate."""
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
@@ -67,16 +71,16 @@ class Muon(Optimizer):
         )
         adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)
 
-        def labels(tree: Any) -> Any:
+        def labels(tree: PyTree) -> PyTree:
             return map_by_path(lambda path, leaf: "muon" if self._is_ours(path, leaf) else "adamw", tree)
 
         return optax.partition({"muon": muon, "adamw": adamw}, labels)
 
-    def check(self, params: Any) -> None:
+    def check(self, params: PyTree) -> None:
         super().check(params)
         check_patterns([rule.path for rule in self.matrices], params, "optimizer.matrices")
 
-        def fits(path: str, leaf: Any) -> None:
+        def fits(path: str, leaf: HasShape) -> None:
             rule = self._rule(path)
             if self._is_ours(path, leaf) and len(leaf.shape) < rule.inputs + rule.outputs:
                 raise ConfigError(
@@ -89,7 +93,7 @@ class Muon(Optimizer):
     def _rule(self, path: str) -> MatrixRule:
         return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
 
-    def _is_ours(self, path: str, leaf: Any) -> bool:
+    def _is_ours(self, path: str, leaf: HasShape) -> bool:
         return is_matrix(path, leaf) and not self._rule(path).adamw
 
     def _equalise(self, path: str, update: jax.Array) -> jax.Array:
@@ -103,11 +107,18 @@ class Muon(Optimizer):
         return found.reshape(update.shape) * (self.rms * math.sqrt(max(sides)))
 
 
-def orthogonalise(x: jax.Array, iterations: int = 5, dtype: Any = jnp.float32) -> jax.Array:
-    """U V^T, nearly, of every matrix U S V^T in x [..., m, n] float32: singular values come to lie between 0.7 and 1.2.
+def orthogonalise(
+    x: Float[Array, "*stack m n"], iterations: int = 5, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Float[Array, "*stack m n"]:
+    """Return approximately U V^T for every matrix U S V^T in x: its singular values lie between 0.7 and 1.2.
 
-    The quintic Newton-Schulz iteration of Jordan 2024. Several devices have parts of the longer side, so that an
-    iteration sums [m, m] over them and gathers nothing.
+    The quintic Newton-Schulz iteration of Jordan 2024. The longer side is sharded over devices, so that an iteration
+    sums a matrix [m, m] over them and needs no all-gather.
+
+    Args:
+      x: matrices, float32.
+      iterations: number of iterations.
+      dtype: of the operands of matrix products.
     """
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
@@ -116,8 +127,8 @@ def orthogonalise(x: jax.Array, iterations: int = 5, dtype: Any = jnp.float32) -
     a, b, c = QUINTIC
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
 
-    def step(_: Any, x: jax.Array) -> jax.Array:
-        # The one thing that devices sum; its square would be the work of all on each of them.
+    def step(_: jax.Array, x: jax.Array) -> jax.Array:
+        # Only this product is summed over devices. Its square would be computed in full on each of them.
         gram = product(x, x.mT).astype(dtype)
         once = product(gram, x)
         return (a * x + b * once + c * product(gram, once.astype(dtype))).astype(dtype)

@@ -9,7 +9,7 @@ from jaxstack.optim.base import Optimizer
 
 
 class SGD(Optimizer):
-    """SGD with momentum, optionally Nesterov's. State: one float32 a parameter, none without momentum."""
+    """SGD with momentum, optionally Nesterov's. State: one float32 per weight, none without momentum."""
 
     name: Literal["sgd"] = "sgd"
     learning_rate: float = Field(default=0.1, gt=0)

@@ -45,13 +45,15 @@ class StageFunctions:
     """For each leaf of weights whether what comes as its gradient is a maximum over microbatches, no sum."""
 
 
-class Totals(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Totals:
     """What one device adds to the sums of a step; gradients are float32 trees as the weights, None in evaluation."""
 
     layers: Any
     ends: Any
     loss: jax.Array
-    weight: jax.Array
+    count: jax.Array
 
 
 class _State(NamedTuple):
@@ -131,7 +133,7 @@ class _Executor:
         state, _ = lax.scan(lambda state, row: (self._tick(state, row), None), self._start(), table)
         totals = state.totals
         if self.unroll and self.trains:
-            totals = totals._replace(layers=jax.tree.map(lambda *rows: jnp.stack(rows), *totals.layers))
+            totals = dataclasses.replace(totals, layers=jax.tree.map(lambda *rows: jnp.stack(rows), *totals.layers))
         return totals
 
     def _start(self) -> _State:
@@ -211,7 +213,7 @@ class _Executor:
         branches = [idle, *self._by_chunk(forward), *([weights] if late else [])]
         branch = jnp.where(row["slot0"] == RUN, RUN + row["chunk0"], (row["slot0"] == WEIGHTS) * (len(branches) - 1))
         y, residuals, total, loss = lax.switch(branch, branches, *changed)
-        totals = state.totals._replace(loss=loss, **({"layers": total} if late else {}))
+        totals = dataclasses.replace(state.totals, loss=loss, **({"layers": total} if late else {}))
         return y, state._replace(residuals=residuals, totals=totals)
 
     def _entering(
@@ -258,25 +260,25 @@ class _Executor:
             return jax.tree.map(_combined, total, gradients, self.maxima[1])
 
         def nothing(arrived: Any, total: Any) -> Any:
-            return arrived, total, totals.loss, totals.weight
+            return arrived, total, totals.loss, totals.count
 
         def head(arrived: Any, total: Any) -> Any:
             if not self.trains:
-                loss, weight = functions.last(self.ends, y, microbatch)
+                loss, count = functions.last(self.ends, y, microbatch)
             else:
                 objective = jax.value_and_grad(lambda ends, y: functions.last(ends, y, microbatch), (0, 1), True)
-                (loss, weight), (gradients, dy) = objective(self.ends, y)
+                (loss, count), (gradients, dy) = objective(self.ends, y)
                 arrived, total = _put(arrived, dy.astype(y.dtype), row["ends_gradient"]), add(total, gradients)
-            return arrived, total, totals.loss + loss, totals.weight + weight
+            return arrived, total, totals.loss + loss, totals.count + count
 
         def embedding(arrived: Any, total: Any) -> Any:
             (_, own), pullback = jax.vjp(lambda ends: functions.first(ends, microbatch), self.ends)
             (gradients,) = pullback((state.dx, None if own is None else jnp.ones_like(own)))
-            return arrived, add(total, gradients), totals.loss, totals.weight
+            return arrived, add(total, gradients), totals.loss, totals.count
 
         branches = [nothing, head, *([embedding] if self.trains else [])]
-        arrived, total, loss, weight = lax.switch(row["ends"], branches, state.gradients, totals.ends)
-        return state._replace(gradients=arrived, totals=totals._replace(ends=total, loss=loss, weight=weight))
+        arrived, total, loss, count = lax.switch(row["ends"], branches, state.gradients, totals.ends)
+        return state._replace(gradients=arrived, totals=dataclasses.replace(totals, ends=total, loss=loss, count=count))
 
     def _backward_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
         entry, late = row["residual1"], row["pending1"]
@@ -307,7 +309,7 @@ class _Executor:
         changed = state.dx, state.totals.layers, state.pending
         branch = (row["slot1"] == RUN) * (1 + row["chunk1"])
         dx, total, pending = lax.switch(branch, [idle, *self._by_chunk(backward)], *changed)
-        return state._replace(dx=dx, pending=pending, totals=state.totals._replace(layers=total))
+        return state._replace(dx=dx, pending=pending, totals=dataclasses.replace(state.totals, layers=total))
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
         """Weight gradients of slot 2, and of slot 1: its own branches hand on what these read, so XLA would copy it."""
@@ -317,7 +319,7 @@ class _Executor:
         add = lambda total, place: self._weights(total, state.pending, *place)  # noqa: E731
         branches = [lambda total: total, lambda total: add(total, only), lambda total: add(add(total, first), second)]
         total = lax.switch(of_slot_1.astype(jnp.int32) + of_slot_2, branches, state.totals.layers)
-        return state._replace(totals=state.totals._replace(layers=total))
+        return state._replace(totals=dataclasses.replace(state.totals, layers=total))
 
     def _weights(self, total: Any, pending: list[jax.Array], chunk: jax.Array, entry: jax.Array) -> Any:
         """The totals with the weight gradients that an earlier backward left to be done."""

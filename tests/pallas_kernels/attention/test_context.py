@@ -115,14 +115,14 @@ MASKS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize(("devices", "layout", "method"), itertools.product((2, 3, 4, 8), LAYOUTS, METHODS))
 def test_every_method_and_mask_on_two_to_eight_devices(devices, layout, method, options):
     assert_as_on_one_device(devices, layout, method, heads=(24, 4) if method == "all_to_all" else (4, 2), **options)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
 def test_a_window_without_causal_needs_whole_sequences(method):
     if method == "all_to_all":
@@ -156,7 +156,7 @@ def test_the_log_sum_exp_is_that_of_all_keys_and_differentiable():
         np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_in_bfloat16_the_error_is_at_most_twice_that_of_one_device(method):
     q, k, v, g = arrays(length=64, dtype=jnp.bfloat16)
@@ -176,7 +176,7 @@ def test_in_bfloat16_the_error_is_at_most_twice_that_of_one_device(method):
     assert all(ours <= 2 * plain for ours, plain in zip(*errors, strict=True)), errors
 
 
-@pytest.mark.parametrize("window", [None, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("window", [None, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_in_a_branch_that_another_axis_decides(window):
     """As in a stage of a pipeline: half of the devices attend, the others do something else."""
     q, k, v, g = arrays()

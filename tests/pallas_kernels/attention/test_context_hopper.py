@@ -66,7 +66,7 @@ def test_the_ring_makes_one_hop_less_than_there_are_devices():
     assert sent("ring", False) == {("collective-permute", "bf16"): (N - 1) * 2 * 2 * KEYS}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_in_the_backward_keys_go_around_again_and_their_gradients_in_float32():
     got = sent("ring", True)
     assert {kind for kind, _ in got} == {"collective-permute"}
@@ -86,7 +86,7 @@ def test_gathering_sends_all_keys_once():
     assert sent("all_gather", False) == {("all-gather", "bf16"): N * 2 * 2 * KEYS}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gathering_scatters_gradients_in_float32():
     got = sent("all_gather", True)
     assert got["all-gather", "bf16"] == 2 * N * 2 * 2 * KEYS
@@ -94,7 +94,7 @@ def test_gathering_scatters_gradients_in_float32():
     assert set(got) == {("all-gather", "bf16"), ("reduce-scatter", "f32")}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_exchange_sends_every_activation_once():
     got = sent("all_to_all", False)
     kv = 2 * max(KV_HEADS, N) * B * T * H
@@ -120,7 +120,7 @@ def schedule(text: str) -> list[str]:
 NEEDS_MOSAIC = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("implementation", [pytest.param("mosaic", marks=NEEDS_MOSAIC), "triton"])
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "backward"])
 def test_hops_run_beside_kernels(gradient, implementation):
@@ -138,7 +138,7 @@ def test_hops_run_beside_kernels(gradient, implementation):
 
 
 @NEEDS_MOSAIC
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_ring_holds_the_gradients_of_one_step_only():
     """With those of all steps it was 8.7 times its own queries in float32, all else included."""
     program = compiled("ring", gradient=True, implementation="mosaic", shape=LARGE)

@@ -42,7 +42,7 @@ def check(inputs, **options):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("size", "offset", "vocabulary", "options"),
     [(1, 0, 384, {"z_loss": 1e-3}), (6, -200, 512, {}), (0.1, 0, 128, {})],
@@ -56,7 +56,7 @@ def test_error_at_most_twice_the_plain_version_and_no_race(size, offset, vocabul
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_logits_that_exponentials_cannot_hold_are_computed_once_more(monkeypatch):
     monkeypatch.setattr(mosaic_chunk, "INTERPRET", True)
     calls = []
@@ -70,7 +70,7 @@ def test_logits_that_exponentials_cannot_hold_are_computed_once_more(monkeypatch
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_label_out_of_range_gives_nan(monkeypatch):
     monkeypatch.setattr(mosaic_chunk, "INTERPRET", True)
     hidden, weight, labels, _ = inputs_of(1, vocabulary=128)

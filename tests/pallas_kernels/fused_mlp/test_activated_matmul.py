@@ -43,7 +43,7 @@ def test_gradient_is_that_of_the_forward(name):
 
 
 @needs_mosaic
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)

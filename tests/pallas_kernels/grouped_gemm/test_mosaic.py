@@ -22,7 +22,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_error_at_most_twice_the_plain_version_and_no_race(name, monkeypatch, capfd):
     monkeypatch.setattr(mosaic, "INTERPRET", True)

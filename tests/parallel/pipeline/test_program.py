@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.observe.collectives import Collective, collectives
 from pallas_kernels import lowering_platform
 from tests.compilation import fully_optimized
 from tests.hopper import hopper_topology
 from tests.small_runs import make_trainer, small_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 needs_newer_xla = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 copies them")
 
 STAGES, T, D, F = 4, 256, 256, 512

@@ -9,7 +9,7 @@ from jaxstack.loop import LoopSettings
 from jaxstack.observe.config import ObserveConfig
 from tests.small_runs import make_trainer, small_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 QUIET = LoopSettings(
     checkpoint=CheckpointConfig(every_steps=2),

@@ -22,11 +22,11 @@ def pipeline(stages: int, schedule: str = "1f1b", **degrees: int) -> tuple[str, 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(pipeline(2, "interleaved", data=2, tensor=2), marks=pytest.mark.slow),
-        pytest.param(pipeline(2, "zero_bubble", fsdp=2, tensor=2, microbatches=4), marks=pytest.mark.slow),
+        pytest.param(pipeline(2, "interleaved", data=2, tensor=2), marks=pytest.mark.exhaustive),
+        pytest.param(pipeline(2, "zero_bubble", fsdp=2, tensor=2, microbatches=4), marks=pytest.mark.exhaustive),
         pipeline(2, "1f1b", data=2, fsdp=2),
-        pytest.param(pipeline(4, "1f1b", fsdp=2), marks=pytest.mark.slow),
-        pytest.param(pipeline(4, "gpipe", data=2, zero=1), marks=pytest.mark.slow),
+        pytest.param(pipeline(4, "1f1b", fsdp=2), marks=pytest.mark.exhaustive),
+        pytest.param(pipeline(4, "gpipe", data=2, zero=1), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )
@@ -53,7 +53,7 @@ def every_factorisation_of_eight() -> list[tuple[str, ...]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("overrides", every_factorisation_of_eight(), ids=" ".join)
 def test_every_factorisation_with_every_schedule(overrides):
     assert_trains_as_one_device(*overrides, shape=("model.num_layers=8",))
@@ -84,10 +84,10 @@ ODD_SHAPE = (
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param((*pipeline(2, "zero_bubble", fsdp=3), "model.remat=save_dots"), marks=pytest.mark.slow),
-        pytest.param((*pipeline(3, "1f1b", tensor=2),), marks=pytest.mark.slow),
-        pytest.param((*pipeline(3, "gpipe", data=2), "model.remat=save_attention"), marks=pytest.mark.slow),
-        pytest.param((*pipeline(2, "1f1b", fsdp=2), "model.remat=none"), marks=pytest.mark.slow),
+        pytest.param((*pipeline(2, "zero_bubble", fsdp=3), "model.remat=save_dots"), marks=pytest.mark.exhaustive),
+        pytest.param((*pipeline(3, "1f1b", tensor=2),), marks=pytest.mark.exhaustive),
+        pytest.param((*pipeline(3, "gpipe", data=2), "model.remat=save_attention"), marks=pytest.mark.exhaustive),
+        pytest.param((*pipeline(2, "1f1b", fsdp=2), "model.remat=none"), marks=pytest.mark.exhaustive),
     ],
     ids=" ".join,
 )
@@ -96,7 +96,7 @@ def test_alternating_layers_tied_embeddings_and_uneven_stages(overrides):
     assert_trains_as_one_device(*overrides, shape=ODD_SHAPE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("remat", ["none", "full", "save_attention", "save_dots", "offload"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_rematerialisation(remat, schedule):
@@ -107,12 +107,12 @@ def test_every_rematerialisation(remat, schedule):
     "overrides, layers",
     [
         (pipeline(2, "interleaved", tensor=2), 5),
-        pytest.param(pipeline(3, "1f1b"), 5, marks=pytest.mark.slow),
-        pytest.param(pipeline(2, "interleaved"), 5, marks=pytest.mark.slow),
-        pytest.param(pipeline(6, "zero_bubble"), 7, marks=pytest.mark.slow),
-        pytest.param((*pipeline(2, "zero_bubble"), "model.scan_layers=false"), 4, marks=pytest.mark.slow),
-        pytest.param((*pipeline(3, "1f1b"), "model.scan_layers=false"), 5, marks=pytest.mark.slow),
-        pytest.param((*pipeline(2, "interleaved"), "model.scan_layers=false"), 5, marks=pytest.mark.slow),
+        pytest.param(pipeline(3, "1f1b"), 5, marks=pytest.mark.exhaustive),
+        pytest.param(pipeline(2, "interleaved"), 5, marks=pytest.mark.exhaustive),
+        pytest.param(pipeline(6, "zero_bubble"), 7, marks=pytest.mark.exhaustive),
+        pytest.param((*pipeline(2, "zero_bubble"), "model.scan_layers=false"), 4, marks=pytest.mark.exhaustive),
+        pytest.param((*pipeline(3, "1f1b"), "model.scan_layers=false"), 5, marks=pytest.mark.exhaustive),
+        pytest.param((*pipeline(2, "interleaved"), "model.scan_layers=false"), 5, marks=pytest.mark.exhaustive),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else str(x),
 )
@@ -121,7 +121,7 @@ def test_layers_that_the_stages_do_not_divide_and_unrolled_ones(overrides, layer
     assert_trains_as_one_device(*overrides, shape=(f"model.num_layers={layers}", *unrolled))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_dropout_draws_what_one_device_draws():
     shape = ("model.dropout=0.2", "model.remat=full")
     losses = train(*pipeline(2), shape=shape).losses

@@ -1,0 +1,62 @@
+"""The configuration sections `run` and `train`, which belong to no package of their own."""
+
+import re
+from pathlib import Path
+
+from pydantic import Field, field_validator
+
+from jaxstack.config.base import Component
+
+
+class RunSection(Component):
+    """Name, directory, seed and starting point of a run."""
+
+    name: str = "run"
+    """Name of the run directory. Default for a run from a file: the file's name."""
+    dir: str = "runs"
+    """Parent directory; the run directory is dir/name."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the initial weights, the data order and dropout."""
+    init_from: str | None = None
+    """Run directory or Hugging Face checkpoint that gives a new run its parameters, model and tokenizer."""
+
+    @field_validator("init_from")
+    @classmethod
+    def _expand_home(cls, directory: str | None) -> str | None:
+        return None if directory is None else str(Path(directory).expanduser())
+
+    @field_validator("name")
+    @classmethod
+    def _check_directory_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+            rule = "must be at most 200 letters, digits, '.', '_' and '-', because it names a directory"
+            raise ValueError(f"{rule}; found {name!r}.")
+        return name
+
+
+class TrainConfig(Component):
+    """Number of steps, batch and sequence sizes, loss terms, and evaluation during training."""
+
+    steps: int = Field(default=1000, ge=1, le=999_999_999)
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = Field(default=8, ge=1)
+    """Sequences per step, over all devices and microbatches."""
+    sequence_length: int = Field(default=256, ge=1)
+    """Tokens per sequence."""
+    gradient_accumulation: int = Field(default=1, ge=1)
+    """Microbatches per step. More of them use less memory and give the same result."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of log(Z)^2 in the loss."""
+    eval_every_steps: int | None = Field(default=None, ge=1)
+    """Steps between two evaluations on held-out data. Default: only one at the end."""
+    eval_batch_size: int | None = Field(default=None, ge=1)
+    """Sequences per evaluation batch. Default: global_batch_size / gradient_accumulation."""
+    eval_tokens: int | None = Field(default=None, ge=1)
+    """Token limit of each evaluation during training. Default: all held-out tokens, as the last evaluation takes."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks of the lm-evaluation-harness, by name or file, that run with every evaluation."""
+    eval_tasks_limit: int | None = Field(default=None, ge=1)
+    """Maximum number of questions per task. Default: all."""
+    xla_options: dict[str, bool | int | float | str] = {}
+    """XLA options of the train step and of evaluation, `xla_gpu_...: value`, in addition to the built-in ones. Options
+    that the installed jaxlib knows under another name are translated, unknown ones are left out; the log names both."""

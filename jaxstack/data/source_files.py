@@ -1,0 +1,238 @@
+"""Finds and opens the files of a source: local paths, globs and URLs, plain or compressed."""
+
+import difflib
+import glob as globbing
+import gzip
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from jaxstack.errors import ConfigError, JaxstackError
+
+EXTRA = "pip install 'jaxstack[data]'"
+COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a source, with what identifies its content: size and version."""
+
+    path: str
+    """An absolute local path, or a URL."""
+    name: str
+    """The path relative to the source, which orders the documents."""
+    size: int
+    version: str
+    """Modification time, or the object store's tag."""
+    explicit: bool = False
+    """True if the user named this file; False if it was found in a directory or by a glob."""
+
+    @property
+    def suffix(self) -> str:
+        """The last suffix, without that of the compression."""
+        base = self.name.lower()
+        for c in COMPRESSED:
+            base = base.removesuffix(c)
+        return os.path.splitext(base)[1]
+
+    @property
+    def compressed(self) -> bool:
+        return self.name.lower().endswith(COMPRESSED)
+
+    def identity(self) -> list:
+        return [self.path, self.name, self.size, self.version]
+
+
+def find_files(path: str) -> list[SourceFile]:
+    """Find the files that `path` names: a file, all files in a directory, a glob, or a URL of these.
+
+    Returns:
+      The files, sorted by relative path.
+    Raises:
+      ConfigError: nothing matches; the message names the nearest existing path.
+    """
+    if "://" in path:
+        return _find_remote(path)
+    expanded = os.path.abspath(os.path.expanduser(path))
+    if os.path.isfile(expanded):
+        return [_local(expanded, os.path.basename(expanded), explicit=True)]
+    if os.path.islink(expanded) and not os.path.exists(expanded):
+        raise ConfigError(
+            f"the data source {path!r} is a link to {os.readlink(expanded)}, which does not exist: mend the link"
+        )
+    if os.path.isdir(expanded):
+        found = [_local(p, os.path.relpath(p, expanded)) for p in walk(expanded)]
+        return _not_empty(found, path, f"the directory {expanded} holds no files")
+    if globbing.has_magic(expanded):
+        matches = (p for p in globbing.glob(expanded, recursive=True) if os.path.isfile(p))
+        found = [_local(p, os.path.relpath(p, os.path.sep)) for p in matches]
+        return _not_empty(found, path, _nearest_path(expanded))
+    return _not_empty([], path, _nearest_path(expanded))
+
+
+def walk(root: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Yield all files below `root`, except hidden ones, caches, and those in directories named in `skipped`."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [d for d in folders if not d.startswith(".") and d != "__pycache__" and d not in skipped]
+        yield from (os.path.join(folder, n) for n in names if not n.startswith("."))
+
+
+def _local(path: str, name: str, explicit: bool = False) -> SourceFile:
+    try:
+        status = os.stat(path)
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror}") from None
+    return SourceFile(path, name.replace(os.path.sep, "/"), status.st_size, str(status.st_mtime_ns), explicit)
+
+
+def _not_empty(found: list[SourceFile], path: str, reason: str) -> list[SourceFile]:
+    if not found:
+        raise ConfigError(f"the data source {path!r} matches no file: {reason}")
+    return sorted(found, key=lambda f: f.name)
+
+
+def _nearest_path(path: str) -> str:
+    """Describe the longest existing parent of a missing path, with the names there that are closest to the missing
+    one."""
+    parts = Path(path).parts
+    existing = Path(parts[0])
+    missing = ""
+    for part in parts[1:]:
+        if not (existing / part).exists():
+            missing = part
+            break
+        existing = existing / part
+    try:
+        names = sorted(n for n in os.listdir(existing) if not n.startswith("."))
+    except OSError:
+        names = []
+    alike = difflib.get_close_matches(missing, names, n=3, cutoff=0.6)
+    listed = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    if alike:
+        shown = "did you mean " + " or ".join(repr(str(existing / a)) for a in alike) + "?"
+    else:
+        shown = f"it holds: {listed}" if names else "it is empty or unreadable"
+    return f"the nearest existing path is {existing}; {shown}"
+
+
+def import_fsspec() -> Any:
+    """Import fsspec.
+
+    Raises:
+      ConfigError: it is not installed; the message has the command that installs it.
+    """
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(f"reading data from a URL needs fsspec: {EXTRA}") from None
+    return fsspec
+
+
+def _find_remote(path: str) -> list[SourceFile]:
+    fsspec = import_fsspec()
+    try:
+        system, inner = fsspec.core.url_to_fs(path)
+        if globbing.has_magic(inner) and not path.startswith(("http://", "https://")):
+            names = system.glob(inner)
+        elif system.isdir(inner) and not path.startswith(("http://", "https://")):
+            names = system.find(inner)
+        else:
+            names = [inner] if system.exists(inner) else []
+        infos = [(n, system.info(n)) for n in names]
+    except Exception as e:  # every store raises errors of its own: missing library, no network, no credentials
+        raise ConfigError(f"cannot list the data source {path!r}: {type(e).__name__}: {e}") from None
+    found = []
+    for name, info in infos:
+        if info.get("type") == "directory":
+            continue
+        tag = next(
+            (
+                str(info[k])
+                for k in ("etag", "ETag", "md5Hash", "mtime", "LastModified", "updated", "created")
+                if info.get(k)
+            ),
+            "",
+        )
+        url = name if "://" in name else system.unstrip_protocol(name)
+        found.append(SourceFile(url, name, int(info.get("size") or 0), tag, explicit=name == inner))
+    return _not_empty(found, path, "nothing at this URL")
+
+
+@contextmanager
+def open_file(file: SourceFile) -> Iterator[IO[bytes]]:
+    """Open a binary stream of the decompressed content.
+
+    Raises:
+      ConfigError: its compressed data is broken or cut off; also raised while it is read.
+      JaxstackError: the file is gone or cannot be read.
+    """
+    try:
+        with _open_raw(file) as raw:
+            if file.name.lower().endswith(".gz"):
+                yield io.BufferedReader(gzip.GzipFile(fileobj=raw), 2**20)
+            elif file.name.lower().endswith(".zst"):
+                yield io.BufferedReader(_zstd_reader(raw), 2**20)
+            else:
+                yield raw
+    except JaxstackError:
+        raise
+    except (EOFError, gzip.BadGzipFile) as e:
+        raise ConfigError(f"{file.path} is broken or cut off: {e}; get it again") from None
+    except OSError as e:
+        raise JaxstackError(f"cannot read {file.path}: {e}") from None
+    except Exception as e:
+        if type(e).__module__.split(".")[0] in ("zlib", "zstandard", "zstd"):
+            raise ConfigError(f"{file.path} is broken or cut off: {e}; get it again") from None
+        raise
+
+
+def _open_raw(file: SourceFile) -> Any:
+    if "://" in file.path:
+        return import_fsspec().open(file.path, "rb").open()
+    return open(file.path, "rb")
+
+
+def _zstd_reader(raw: IO[bytes]) -> io.RawIOBase:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"reading .zst files needs zstandard: {EXTRA}") from None
+    return _CompleteFrames(zstandard.ZstdDecompressor(), raw)
+
+
+class _CompleteFrames(io.RawIOBase):
+    """Decompresses zstd frames. Unlike the library's reader it raises an error if the last frame is cut off."""
+
+    def __init__(self, decompressor: Any, raw: IO[bytes]):
+        self._decompressor = decompressor
+        self._raw = raw
+        self._frame = None
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            if not self._fill():
+                return 0
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def _fill(self) -> bool:
+        data = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+        data = data or self._raw.read(2**18)
+        if not data:
+            if self._frame is not None and not self._frame.eof:
+                raise EOFError("the last zstd frame ends early")
+            return False
+        if self._frame is None or self._frame.eof:
+            self._frame = self._decompressor.decompressobj()
+        self._ready = memoryview(self._frame.decompress(data))
+        return True

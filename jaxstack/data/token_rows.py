@@ -1,0 +1,160 @@
+"""Rows of T tokens as model inputs: cut from a stream of text, or packed from whole examples.
+
+Dimensions: T sequence length.
+"""
+
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxstack.data.packing import IGNORE, Stream, make_batch, pack, read_row, row_count
+
+Row = dict[str, np.ndarray]
+
+
+@runtime_checkable
+class ExampleSet(Protocol):
+    """Concatenated examples; see `jaxstack.data.chat.Examples`."""
+
+    @property
+    def ids(self) -> np.ndarray: ...
+
+    @property
+    def answers(self) -> np.ndarray: ...
+
+    @property
+    def ends(self) -> np.ndarray: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def hashes(self) -> list[str]: ...
+
+    def close(self) -> None: ...
+
+
+class Rows(Protocol):
+    """The rows of a source, by number."""
+
+    count: int
+    labels: int
+    """Number of ids that are predicted, in all rows together."""
+
+    def read(self, row: int, limit: int | None = None) -> Row:
+        """Return the arrays [T] int32 of a row. Only the first `limit` labels of all rows are predicted."""
+        ...
+
+    def count_for(self, limit: int) -> int:
+        """Return the number of rows that contain the first `limit` labels."""
+        ...
+
+    def label_ids(self, limit: int) -> np.ndarray:
+        """Return the first `limit` labels."""
+        ...
+
+
+class TextRows:
+    """Rows of a stream. Each except the last has T labels, wherever documents begin and end."""
+
+    def __init__(self, stream: Stream, sequence_length: int, packing: bool):
+        self._stream, self._length, self._packing = stream, sequence_length, packing
+        self.count, self.labels = row_count(stream.tokens, sequence_length), max(stream.tokens - 1, 0)
+
+    def read(self, row: int, limit: int | None = None) -> Row:
+        places = self._stream.tokens if limit is None else limit + 1 if limit else 0
+        ids = read_row(self._stream, row, self._length, places)
+        return {name: x[0] for name, x in make_batch([ids], self._stream.document_start, self._packing).items()}
+
+    def count_for(self, limit: int) -> int:
+        return row_count(limit + 1, self._length)
+
+    def label_ids(self, limit: int) -> np.ndarray:
+        return self._stream.read(1, limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """Statistics of examples that have more tokens than a row."""
+
+    total: int
+    too_long: int
+    """Number of examples with more than T tokens."""
+    longest: int
+    """Number of tokens of the longest example."""
+    left_out: int
+    """Number of examples without any answer that fits, or that were dropped."""
+
+
+class ExampleRows:
+    """Rows of whole examples: longest first, each in the fullest row with enough room. The rows have their own order.
+
+    Args:
+      examples: the examples.
+      sequence_length: T.
+      truncate: cut examples that are longer than a row; False: leave them out.
+      packing: False: one example per row.
+    """
+
+    def __init__(self, examples: ExampleSet, sequence_length: int, *, truncate: bool, packing: bool):
+        self._examples, self._length = examples, sequence_length
+        begins = np.concatenate([[0], examples.ends[:-1]]).astype(np.int64)[: len(examples.ends)]
+        lengths = examples.ends - begins
+        kept = np.minimum(lengths, sequence_length + 1)
+        learnt = np.concatenate([[0], np.cumsum(examples.answers)])
+        labels = learnt[begins + kept] - learnt[np.minimum(begins + 1, examples.ends)]  # the first id is never a label
+        long = lengths > sequence_length + 1
+        chosen = np.flatnonzero((labels > 0) & (truncate | ~long))
+        self.fitted = Fitted(len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen))
+        self._begins, self._ends = begins, begins + kept
+        rows = pack(kept[chosen] - 1, sequence_length) if packing else [[i] for i in range(len(chosen))]
+        order = np.random.default_rng(0).permutation(len(rows)) if packing else range(len(rows))
+        self._rows = [chosen[rows[i]] for i in order]
+        counts = [int(labels[row].sum()) for row in self._rows]
+        self._before = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.count, self.labels = len(self._rows), int(self._before[-1])
+        self.used = float(np.sum(kept[chosen] - 1) / max(self.count * sequence_length, 1))
+        """Fraction of the rows that is not padding."""
+
+    def read(self, row: int, limit: int | None = None) -> Row:
+        length, at = self._length, 0
+        tokens, segments, positions = (np.zeros(length, np.int32) for _ in range(3))
+        labels = np.full(length, IGNORE, np.int32)
+        members = self._rows[row] if limit is None or limit > 0 else []
+        for number, example in enumerate(members, 1):
+            part = slice(self._begins[example], self._ends[example])
+            ids, answers = self._examples.ids[part], self._examples.answers[part]
+            place = slice(at, at + len(ids) - 1)
+            tokens[place], labels[place] = ids[:-1], np.where(answers[1:], ids[1:], IGNORE)
+            segments[place], positions[place] = number, np.arange(len(ids) - 1)
+            at = place.stop
+        segments[at:] = len(members) + 1  # a segment of its own, so that padding attends only to padding
+        positions[at:] = np.arange(length - at)
+        if limit is not None:
+            places = np.flatnonzero(labels != IGNORE)
+            labels[places[max(limit - int(self._before[row]), 0) :]] = IGNORE
+        return {"tokens": tokens, "labels": labels, "segment_ids": segments, "positions": positions}
+
+    def count_for(self, limit: int) -> int:
+        return int(np.searchsorted(self._before, limit, side="left"))
+
+    def label_ids(self, limit: int) -> np.ndarray:
+        found = [self.read(row, limit)["labels"] for row in range(self.count_for(limit))]
+        labels = np.concatenate(found) if found else np.zeros(0, np.int32)
+        return labels[labels != IGNORE]
+
+
+def describe_fitted(path: str, rows: ExampleRows, sequence_length: int) -> str:
+    """Return a line on how the examples of a source fill their rows, and how many do not fit."""
+    fitted = rows.fitted
+    line = (
+        f"{path}: {fitted.total - fitted.left_out:,} chats in {rows.count:,} rows of {sequence_length}, of which "
+        f"{rows.used:.0%} is filled; {rows.labels:,} tokens of answers"
+    )
+    if fitted.too_long or fitted.left_out:
+        line += (
+            f"; {fitted.too_long:,} chats are too long (the longest: {fitted.longest:,} tokens; "
+            f"see data.chat.too_long), {fitted.left_out:,} are left out as no answer in them fits"
+        )
+    return line

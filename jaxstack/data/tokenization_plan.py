@@ -1,0 +1,218 @@
+"""Plans the tokenization of sources: pieces of files, grouped into units of work that do not depend on the workers."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxstack.data.config import SourceConfig
+from jaxstack.data.documents import Kind, Piece, align, parquet_groups, read_documents
+from jaxstack.data.held_out_split import HEAD_BYTES, documents_needed, split_score
+from jaxstack.data.shards import INDEX
+from jaxstack.data.source_files import SourceFile, find_files, open_file, walk
+from jaxstack.errors import ConfigError
+
+UNIT_BYTES = 4 * 2**20
+MOST_UNITS = 8192
+KIND_OF_SUFFIX: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".md")
+STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"})
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """Pieces that are read and tokenized together, and how their documents are split."""
+
+    pieces: tuple[Piece, ...]
+    fraction: float
+    inside: bool
+    size: int
+    """Approximate number of bytes to read."""
+
+
+@dataclass(frozen=True)
+class TokenizationPlan:
+    """All work units of some sources, in the order of the token stream."""
+
+    units: tuple[WorkUnit, ...]
+    identity: str
+    """SHA-256 of the files' paths, sizes and modification times, and of how they are read."""
+    sources: tuple[dict, ...]
+    """The description of the sources for index.json."""
+
+    @property
+    def size(self) -> int:
+        return sum(u.size for u in self.units)
+
+
+def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> TokenizationPlan:
+    """List the files of `sources`, cut long ones into pieces, and group short ones.
+
+    Raises:
+      ConfigError: no file matches, a source that cannot be read as its format, a missing text column.
+    """
+    listed = [(s, source_files(s)) for s in sources]
+    total = sum(f.size for _, files in listed for f in files)
+    unit_bytes = max(UNIT_BYTES, total // MOST_UNITS)
+    units: list[WorkUnit] = []
+    described = []
+    digest = hashlib.sha256(f"{held_out_fraction!r} {unit_bytes}".encode())
+    for source, files in listed:
+        kinds: list[Kind] = [_kind(source, f) for f in files]
+        needed = documents_needed(held_out_fraction)
+        inside = needed > 0 and not _has_documents(source, files, kinds, needed)
+        units.extend(_group(source, files, kinds, (held_out_fraction, inside), unit_bytes))
+        for file, kind in zip(files, kinds, strict=True):
+            digest.update(json.dumps([file.identity(), kind, source.text_key]).encode())
+        described.append(
+            {
+                "path": source.path,
+                "files": len(files),
+                "bytes": sum(f.size for f in files),
+                "text_key": source.text_key,
+                "split": "inside documents" if inside else "by document",
+            }
+        )
+    if source_is_stdlib(sources):
+        digest.update(platform.python_version().encode())
+    return TokenizationPlan(tuple(units), digest.hexdigest(), tuple(described))
+
+
+def source_is_stdlib(sources: Sequence[SourceConfig]) -> bool:
+    return any(s.path == "stdlib" for s in sources)
+
+
+def source_files(source: SourceConfig) -> list[SourceFile]:
+    """Return the files of a raw source, sorted by relative path; the standard library's end with its help topics."""
+    if source.path == "synthetic":
+        raise ConfigError("the source 'synthetic' has no text: it needs no preparation, train on it as it is")
+    if source.path != "stdlib":
+        found = find_files(source.path)
+        if {INDEX, "train-00000.bin"} <= {f.name.rsplit("/", 1)[-1] for f in found}:
+            raise ConfigError(
+                f"{source.path!r} holds prepared token shards, not text: give the directory itself "
+                "as a local path to train on, with format auto or tokens"
+            )
+        return found
+    root = sysconfig.get_path("stdlib")
+    found = []
+    for path in walk(root, STDLIB_SKIPPED):
+        name = os.path.relpath(path, root).replace(os.path.sep, "/")
+        if name.endswith(STDLIB_SUFFIXES) and not name.startswith(("config-", "pydoc_data/")):
+            status = os.stat(path)
+            found.append(SourceFile(path, name, status.st_size, str(status.st_mtime_ns)))
+    if not found:
+        raise ConfigError(
+            f"this Python keeps no sources of its standard library in {root}; give data.sources another path"
+        )
+    found.sort(key=lambda f: f.name)
+    topics = importlib.util.find_spec("pydoc_data") and importlib.util.find_spec("pydoc_data.topics")
+    if topics and topics.origin and os.path.isfile(topics.origin):
+        status = os.stat(topics.origin)
+        found.append(SourceFile(topics.origin, "pydoc_data/topics", status.st_size, str(status.st_mtime_ns)))
+    return found
+
+
+def _kind(source: SourceConfig, file: SourceFile) -> Kind:
+    if source.path == "stdlib":
+        return "topics" if file.name == "pydoc_data/topics" else "text"
+    if source.format in ("text", "jsonl", "parquet"):
+        return source.format
+    return KIND_OF_SUFFIX.get(file.suffix, "text")
+
+
+def _has_documents(source: SourceConfig, files: list[SourceFile], kinds: list[Kind], needed: int) -> bool:
+    """Return True if the source has at least `needed` documents; reads no more than needed to decide."""
+    count = kinds.count("text")
+    if "topics" in kinds:
+        count += 50
+    for file, kind in zip(files, kinds, strict=True):
+        if count >= needed:
+            return True
+        if kind == "parquet":
+            count += sum(rows for rows, _ in parquet_groups(file, source.text_key))
+        elif kind == "jsonl":
+            for _ in read_documents(Piece("jsonl", file, source.text_key)):
+                count += 1
+                if count >= needed:
+                    return True
+    return count >= needed
+
+
+def _group(
+    source: SourceConfig,
+    files: list[SourceFile],
+    kinds: list[Kind],
+    split: tuple[float, bool],
+    unit_bytes: int,
+) -> Iterator[WorkUnit]:
+    """Yield units of about `unit_bytes`, in order."""
+    pending: list[Piece] = []
+    size = 0
+    for file, kind in zip(files, kinds, strict=True):
+        for piece, piece_bytes in _pieces(source, file, kind, split, unit_bytes):
+            if pending and size + piece_bytes > unit_bytes:
+                yield WorkUnit(tuple(pending), *split, size)
+                pending, size = [], 0
+            pending.append(piece)
+            size += piece_bytes
+    if pending:
+        yield WorkUnit(tuple(pending), *split, size)
+
+
+def _pieces(
+    source: SourceConfig, file: SourceFile, kind: Kind, split: tuple[float, bool], unit_bytes: int
+) -> Iterator[tuple[Piece, int]]:
+    key = source.text_key
+    if kind == "parquet":
+        yield from _parquet_pieces(file, key, unit_bytes)
+    elif kind == "topics" or file.compressed or file.size <= 2 * unit_bytes:
+        yield Piece(kind, file, key), file.size
+    elif kind == "jsonl":
+        cuts = _cuts(file, 0, file.size, unit_bytes, whole_lines=True)
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            yield Piece("jsonl", file, key, start, stop), stop - start
+    else:
+        yield from _long_text(file, split, unit_bytes)
+
+
+def _cuts(file: SourceFile, start: int, stop: int, step: int, whole_lines: bool = False) -> list[int]:
+    """Return `start`, `stop`, and between them, about every `step` bytes, a position after a line end."""
+    with open_file(file) as stream:
+        inner = [align(stream, p, file.size, whole_lines) for p in range(start + step, stop - step // 2, step)]
+    return sorted({start, stop, *(p for p in inner if start < p < stop)})
+
+
+def _long_text(file: SourceFile, split: tuple[float, bool], unit_bytes: int) -> Iterator[tuple[Piece, int]]:
+    """Yield ranges of a long text with their sizes; only the first range of each side of the split opens a document."""
+    fraction, inside = split
+    with open_file(file) as stream:
+        score = split_score(stream.read(HEAD_BYTES) + str(file.size).encode())
+        border = align(stream, int(file.size * (1 - fraction)), file.size) if inside else 0
+    if not inside:
+        border = 0 if score < fraction else file.size
+    for side, start, stop in (("train", 0, border), ("held_out", border, file.size)):
+        if start == stop:
+            continue
+        cuts = _cuts(file, start, stop, unit_bytes)
+        for a, b in zip(cuts, cuts[1:], strict=False):
+            yield Piece("text", file, "text", a, b, a == start, side, score), b - a  # pyright: ignore
+
+
+def _parquet_pieces(file: SourceFile, key: str, unit_bytes: int) -> Iterator[tuple[Piece, int]]:
+    first = size = 0
+    groups = parquet_groups(file, key)
+    for i, (_, group_bytes) in enumerate(groups):
+        size += group_bytes
+        if size >= unit_bytes or i == len(groups) - 1:
+            yield Piece("parquet", file, key, first, i + 1), size
+            first, size = i + 1, 0

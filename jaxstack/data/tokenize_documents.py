@@ -1,0 +1,184 @@
+"""Tokenizes the documents of one work unit into token files, in this process or in a worker process."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from jaxstack.data.documents import Split, read_documents
+from jaxstack.data.held_out_split import split_document
+from jaxstack.data.load_tokenizer import load_tokenizer
+from jaxstack.data.shards import file_sha256
+from jaxstack.data.tokenization_plan import WorkUnit
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.files import write_json
+
+BATCH_CHARACTERS = 2**22
+
+
+@dataclass
+class SplitCounts:
+    """Counts of one side of the split in a unit."""
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    sha256: str = ""
+
+
+@dataclass
+class UnitResult:
+    """Result of tokenizing a unit, stored as JSON next to the token files."""
+
+    key: str
+    train: SplitCounts = field(default_factory=SplitCounts)
+    held_out: SplitCounts = field(default_factory=SplitCounts)
+    held_out_parts: list[tuple[float, int]] = field(default_factory=list)
+    """(score, tokens) of every held-out document, in order."""
+    replaced: int = 0
+    skipped_files: int = 0
+    empty_documents: int = 0
+    """Number of records whose text is null or an empty string."""
+
+
+def split_parts(unit: WorkUnit, counts: UnitResult) -> Iterator[tuple[Split, str, bool, float]]:
+    """Yield (split, text, opens a document, score) of every document of `unit`, and count it in `counts`."""
+    for piece in unit.pieces:
+        for document in read_documents(piece):
+            counts.replaced += document.replaced
+            counts.skipped_files += document.skipped
+            counts.empty_documents += document.empty
+            if document.text:
+                for split, text, score in split_document(document, piece, unit.fraction, unit.inside):
+                    yield split, text, document.opens, score
+
+
+class _TokenFile:
+    """A file that ids are appended to while it is hashed. It counts as complete once a result has its hash."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish`
+        self._dtype = dtype
+        self._digest = hashlib.sha256()
+
+    def append(self, ids: np.ndarray) -> None:
+        content = ids.astype(self._dtype).tobytes()
+        self._digest.update(content)
+        self._file.write(content)
+
+    def finish(self) -> str:
+        """Flush the file to the disk and return its SHA-256."""
+        with self._file as f:
+            f.flush()
+            os.fsync(f.fileno())
+        return self._digest.hexdigest()
+
+
+def tokenize_unit(unit: WorkUnit, tokenizer: Tokenizer, key: str, base: Path) -> UnitResult:
+    """Write `base`.train.bin, `base`.held_out.bin and, last, `base`.json, which says that both are complete."""
+    result = UnitResult(key)
+    counts = {"train": result.train, "held_out": result.held_out}
+    files = {split: _TokenFile(token_file(base, split), tokenizer.dtype) for split in counts}
+    for parts in _batched(split_parts(unit, result)):
+        encoded = tokenizer.encode_documents([text for _, text, _, _ in parts])
+        for (split, text, opens, score), ids in zip(parts, encoded, strict=True):
+            if opens:
+                ids = np.concatenate([np.array([tokenizer.document_start], np.int32), ids])
+            files[split].append(ids)
+            counts[split].tokens += ids.size
+            counts[split].documents += opens
+            counts[split].bytes += len(text.encode())
+            if split == "held_out":
+                result.held_out_parts.append((score, ids.size))
+    for split, file in files.items():
+        counts[split].sha256 = file.finish()
+    write_json(base.with_suffix(".json"), asdict(result))
+    return result
+
+
+Part = tuple[Split, str, bool, float]
+
+
+def _batched(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    """Group parts into lists of a few MB, which bounds the memory and keeps all threads of a tokenizer busy."""
+    batch: list[Part] = []
+    size = 0
+    for part in parts:
+        batch.append(part)
+        size += len(part[1])
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def token_file(base: Path, split: str) -> Path:
+    """Return the path of the ids of a split of a unit."""
+    return base.with_suffix(f".{split}.bin")
+
+
+def read_result(base: Path, key: str, needs_train: bool) -> UnitResult | None:
+    """Return the result of an earlier `tokenize_unit`; None if it is incomplete or was made with another key."""
+    try:
+        stored = json.loads(base.with_suffix(".json").read_bytes())
+        result = UnitResult(
+            stored["key"], SplitCounts(**stored["train"]), SplitCounts(**stored["held_out"]),
+            [(float(s), int(n)) for s, n in stored["held_out_parts"]],
+            stored["replaced"], stored["skipped_files"], stored["empty_documents"],
+        )  # fmt: skip
+        if result.key != key or file_sha256(token_file(base, "held_out")) != result.held_out.sha256:
+            return None
+        if needs_train and file_sha256(token_file(base, "train")) != result.train.sha256:
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return result
+
+
+_worker_tokenizer: Tokenizer | None = None
+
+
+def start_worker(tokenizer_folder: str) -> None:
+    """Prepare a worker process: one thread for the tokenizer, and an exit as soon as the parent is gone."""
+    global _worker_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent stops a run
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=_exit_with_parent, args=(parent.pid if parent else 0,), daemon=True).start()
+    _worker_tokenizer = load_tokenizer(tokenizer_folder)
+
+
+def _exit_with_parent(parent: int) -> None:
+    pause = threading.Event()
+    while os.getppid() == parent:
+        pause.wait(0.5)
+    os._exit(1)
+
+
+def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
+    """Call `tokenize_unit` in a worker process that `start_worker` prepared."""
+    assert _worker_tokenizer is not None, "start_worker runs first"
+    return tokenize_unit(unit, _worker_tokenizer, key, Path(base))
+
+
+def sample_texts(units: tuple[WorkUnit, ...], budget: int) -> Iterator[str]:
+    """Yield training texts of about `budget` bytes at most, in equal amounts from units all over the sources."""
+    quota = max(budget // max(len(units), 1), 2**16)
+    step = max(1, len(units) * quota // budget)
+    counts = UnitResult("")
+    for unit in units[::step]:
+        left = quota
+        for split, text, _, _ in split_parts(unit, counts):
+            if split == "train" and left > 0:
+                yield text[:left]
+                left -= len(text)
+            if left <= 0:
+                break

@@ -1,0 +1,71 @@
+"""Kills what is left of a run whose launcher was killed: `cleanup_process.py FOLDER`, standard input from the launcher.
+
+With the launcher the kernel ends its own children, but not the processes that these have started, such as a trainer
+below a shell. Run as a file, with only the standard library, so that it starts at once and stays small.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_ROUNDS, _ROUND_SECONDS = 50, 0.1
+
+
+class CleanupProcess:
+    """Once this process is gone, kills all processes that have `folder` in their environment, until it is closed.
+
+    Must be created before the launcher adopts orphans: the cleanup process must not be its child.
+
+    Args:
+      folder: a path that is in the environment of all processes of the run.
+    """
+
+    def __init__(self, folder: Path):
+        self._first = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self._first.wait()
+
+    def close(self) -> None:
+        """Stop the cleanup process: the run has ended."""
+        if self._first.stdin is not None:
+            self._first.stdin.close()
+
+
+def find_marked(folder: str) -> list[int]:
+    """Return the processes of this user whose environment contains `folder`."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                if folder.encode() in (path / "environ").read_bytes():
+                    found.append(int(path.name))
+    return found
+
+
+def wait_and_kill(folder: str) -> None:
+    """Wait for the end of the launcher, then kill the processes that it left and remove `folder`."""
+    if os.fork():
+        os._exit(0)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    for _ in range(_ROUNDS):
+        left = find_marked(folder)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            break
+        time.sleep(_ROUND_SECONDS)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    wait_and_kill(sys.argv[1])

@@ -1,0 +1,87 @@
+"""Finds stuck processes and stragglers in the progress records of a run. Plain functions of records."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from jaxstack.resilience.progress_file import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Seconds without a sign of life after which a process counts as stuck, by what it is doing."""
+
+    step: float = 300.0
+    """Limit between two training steps or evaluation batches."""
+    start: float = 3600.0
+    """Limit until the first step (reading data, restoring, compiling), and for the first evaluation."""
+    save: float = 1800.0
+    """Limit on a save that training waits for."""
+
+    def of(self, record: Record, suspended: bool = False) -> float:
+        """Return the limit for the phase of a process; for a suspended process it is that of a step."""
+        if record.phase == "train" or suspended:
+            return self.step
+        return self.save if record.phase in ("save", "end") else self.start
+
+
+def find_stuck(
+    records: Mapping[int, Record],
+    limits: Limits,
+    now: float,
+    since: float = -math.inf,
+    suspended: Mapping[int, Callable[[], bool]] = MappingProxyType({}),
+) -> int | None:
+    """Return the rank that is stuck, or None: of those beyond their limit, the one that fell silent first.
+
+    In a collective the other ranks wait for it, and fall silent after it.
+
+    Args:
+      records: newest progress record of each rank.
+      limits: seconds of silence that are accepted.
+      now: time of the monotonic clock.
+      since: silence before this time does not count.
+      suspended: rank -> function that returns True if it is suspended; only called beyond the limit of a step.
+    """
+    silent = {}
+    for rank, record in records.items():
+        seconds = now - max(record.at, since)
+        if seconds > limits.of(record) or (seconds > limits.step and rank in suspended and suspended[rank]()):
+            silent[rank] = record.at
+    return min(silent, key=lambda rank: silent[rank], default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """A process that slows the others down: seconds per step on its own host, and the median of the others."""
+
+    rank: int
+    own: float
+    others: float
+    step: float
+
+
+def find_straggler(before: Mapping[int, Record], after: Mapping[int, Record]) -> Straggler | None:
+    """Return the process whose host time per step, between two looks, was so long that it slows the others down.
+
+    A step takes the same time on all ranks, as they wait for one another in collectives. They differ in the time that
+    each spends on its host instead of waiting. Reported is an excess of more than a tenth of a step over the median.
+    """
+    own, pace = {}, []
+    for rank, now in after.items():
+        past = before.get(rank)
+        if past is None or past.phase != "train" or now.phase != "train" or now.step - past.step < 3:
+            return None
+        steps = now.step - past.step
+        own[rank] = (now.own_seconds - past.own_seconds) / steps
+        pace.append((now.at - past.at) / steps)
+    if len(own) < 2:
+        return None
+    slowest = max(own, key=lambda rank: own[rank])
+    others = statistics.median(value for rank, value in own.items() if rank != slowest)
+    step = statistics.median(pace)
+    if own[slowest] - others < max(0.1 * step, 0.002):
+        return None
+    return Straggler(slowest, own[slowest], others, step)

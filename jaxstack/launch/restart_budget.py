@@ -1,0 +1,27 @@
+"""Limits how often a failing run is started again: a budget that progress refills."""
+
+
+class RestartBudget:
+    """Number of restarts that a run may take in a row without a new checkpoint.
+
+    Args:
+      restarts: size of the budget.
+    """
+
+    def __init__(self, restarts: int):
+        self._size = self.left = restarts
+        self._best = -1
+
+    def spend(self, saved: int) -> bool:
+        """Take one restart, after a start that ended with newest checkpoint `saved`. Returns False if none is left."""
+        if saved > self._best:
+            self._best, self.left = saved, self._size
+        if self.left <= 0:
+            return False
+        self.left -= 1
+        return True
+
+    @property
+    def delay_seconds(self) -> float:
+        """Seconds to wait before the next start: longer with each failure in a row, up to half a minute."""
+        return min(30.0, 2.0 ** (self._size - self.left - 1))

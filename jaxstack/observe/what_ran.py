@@ -1,0 +1,128 @@
+"""What actually ran: the kernels chosen, the collectives, the matmuls and the memory of a compiled step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxstack.errors import ConfigError
+from jaxstack.observe.collectives import collectives, fp8_matmuls, matmuls, summarise
+from jaxstack.observe.hlo import parse_module
+from pallas_kernels.dispatch import Choice
+
+
+def describe_program(
+    compiled: jax.stages.Compiled, choices: Sequence[Choice], mesh_axes: Mapping[str, int], fp8_expected: int = 0
+) -> dict[str, Any]:
+    """Describe a compiled step as sections for `environment.json` and the report, in plain JSON.
+
+    Args:
+      compiled: the compiled train step.
+      choices: the choices of kernels that `pallas_kernels.record_choices` collected during tracing.
+      mesh_axes: axis name -> size.
+      fp8_expected: smallest number of FP8 matmuls that the step should have.
+    """
+    sections: dict[str, Any] = {"mesh": {axis: size for axis, size in mesh_axes.items() if size > 1}}
+    sections["kernels"] = [
+        {
+            "operation": choice.operation,
+            "site": choice.site,
+            "call": choice.call,
+            "backend": choice.backend,
+            "passed_over": [f"{name}: {reason}" for name, reason in choice.refused],
+        }
+        for choice in choices
+    ]
+    try:
+        module = parse_module(compiled.as_text() or "")
+        sections["collectives"] = summarise(collectives(module, mesh_axes))
+        sections["matmuls"] = {"all": matmuls(module), "fp8": fp8_matmuls(module), "fp8_expected": fp8_expected}
+    except (ValueError, AssertionError) as error:  # HLO text of an unknown form must not stop a run
+        sections["collectives"] = f"not readable from this compiler's output: {error}"
+    sections["memory"] = predicted_memory(compiled)
+    return sections
+
+
+def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Return the compiler's bytes per device: arguments (state and batch), temporaries, their sum; host memory."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    fresh = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return {
+        "arguments_bytes": analysis.argument_size_in_bytes,
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "predicted_bytes": analysis.argument_size_in_bytes + analysis.temp_size_in_bytes + max(fresh, 0),
+        "host_bytes": analysis.host_temp_size_in_bytes,
+    }
+
+
+_FALLBACKS = ("xla", "xla_dense", "reference")
+"""Backends that are not GPU kernels."""
+_ATTENTION = "name a backend in model.attention_implementation"
+_FP8 = "leave the layer out in precision.fp8_rules"
+_WAY_OUT = {
+    "flash_attention": _ATTENTION,
+    "longformer_attention": _ATTENTION,
+    "block_sparse_attention": _ATTENTION,
+    "fp8_dot_general": _FP8,
+}
+"""Operation that has GPU kernels -> what to do about a fallback."""
+
+
+def refuse_fallbacks(choices: Sequence[Choice]) -> None:
+    """Check that no call on a GPU fell back from a GPU kernel to another backend.
+
+    Raises:
+      ConfigError: one did; the message names the call and the reasons.
+    """
+    for choice in choices:
+        fell_back = choice.operation in _WAY_OUT and choice.backend in _FALLBACKS
+        if fell_back and " on cuda" in choice.call and not choice.explicit:
+            raise ConfigError(
+                f"observe.fail_on_fallback: {choice}. Change the model so that the preferred backend can run it, "
+                f"{_WAY_OUT[choice.operation]}, or set observe.fail_on_fallback to false."
+            )
+
+
+def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
+    """Check that the compiled step has as many FP8 matmuls as it should.
+
+    Args:
+      ran: the result of `describe_program`.
+
+    Raises:
+      ConfigError: it has fewer.
+    """
+    counted = ran.get("matmuls")
+    if counted and counted["fp8"] < counted["fp8_expected"]:
+        raise ConfigError(
+            f"observe.fail_on_fallback: the compiled step has {counted['fp8']} FP8 matmuls and should have "
+            f"{counted['fp8_expected']}: XLA made bfloat16 ones of the rest. Drop XLA_FLAGS that are set, leave layers "
+            "out in precision.fp8_rules, or set observe.fail_on_fallback to false."
+        )
+
+
+def summarise_program(ran: Mapping[str, Any]) -> str:
+    """Return one line about the compiled step, from the result of `describe_program`."""
+    parts = []
+    chosen: dict[str, list[str]] = {}
+    for kernel in ran.get("kernels", ()):
+        backends = chosen.setdefault(kernel["operation"], [])
+        if kernel["backend"] not in backends:
+            backends.append(kernel["backend"])
+    parts += [f"{operation}: {'+'.join(backends)}" for operation, backends in chosen.items()]
+    products = ran.get("matmuls")
+    if products and (products["fp8"] or products["fp8_expected"]):
+        parts.append(f"{products['fp8']} of {products['all']} matmuls in FP8")
+    predicted = ran.get("memory", {}).get("predicted_bytes")
+    if predicted:
+        host = ran["memory"].get("host_bytes")
+        host_part = f" and {host / 2**30:.2f} GiB of host memory" if host else ""
+        parts.append(f"{predicted / 2**30:.2f} GiB{host_part} a device predicted")
+    rows = ran.get("collectives")
+    if isinstance(rows, list):
+        count = sum(row["calls"] for row in rows)
+        sent = sum(row["wire_bytes"] for row in rows)
+        parts.append(f"{count} collectives, {sent / 2**20:.1f} MiB sent a device" if count else "no collectives")
+    return "; ".join(parts)

@@ -1,0 +1,112 @@
+"""The sharding context: what modules may ask while a function that uses them is traced."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxstack.parallel.layout import StepLayout
+from jaxstack.parallel.rules import AxisRules, Names, make_rules, restrict
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedParameters:
+    """State of the parameters inside the function that is being traced."""
+
+    gathered: frozenset[str] = frozenset()
+    """Mesh axes over which the parameters have been gathered already, although they are stored sharded over them."""
+    summed: tuple[str, ...] = ()
+    """Mesh axes over which a gradient is summed where its parameter is used, besides the axes it is scattered over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingContext:
+    """Axis rules, the layout of the step, and the state of the parameters, for the modules inside a traced function."""
+
+    rules: AxisRules
+    layout: StepLayout = StepLayout()
+    parameters: TracedParameters = TracedParameters()
+
+    def within(self, manual: Sequence[str]) -> "ShardingContext":
+        """Return the context for the inside of a `shard_map` that is manual over these axes."""
+        return dataclasses.replace(self, rules=self.rules.within(manual))
+
+    def parameter_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
+        """Return `AxisRules.parameter_spec` without the axes over which parameters have been gathered."""
+        spec = self.rules.parameter_spec(names, shape)
+        return restrict(spec, set(self.rules.mesh.axis_names) - self.parameters.gathered)
+
+    def stored_spec(self, names: Names | None, shape: Sequence[int]) -> PartitionSpec:
+        """Return `AxisRules.stored_spec` with the layout's ZeRO stage."""
+        return self.rules.stored_spec(names, shape, self.layout.zero)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make this the current context. Enter it inside the traced function."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+
+_current: ContextVar[ShardingContext | None] = ContextVar("sharding_context", default=None)
+
+
+@contextlib.contextmanager
+def logical_axis_rules(rules: AxisRules | Mesh, layout: StepLayout | None = None) -> Iterator[AxisRules]:
+    """Apply these rules to `shard` and to the weights of models. Enter it inside the traced function.
+
+    Args:
+      rules: as `make_rules` returns; a mesh stands for the standard rules on it.
+      layout: the other choices of parallelism; None: `StepLayout()`.
+    """
+    rules = rules if isinstance(rules, AxisRules) else make_rules(rules)
+    with ShardingContext(rules, layout or StepLayout()).entered():
+        yield rules
+
+
+def current_context() -> ShardingContext | None:
+    """Return the context entered last, or None if there is none."""
+    return _current.get()
+
+
+def current_rules() -> AxisRules | None:
+    """Return the rules of the current context, or None if there is none."""
+    context = _current.get()
+    return context.rules if context is not None else None
+
+
+def is_sharded() -> bool:
+    """Return True if XLA partitions arrays over more than one device in the current context."""
+    rules = current_rules()
+    return rules is not None and rules.degree(rules.free) > 1
+
+
+def splits_length() -> bool:
+    """Return True if the current rules split sequences over several devices."""
+    rules = current_rules()
+    return rules is not None and rules.degree(rules.table["length"]) > 1
+
+
+def shard(x: jax.Array, *names: str | None) -> jax.Array:
+    """Constrain an activation to the layout of its logical axes; return it unchanged outside `logical_axis_rules`.
+
+    Raises:
+      ValueError: the number of names is not the rank of `x`, or a name is unknown.
+    """
+    rules = current_rules()
+    if len(names) != x.ndim:
+        raise ValueError(f"shard() got {len(names)} axis names {names} for an array of rank {x.ndim}.")
+    if rules is None or not is_sharded():
+        return x
+    return jax.lax.with_sharding_constraint(x, placed(rules, rules.spec(names, x.shape)))
+
+
+def placed(rules: AxisRules, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
+    """Return what `jax.lax.with_sharding_constraint` takes for a spec over the rules' free axes."""
+    # Inside a shard_map the ambient mesh knows which axes are manual; a NamedSharding of the outer mesh does not.
+    return spec if rules.manual else NamedSharding(rules.mesh, spec)

@@ -1,0 +1,110 @@
+"""The one place that decides how a run is laid out over devices: in training, in evaluation, and in decoding."""
+
+import math
+from collections.abc import Mapping
+
+from jax.sharding import Mesh
+
+from jaxstack.config.sections import TrainConfig
+from jaxstack.distributed.xla_options import supports_peer_copies
+from jaxstack.errors import ConfigError
+from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.transfers import in_one_process
+from jaxstack.plan.feasibility import layout_problems, suggest_layout
+from jaxstack.run_config import RunConfig
+
+
+def training_layout(config: RunConfig, devices: int) -> RunConfig:
+    """Return the configuration with its parallel degrees filled in for `devices` devices.
+
+    Raises:
+      ConfigError: degrees, model and batch do not fit together; the message names the nearest that do.
+    """
+    try:
+        resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
+    except ConfigError as error:
+        hint = suggest_layout(config.layout_sections, devices)
+        raise ConfigError(" ".join(filter(None, [str(error), hint]))) from None
+    problems = layout_problems(resolved.layout_sections)
+    if problems:
+        raise ConfigError(" ".join(filter(None, [*problems, suggest_layout(resolved.layout_sections)])))
+    return resolved
+
+
+def evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:
+    """Return the configuration with a layout, and batch sizes that it divides, for the loss on held-out text.
+
+    The loss does not depend on the layout. So a run that was trained on another number of devices is evaluated with
+    `fsdp` over all devices, unless the user chose a layout.
+
+    Args:
+      chosen: True if the user chose the degrees in `config.parallel`; they may use fewer devices than there are.
+
+    Raises:
+      ConfigError: the layout does not fit the model or the devices.
+    """
+    parallel = config.parallel
+    if chosen or -1 in parallel.degrees.values():
+        parallel = _within(parallel, devices)
+    elif math.prod(parallel.degrees.values()) == devices:
+        return config
+    else:
+        parallel = ParallelConfig(fsdp=devices, simulate_devices=parallel.simulate_devices)
+    train, stages = config.train, parallel.pipeline
+    unit = parallel.data * parallel.fsdp * parallel.expert * (2 * stages if stages > 1 else 1)
+    size = train.eval_batch_size or train.global_batch_size // train.gradient_accumulation
+    size = -(-size // unit) * unit
+    sizes = {"eval_batch_size": size, "global_batch_size": size, "gradient_accumulation": 1}
+    config = config.model_copy(update={"parallel": parallel, "train": train.model_copy(update=sizes)})
+    if problems := layout_problems(config.layout_sections):
+        raise ConfigError(" ".join(problems))
+    return config
+
+
+def decoding_layout(config: RunConfig, devices: int, *, chosen: bool) -> ParallelConfig:
+    """Return the degrees for text generation and for evaluation tasks.
+
+    Args:
+      chosen: True if the user chose the degrees in `config.parallel`. Otherwise the weights are split over `tensor`,
+        by the largest degree up to `devices` that divides the model's key/value heads and widths.
+
+    Raises:
+      ConfigError: the chosen layout does not fit the model or the devices.
+    """
+    if chosen:
+        parallel = _within(config.parallel, devices)
+        if problems := _decoding_problems(config, parallel):
+            raise ConfigError(" ".join(problems))
+        return parallel
+    choices = (ParallelConfig(tensor=degree) for degree in range(devices, 0, -1) if config.model.kv_heads % degree == 0)
+    return next(parallel for parallel in choices if parallel.tensor == 1 or not _decoding_problems(config, parallel))
+
+
+def uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
+    """Return True if weights and gradients travel by the GPUs' copy engines instead of NCCL's kernels.
+
+    With `parallel.copy_engines: auto` they do for the layouts in which this was measured to be no slower: unrolled
+    layers over `data`, `fsdp` and `context` on the GPUs of one process.
+    """
+    if config.parallel.copy_engines != "auto":
+        return config.parallel.copy_engines == "always"
+    split = _split_axes(mesh.shape)
+    measured = not config.model.scan_layers and split <= {"data", "fsdp", "context"}
+    return measured and in_one_process(mesh) and supports_peer_copies()
+
+
+def _split_axes(shape: Mapping[str, int]) -> set[str]:
+    return {axis for axis, degree in shape.items() if degree > 1}
+
+
+def _within(parallel: ParallelConfig, devices: int) -> ParallelConfig:
+    """Return the degrees if they need at most `devices` devices, else (or with a -1) resolve them to all devices."""
+    degrees = parallel.degrees.values()
+    return parallel if -1 not in degrees and math.prod(degrees) <= devices else parallel.resolve(devices)
+
+
+def _decoding_problems(config: RunConfig, parallel: ParallelConfig) -> list[str]:
+    """Return the broken layout rules for the smallest batch and sequence that `parallel` divides."""
+    rows = parallel.data * parallel.fsdp * parallel.expert
+    train = TrainConfig(global_batch_size=rows, sequence_length=2 * parallel.tensor * parallel.context)
+    return layout_problems(config.model_copy(update={"parallel": parallel, "train": train}).layout_sections)

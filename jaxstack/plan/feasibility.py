@@ -1,0 +1,207 @@
+"""The rules that model, batch and a complete set of parallel degrees must satisfy together.
+
+They need no device and no `RunConfig`, so that the configuration, the planner and the commands check the same rules.
+"""
+
+import dataclasses
+import math
+
+from jaxstack.config.sections import TrainConfig
+from jaxstack.errors import ConfigError
+from jaxstack.models.adapters import AdapterConfig
+from jaxstack.models.config import ModelConfig
+from jaxstack.parallel.config import ParallelConfig
+from jaxstack.parallel.nearest import nearest_degrees
+from jaxstack.parallel.pipeline.plan import plan_pipeline
+from jaxstack.parallel.pipeline.stages import StageLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutSections:
+    """The sections of a configuration that decide whether a layout is possible."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    adapters: AdapterConfig
+
+
+def layout_problems(sections: LayoutSections) -> list[str]:
+    """Return a message for each broken rule, with the values and the nearest ones that satisfy it.
+
+    Args:
+      sections: their parallel degrees must all be given, without -1.
+    """
+    problems = [
+        *_tensor_problems(sections.model, sections.parallel),
+        *_expert_problems(sections.model, sections.parallel),
+        *_batch_problems(sections.parallel, sections.train),
+        *_sequence_problems(sections),
+        *_task_problems(sections.parallel, sections.train),
+    ]
+    return problems or (_pipeline_problems(sections) if sections.parallel.pipeline > 1 else [])
+
+
+def suggest_layout(sections: LayoutSections, devices: int | None = None) -> str | None:
+    """Return a sentence that names the nearest possible layout of this model and batch, or None if there is none.
+
+    Args:
+      devices: number of devices to lay out over; default: the product of the degrees.
+    """
+    parallel = sections.parallel
+    devices = devices or math.prod(parallel.degrees.values())
+
+    def fits(degrees: dict[str, int]) -> bool:
+        try:
+            other = ParallelConfig.model_validate(parallel.model_dump() | degrees)
+        except ValueError:
+            return False
+        return not layout_problems(dataclasses.replace(sections, parallel=other))
+
+    found = nearest_degrees(parallel.degrees, devices, fits)
+    return f"On {devices} devices this model and batch fit with parallel {found}." if found else None
+
+
+def near_multiples(number: int, unit: int) -> str:
+    """Return the multiples of `unit` next to `number` as text, such as `6 or 9`."""
+    below = number // unit * unit
+    return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Check that `tensor` divides heads and feed-forward width."""
+    problems, tensor = [], parallel.tensor
+    if model.num_heads % tensor:
+        problems.append(
+            f"model.num_heads ({model.num_heads}) must be divisible by parallel.tensor ({tensor}); "
+            f"tensor degrees that fit: {_show(_divisors(model.num_heads))}."
+        )
+    elif model.kv_heads % tensor and tensor % model.kv_heads:
+        fits = [d for d in _divisors(model.num_heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
+        problems.append(
+            f"model.num_kv_heads ({model.kv_heads}) must be divisible by parallel.tensor ({tensor}), or divide it; "
+            f"tensor degrees that fit: {_show(fits)}."
+        )
+    if model.feed_forward_size % tensor and not all(map(model.is_mixture, range(model.num_layers))):
+        problems.append(
+            f"model.intermediate_size ({model.feed_forward_size}) must be divisible by parallel.tensor ({tensor}); "
+            f"nearest: {near_multiples(model.feed_forward_size, tensor)}."
+        )
+    return problems
+
+
+def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
+    """Check that `expert` and `tensor` divide the experts, and that their capacity can be counted."""
+    moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
+    if moe is None:
+        reason = f"parallel.expert ({expert}) splits the experts of model.moe, but this model has none"
+        return [f"{reason}; use data or fsdp."] if expert > 1 else []
+    problems = []
+    if moe.num_experts % expert:
+        problems.append(
+            f"model.moe.num_experts ({moe.num_experts}) must be divisible by parallel.expert ({expert}); expert "
+            f"degrees that fit: {_show(_divisors(moe.num_experts))}."
+        )
+    if model.expert_size % tensor:
+        problems.append(
+            f"model.moe.moe_intermediate_size ({model.expert_size}) must be divisible by parallel.tensor ({tensor}); "
+            f"nearest: {near_multiples(model.expert_size, tensor)}."
+        )
+    if moe.capacity_factor is not None and parallel.context > 1:
+        problems.append(
+            f"model.moe.capacity_factor ({moe.capacity_factor}) counts the tokens of whole sequences, but "
+            f"parallel.context ({parallel.context}) splits sequences; remove one of the two."
+        )
+    return problems
+
+
+def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
+    """Check that the batch axes and the accumulation divide the batch sizes."""
+    problems, shards = [], parallel.data * parallel.fsdp * parallel.expert
+    unit = shards * train.gradient_accumulation
+    axes = "data x fsdp x expert" if parallel.expert > 1 else "data x fsdp"
+    degrees = f"{parallel.data} x {parallel.fsdp}" + (f" x {parallel.expert}" if parallel.expert > 1 else "")
+    if train.global_batch_size % unit:
+        problems.append(
+            f"train.global_batch_size ({train.global_batch_size}) must be divisible by {axes} x "
+            f"gradient_accumulation ({degrees} x {train.gradient_accumulation} = {unit}); "
+            f"nearest: {near_multiples(train.global_batch_size, unit)}."
+        )
+    evaluated = train.eval_batch_size
+    if evaluated is not None and evaluated % shards:
+        problems.append(
+            f"train.eval_batch_size ({evaluated}) must be divisible by {axes} ({shards}); "
+            f"nearest: {near_multiples(evaluated, shards)}."
+        )
+    return problems
+
+
+def _sequence_problems(sections: LayoutSections) -> list[str]:
+    """Check that `context` and sequence parallelism divide the sequence."""
+    parallel, length = sections.parallel, sections.train.sequence_length
+    problems = _context_problems(sections) if parallel.context > 1 else []
+    unit = parallel.context * parallel.tensor
+    if parallel.sequence and length % unit:
+        context = f" x parallel.context ({parallel.context})" if parallel.context > 1 else ""
+        problems.append(
+            f"train.sequence_length ({length}) must be divisible by parallel.tensor ({parallel.tensor}){context} with "
+            f"parallel.sequence; nearest: {near_multiples(length, unit)}."
+        )
+    return problems
+
+
+def _context_problems(sections: LayoutSections) -> list[str]:
+    """Check that the attention method can run on a sequence split over `context`."""
+    parallel, model, length = sections.parallel, sections.model, sections.train.sequence_length
+    problems, context = [], parallel.context
+    unit, method = 2 * context, None if parallel.context_method == "auto" else parallel.context_method
+    if length % unit:
+        problems.append(
+            f"sequence_length {length} must be divisible by 2 x context parallel degree ({context}), because each "
+            f"device holds an early and a late chunk; nearest: {near_multiples(length, unit)}."
+        )
+    elif reason := model.attention.length_problem(length // unit):
+        problems.append(f"{reason} (train.sequence_length {length} / (2 x parallel.context {context})).")
+    if reason := model.attention.context_problem(method):
+        problems.append(reason)
+    elif model.num_heads % parallel.tensor:
+        pass  # `_tensor_problems` reports it
+    elif model.attention.exchanges_heads(method) and (heads := model.num_heads // parallel.tensor) % context:
+        tensor = f" / parallel.tensor ({parallel.tensor})" if parallel.tensor > 1 else ""
+        problems.append(
+            f"model.num_heads ({model.num_heads}){tensor} must be divisible by parallel.context ({context}), because "
+            f"attention.name {model.attention.name} with context_method {parallel.context_method} exchanges heads; "
+            f"context degrees that fit: {_show(_divisors(heads))}."
+        )
+    return problems
+
+
+def _task_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
+    if not train.eval_tasks or (parallel.pipeline == 1 and parallel.context == 1):
+        return []
+    return [
+        f"train.eval_tasks needs parallel.pipeline and parallel.context of 1; found {parallel.pipeline} and "
+        f"{parallel.context}; run jaxstack.evaluate on the checkpoints instead."
+    ]
+
+
+def _pipeline_problems(sections: LayoutSections) -> list[str]:
+    """Check microbatches, adapters and number of layers against the stages."""
+    model, train = sections.model, sections.train
+    try:
+        plan = plan_pipeline(sections.parallel, train.global_batch_size, train.gradient_accumulation)
+        if sections.adapters.rules:
+            raise ConfigError("adapters do not support a pipeline; use fsdp or tensor, or remove the adapters.")
+        lead, period = model.layer_pattern
+        StageLayout((model.num_layers - lead) // period, plan.stages, plan.chunks)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _show(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,78 @@
+"""SIGTERM and Ctrl-C outside of the training steps, and stacks on SIGUSR1.
+
+Imports no jax, so that it is active from the first line of a command on.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+
+from jaxstack.resilience.progress_file import STACKS
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask a run to save and stop; a terminal that is closed sends SIGHUP."""
+SAME_SECONDS = 5.0
+"""Interval within which signals count as one: a scheduler that signals all processes of a job reaches some of them
+twice, directly and through the launcher."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the stop signals that this process handles; `nohup` has it ignore SIGHUP, which then stays ignored."""
+    return [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+
+
+def signal_name(signum: int) -> str:
+    """Return the name by which people know a signal, for messages."""
+    known = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP (the terminal was closed)"}
+    try:
+        return known.get(signal.Signals(signum)) or signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+class ExitOnSignal:
+    """In this context, except in a `StopRequest`, a stop signal ends the process with one line and code 128 + number.
+
+    Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
+    several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where
+    Python would print and drop the exception. SIGUSR1 writes the stacks of all threads, even while another thread has
+    the GIL, to standard error or to the file that the supervisor asked for.
+
+    Args:
+      name: the command, for the message.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __enter__(self) -> "ExitOnSignal":
+        stacks = os.environ.get(STACKS)
+        self._stacks = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if stacks else 2
+        faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._handler = lambda signum, frame: None
+        self._before = {signum: signal.signal(signum, self._handler) for signum in stop_signals()}
+        self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._fd_before)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        os.close(self._write)
+        faulthandler.unregister(signal.SIGUSR1)
+        if self._stacks != 2:
+            os.close(self._stacks)
+
+    def _watch(self) -> None:
+        while received := os.read(self._read, 1):
+            if received[0] in STOP_SIGNALS and signal.getsignal(received[0]) is self._handler:
+                text = f"stopped by {signal_name(received[0])} outside of the training steps; nothing new to save"
+                with contextlib.suppress(OSError):  # the terminal may be gone
+                    os.write(2, f"{self._name}: {text}\n".encode())
+                os._exit(128 + received[0])
+        os.close(self._read)

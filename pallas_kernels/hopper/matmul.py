@@ -1,0 +1,240 @@
+"""The tiled matrix product inside the Hopper kernels that do something to a product before it goes to memory.
+
+A tile of the result is 128 x 256 (or narrower): two consumer warpgroups compute 64 rows each, the producer loads the
+operands of both. One program stays on each multiprocessor and computes one tile after the other; the producer runs
+ahead of the consumers, across tiles. A kernel calls `load_tile` in its producer and `multiply_tile` in its consumers,
+with the same tiles in the same order (`scheduler`).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.hopper import pipeline, wgmma
+from pallas_kernels.hopper.pipeline import Ring
+from pallas_kernels.hopper.scheduler import Tile, TileOrder
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
+from pallas_kernels.target import multiprocessors
+
+CONSUMERS = 2
+"""Warpgroups that compute, each one half of a tile's rows."""
+TILE_ROWS = CONSUMERS * wgmma.ROWS
+DEPTH = 64
+"""Depth of one step of the product: with 16-bit operands one swizzle of 128 bytes."""
+
+
+@dataclass(frozen=True)
+class ProductTiling:
+    """Block sizes of a product that can be tuned.
+
+    Attributes:
+        columns: Columns of a tile.
+        stages: Steps of the product in flight from global memory.
+        group: Rows of tiles that are computed together (`TileOrder.group`).
+        store_columns: Columns that go to global memory at a time.
+    """
+
+    columns: int = 256
+    stages: int = 4
+    group: int = 8
+    store_columns: int = 32
+
+
+@dataclass(frozen=True)
+class TiledProduct:
+    """Static description of a product: [chunks * rows, depth] times [depth, columns].
+
+    Either one left operand is multiplied with several right ones, whose columns lie side by side in the result, or
+    several pairs are multiplied and their products added.
+
+    Attributes:
+        rows: Rows of one chunk.
+        depths: Depth of each pair of operands; one member unless there are several pairs.
+        columns: Columns of each right operand; one member if there are several pairs.
+        chunks: Chunks of rows, which the order of the tiles walks one after the other.
+        transposed: True if the right operands are given as [columns, depth].
+        tiling: Block sizes.
+        programs: Programs of the kernel, one on each multiprocessor.
+        interpret: True to interpret the kernel on a CPU.
+    """
+
+    rows: int
+    depths: tuple[int, ...]
+    columns: tuple[int, ...]
+    chunks: int
+    transposed: bool
+    tiling: ProductTiling
+    programs: int = 132
+    interpret: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of `DEPTH` that the product of one tile takes."""
+        return sum(self.depths) // DEPTH
+
+    @property
+    def row_tiles(self) -> int:
+        """Rows of tiles of one chunk."""
+        return self.rows // TILE_ROWS
+
+    @property
+    def column_tiles(self) -> int:
+        """Columns of tiles."""
+        return sum(self.columns) // self.tiling.columns
+
+    @property
+    def order(self) -> TileOrder:
+        """Order of the tiles of the result."""
+        return TileOrder(self.row_tiles, self.column_tiles, self.tiling.group, self.programs, self.chunks)
+
+    @property
+    def ring(self) -> Ring:
+        """Ring of buffers of the operands."""
+        return Ring(self.tiling.stages, self.interpret)
+
+    def by_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
+        """Call visit(i, column of tiles within it) for the member of `columns` that holds this column of tiles."""
+        _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
+
+    def by_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
+        """Call visit(i, step within it) for the member of `depths` that holds this step."""
+        _visit_part([size // DEPTH for size in self.depths], step, visit)
+
+    def kernel(self, name: str, body: Callable[..., None], **parameters: Any) -> Callable[..., Any]:
+        """Return the persistent kernel of this product (`pipeline.launch`)."""
+        return pipeline.launch(
+            name, body, consumers=CONSUMERS, programs=self.programs, interpret=self.interpret, **parameters
+        )
+
+
+def single_product(
+    rows: int, depth: int, columns: int, tiling: ProductTiling, *, transposed: bool = False, interpret: bool = False
+) -> TiledProduct:
+    """Return the product of [rows, depth] and [depth, columns] (transposed: [columns, depth]) on one device.
+
+    One program runs on each multiprocessor, if there are as many tiles.
+    """
+    total = rows // TILE_ROWS * (columns // tiling.columns)
+    programs = 2 if interpret else min(multiprocessors(), total)
+    return TiledProduct(rows, (depth,), (columns,), 1, transposed, tiling, programs, interpret)
+
+
+def _visit_part(sizes: list[int], place: Index, visit: Callable[[int, Index], None]) -> None:
+    first = 0
+    for number, size in enumerate(sizes):
+        inside = (place >= first) & (place < first + size)
+        body = functools.partial(visit, number, place - first)
+        pl.when(inside)(body) if len(sizes) > 1 else body()
+        first += size
+
+
+class ProductBuffers(NamedTuple):
+    """Shared memory of a product: rings of both operands with their barriers, and pieces of the result.
+
+    The dims of `result` are consumer, slot, row, column.
+    """
+
+    left: Ref
+    right: Ref
+    result: Ref
+    full: Ref
+    empty: Ref
+
+
+def product_scratch(product: TiledProduct, dtype: DTypeLike) -> ProductBuffers:
+    """Return the scratch types of a product's shared memory."""
+    tiling = product.tiling
+    right = (tiling.columns, DEPTH) if product.transposed else (DEPTH, tiling.columns)
+    return ProductBuffers(
+        left=wgmma.tiled_smem((tiling.stages, TILE_ROWS, DEPTH), dtype),
+        right=wgmma.tiled_smem((tiling.stages, *right), dtype),
+        result=wgmma.tiled_smem((CONSUMERS, 2, wgmma.ROWS, tiling.store_columns), dtype),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),
+        empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=tiling.stages),
+    )
+
+
+def load_tile(
+    product: TiledProduct,
+    buffers: ProductBuffers,
+    number: Index,
+    tile: Tile,
+    lefts: tuple[Ref, ...],
+    rights: tuple[Ref, ...],
+) -> None:
+    """Stream the operands of this program's `number`-th tile to shared memory, in the producer.
+
+    Args:
+        product: The product.
+        buffers: Its shared memory.
+        number: Number of tiles that this program loaded before.
+        tile: The tile.
+        lefts: The tile's rows [128, depth] of each left operand.
+        rights: The right operands, in full.
+    """
+    width = product.tiling.columns
+
+    def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
+        acquire(buffers.empty)
+        full = buffers.full.at[slot]
+
+        def copy(left: Ref, right: Ref, depth: Index, column: Index) -> None:
+            part, columns = pl.ds(depth * DEPTH, DEPTH), pl.ds(column * width, width)
+            plgpu.copy_gmem_to_smem(left.at[:, part], buffers.left.at[slot], full)
+            block = right.at[columns, part] if product.transposed else right.at[part, columns]
+            plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full)
+
+        if len(lefts) == 1:
+            product.by_column(tile.column, lambda i, column: copy(lefts[0], rights[i], index, column))
+        else:
+            product.by_step(index, lambda i, depth: copy(lefts[i], rights[i], depth, tile.column))
+
+    product.ring.produce(number * product.steps, product.steps, load)
+
+
+def drain(product: TiledProduct, buffers: ProductBuffers, count: Index) -> None:
+    """Wait in the producer until all operands of its `count` tiles have been read."""
+    product.ring.drain(count * product.steps, buffers.empty)
+
+
+def multiply_tile(
+    product: TiledProduct, buffers: ProductBuffers, number: Index, finish: Callable[[jax.Array], None]
+) -> None:
+    """Compute this consumer's half of its program's `number`-th tile: finish(product [64, columns] in float32)."""
+    rows = pl.ds(lax.axis_index("warpgroup") * wgmma.ROWS, wgmma.ROWS)
+
+    def operands(slot: Index) -> tuple[Ref, Ref]:
+        right = buffers.right.at[slot]
+        return buffers.left.at[slot, rows], right.transpose((1, 0)) if product.transposed else right
+
+    shape = (wgmma.ROWS, product.tiling.columns)
+    barriers = buffers.full, buffers.empty
+    finish(product.ring.sum_products(number * product.steps, product.steps, shape, barriers, operands))
+
+
+def store_pieces(
+    product: TiledProduct,
+    buffers: ProductBuffers,
+    value: Callable[[slice], jax.Array],
+    copy: Callable[[Ref, int], None],
+) -> None:
+    """Store a consumer's half of a tile piece by piece, rounded to the dtype of the result.
+
+    Args:
+        product: The product.
+        buffers: Its shared memory.
+        value: Returns the given columns of the half tile, [64, store_columns].
+        copy: Called as copy(shared memory, first column); starts the copy of a piece to where it belongs.
+    """
+    warpgroup, width = lax.axis_index("warpgroup"), product.tiling.store_columns
+    for piece in range(product.tiling.columns // width):
+        slot = buffers.result.at[warpgroup, piece % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        slot[...] = value(slice(piece * width, (piece + 1) * width)).astype(slot.dtype)
+        plgpu.commit_smem()
+        copy(slot, piece * width)

@@ -1,0 +1,176 @@
+"""The warp-specialised loop that every Hopper kernel runs: one warpgroup loads, the others compute.
+
+The producer warpgroup copies operands from global memory by TMA into a ring of shared-memory buffers, as far ahead as
+the ring has stages. The consumer warpgroups multiply what is in the buffers. Two barriers for each buffer keep both in
+step: `full`, at which the copies arrive, and `empty`, at which every consumer arrives when it has read the buffer.
+
+`launch` starts such a kernel, `specialize` divides the warpgroups, `Ring.produce` is the producer's loop and
+`Ring.sum_products` a consumer's. A consumer that does more to a buffer than multiply it (the softmax of attention, the
+scales of blockwise FP8) waits at `full` itself and ends with `Ring.release`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
+
+_CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+"""Registers of each thread of a consumer, by the number of consumers; a multiprocessor has 64 Ki registers."""
+_PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
+
+
+def launch(
+    name: str,
+    body: Callable[..., None],
+    *,
+    consumers: int,
+    programs: int | None = None,
+    interpret: bool,
+    **parameters: Any,
+) -> Callable[..., Any]:
+    """Return `plgpu.kernel` of `consumers` consumer warpgroups and one producer.
+
+    Args:
+        name: Name of the kernel, which a profile shows.
+        body: Kernel body, run by every warpgroup.
+        consumers: Number of consumer warpgroups.
+        programs: Number of programs of a persistent kernel, on the grid axis `program`; None if `parameters` hold
+            another grid.
+        interpret: True to interpret the kernel on a CPU, with detection of races.
+        parameters: Further arguments of `plgpu.kernel`.
+    """
+    if programs is not None:
+        parameters |= {"grid": (programs,), "grid_names": ("program",)}
+    return plgpu.kernel(
+        body,
+        kernel_name=name,
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+        **parameters,
+    )
+
+
+def specialize(warpgroup: jax.Array, consumers: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:
+    """Run `consume` in the first `consumers` warpgroups and `produce` in the last, and share out the registers.
+
+    Args:
+        warpgroup: Number of this warpgroup, `lax.axis_index("warpgroup")`.
+        consumers: Number of consumer warpgroups.
+        consume: A consumer's part of the kernel.
+        produce: The producer's part.
+    """
+
+    @pl.when(warpgroup < consumers)
+    def _():
+        plgpu.set_max_registers(_CONSUMER_REGISTERS[consumers], action="increase")
+        consume()
+
+    @pl.when(warpgroup == consumers)
+    def _():
+        plgpu.set_max_registers(_PRODUCER_REGISTERS[consumers], action="decrease")
+        produce()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring of `stages` shared-memory buffers: the `count`-th load of a program goes to buffer count % stages."""
+
+    stages: int
+    interpret: bool = False
+
+    def slot(self, count: Index) -> jax.Array:
+        """Return the buffer of the `count`-th load."""
+        return lax.rem(count, self.stages)
+
+    def acquire(self, count: Index, *empty: Ref) -> None:
+        """Wait in the producer until the buffer of the `count`-th load has been read, at each of the barriers."""
+        slot = self.slot(count)
+
+        @pl.when(count >= self.stages)
+        def _():
+            for barriers in empty:
+                plgpu.barrier_wait(barriers.at[slot])
+
+    def release(self, slot: Index, *empty: Ref) -> None:
+        """Tell the producer that this warpgroup has read a buffer.
+
+        Its products have ended by then. So hardware needs no fence before TMA writes the buffer again; interpret mode
+        asks for one.
+        """
+        for barriers in empty:
+            if self.interpret:
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(barriers.at[slot])
+
+    def produce(self, before: Index, count: Index, load: Callable[[Index, Index, Callable[..., None]], None]) -> None:
+        """Load `count` buffers, the producer's loop.
+
+        Args:
+            before: Number of loads of this program until now.
+            count: Number of loads.
+            load: Called as load(index, slot, acquire) to copy the `index`-th load to buffer `slot`; it calls
+                acquire(*empty) before it starts the copies.
+        """
+
+        def step(index: jax.Array, _: None) -> None:
+            total = before + index
+            load(index, self.slot(total), lambda *empty: self.acquire(total, *empty))
+
+        lax.fori_loop(0, count, step, None)
+
+    def drain(self, count: Index, *empty: Ref) -> None:
+        """Wait in the producer until the last of its `count` loads have been read.
+
+        No barrier may be left in a phase that nobody has waited for.
+        """
+
+        def wait(index: jax.Array, _: None) -> None:
+            for barriers in empty:
+                plgpu.barrier_wait(barriers.at[self.slot(index)])
+
+        lax.fori_loop(jnp.maximum(count - self.stages, 0), count, wait, None)
+
+    def sum_products(
+        self,
+        before: Index,
+        count: Index,
+        shape: tuple[int, int],
+        barriers: tuple[Ref, Ref],
+        operands: Callable[[Index], tuple[Ref, Ref]],
+    ) -> jax.Array:
+        """Return the sum of the products of `count` buffers, float32 in registers: a consumer's loop.
+
+        One product is always running while the next one is started; a buffer is released when its product has ended.
+
+        Args:
+            before: Number of loads of this program until now.
+            count: Number of loads to sum.
+            shape: [rows, columns] of the sum, rows of this warpgroup.
+            barriers: (full, empty) barriers of the ring.
+            operands: Returns this warpgroup's left and right operand in a buffer.
+        """
+        full, empty = barriers
+
+        def scoped(accumulator: Ref) -> jax.Array:
+            def step(index: jax.Array, _: None) -> None:
+                slot = self.slot(before + index)
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.wgmma(accumulator, *operands(slot))
+                plgpu.wgmma_wait(1)
+
+                @pl.when(index > 0)
+                def _():
+                    self.release(self.slot(before + index - 1), empty)
+
+            lax.fori_loop(0, count, step, None)
+            plgpu.wgmma_wait(0)
+            pl.when(count > 0)(lambda: self.release(self.slot(before + count - 1), empty))
+            return accumulator[...]
+
+        return pl.run_scoped(scoped, plgpu.ACC(shape, jnp.float32))

@@ -1,0 +1,184 @@
+"""Matrix products on Hopper's tensor cores: operands in shared memory, float32 accumulators in registers.
+
+`wgmma` multiplies a [64, k] left operand in shared memory or registers with a [k, n] right operand in shared memory and
+adds the product to an accumulator in registers, asynchronously: a warpgroup goes on with other work until it loads the
+accumulator. Kernels add to an `Accumulator`, and need not know that the interpreter computes some products differently
+from the hardware: that is decided here and nowhere else.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.mosaic_api import Ref, ScratchType, pl, plgpu
+
+ROWS = 64
+"""Rows of the result of one wgmma: each warpgroup owns this many rows of a tile."""
+
+Result = TypeVar("Result")
+First = TypeVar("First")
+
+
+def tiled_smem(shape: tuple[int, ...], dtype: DTypeLike, largest_swizzle: int = 128) -> ScratchType:
+    """Shared memory of shape [..., rows, columns] in the tiled and swizzled form that wgmma and TMA take.
+
+    Args:
+        shape: Shape of the buffer; the last dim is contiguous.
+        dtype: Element type.
+        largest_swizzle: Upper limit of the swizzle in bytes, for buffers that are also read in narrower slices.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = min(plgpu.find_swizzle(shape[-1] * itemsize * 8), largest_swizzle)
+    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+# --- values in the layout of an accumulator ----------------------------------------------------------------------
+
+
+def zeros(rows: int, columns: int) -> jax.Array:
+    """Float32 zeros [rows, columns] in the register layout of an accumulator."""
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def row_values(value: float, rows: int) -> jax.Array:
+    """Float32 [rows] filled with `value`: one number for each row of an accumulator."""
+    return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+
+
+def load_rows(ref: Ref, optimized: bool = True) -> jax.Array:
+    """Load [rows] from memory as one number for each row of an accumulator."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=optimized)
+
+
+def load_columns(ref: Ref) -> jax.Array:
+    """Load [columns] from memory as one number for each column of an accumulator."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+
+
+def along_rows(values: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcast [rows] to the shape [rows, columns] of `like`."""
+    return lax.broadcast_in_dim(values, like.shape, [0])
+
+
+def along_columns(values: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcast [columns] to the shape [rows, columns] of `like`."""
+    return lax.broadcast_in_dim(values, like.shape, [1])
+
+
+# --- products ----------------------------------------------------------------------------------------------------
+
+
+class Accumulator(Protocol):
+    """Float32 sum of products, in registers."""
+
+    def add(self, left: Ref | jax.Array, right: Ref) -> None:
+        """Start adding left @ right, with `left` in shared memory or registers and `right` in shared memory."""
+        ...
+
+    def load(self, pending: int = 0) -> jax.Array:
+        """Return the sum once at most `pending` later products of this warpgroup are still running."""
+        ...
+
+
+class _HardwareAccumulator:
+    def __init__(self, ref: Ref):
+        self._ref = ref
+
+    def add(self, left: Ref | jax.Array, right: Ref) -> None:
+        plgpu.wgmma(self._ref, left, right)
+
+    def load(self, pending: int = 0) -> jax.Array:
+        return plgpu.wgmma_accumulator_load(self._ref, wait_n=pending)
+
+
+class _InterpretedAccumulator:
+    """Sum computed at once with `jnp.dot`."""
+
+    def __init__(self, start: tuple[int, int] | jax.Array):
+        self._sum = jnp.zeros(start, jnp.float32) if isinstance(start, tuple) else start
+
+    def add(self, left: Ref | jax.Array, right: Ref) -> None:
+        self._sum = self._sum + jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+
+    def load(self, pending: int = 0) -> jax.Array:
+        del pending
+        return self._sum
+
+
+def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
+    """Run `body` with one accumulator for each of `starts`, and return its result.
+
+    Args:
+        body: Takes as many `Accumulator`s as there are starts; they live in registers until it returns.
+        starts: Shape [rows, columns] of an accumulator that starts from zero, or the float32 value that it starts from.
+        interpret: True if the kernel runs in interpret mode, which has no wgmma with a left operand in registers and no
+            accumulator that starts from a value: products are then computed with `jnp.dot`. Without such operands it
+            may stay False, and wgmma itself is interpreted.
+    """
+    if interpret:
+        return body(*map(_InterpretedAccumulator, starts))
+
+    def scoped(*refs: Ref) -> Result:
+        for ref, start in zip(refs, starts, strict=True):
+            if not isinstance(start, tuple):
+                ref[...] = start
+        return body(*map(_HardwareAccumulator, refs))
+
+    shapes = (start if isinstance(start, tuple) else start.shape for start in starts)
+    return pl.run_scoped(scoped, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def add_products(
+    sums: tuple[jax.Array, ...], *operands: tuple[Callable[[], jax.Array], Ref], interpret: bool
+) -> tuple[jax.Array, ...]:
+    """Return sum + left() @ right for each of `sums`, with left() in registers and `right` in shared memory.
+
+    Each left operand is computed while the product before it runs; all products are waited for at the end. Accumulators
+    that are initialized, instead of stored to as in `accumulate`, need one fence and a few registers less; their
+    values cannot be read before the end.
+    """
+
+    def start(accumulators: Iterable[Accumulator]) -> None:
+        for accumulator, (left, right) in zip(accumulators, operands, strict=True):
+            accumulator.add(left(), right)
+
+    if interpret:
+        accumulators = [_InterpretedAccumulator(value) for value in sums]
+        start(accumulators)
+        return tuple(accumulator.load() for accumulator in accumulators)
+    run = pl.run_state(lambda refs: start(map(_HardwareAccumulator, refs)))
+    return run(tuple(plgpu.ACC.init(value) for value in sums))
+
+
+def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> jax.Array:
+    """Return the float32 value, of `shape`, of the products that `start(accumulator)` starts."""
+
+    def body(accumulator: Accumulator) -> jax.Array:
+        start(accumulator)
+        return accumulator.load()
+
+    return accumulate(body, shape)
+
+
+def multiply_two(
+    shape: tuple[int, int], start: Callable[[Accumulator, Accumulator], None], first: Callable[[jax.Array], First]
+) -> tuple[First, jax.Array]:
+    """Return first(value of the first product), computed while the second product runs, and the second's value.
+
+    Args:
+        shape: Shape of both products.
+        start: Starts exactly one product into each of the two accumulators.
+        first: Called with the value of the first product.
+    """
+
+    def body(one: Accumulator, other: Accumulator) -> tuple[First, jax.Array]:
+        start(one, other)
+        result = first(one.load(pending=1))
+        return result, other.load()
+
+    return accumulate(body, shape, shape)

@@ -1,0 +1,104 @@
+"""Draws the packages of the code and the way of a batch through them, for docs/architecture.md."""
+
+import html
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.picture import document
+
+FLOORS = (
+    ("commands", ("train", "evaluate", "generate", "convert", "prepare", "plan", "launch")),
+    ("runs", ("run",)),
+    ("training", ("trainer", "loop", "evaluation", "step")),
+    ("gradients and state", ("gradients", "state", "functional", "decoding", "resilience")),
+    ("configuration", ("run_config",)),
+    ("parts", ("models", "data", "optim", "loss", "checkpoint")),
+    ("foundations", ("parallel", "precision", "observe", "distributed")),
+    ("ground", ("config", "tree_rules", "cli", "files", "jax_compat", "errors")),
+)
+"""Floors from top to bottom, with the modules and packages of `jaxstack` on each. Imports point down."""
+WAY = (
+    ("data", "rows of token ids", "in the order of the seed"),
+    ("data.device", "global batch", "sharded, ahead of use"),
+    ("gradients", "microbatches", "over devices and stages"),
+    ("models", "forward pass", "kernels chosen by dispatch"),
+    ("loss", "sum and count", "never all logits at once"),
+    ("gradients", "backward pass", "reduced over the mesh"),
+    ("optim", "update", "clip, weight decay, schedule"),
+    ("state", "next state", "donated, sharded"),
+)
+"""Package -> what a batch is there, and one more line, in the order of a step."""
+BOX = '<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="7" fill="{fill}" stroke="var(--rule)"/>'
+
+
+def text(x: float, y: float, words: str, **attributes: str) -> str:
+    """Return a text element."""
+    extra = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items())
+    return f'<text x="{x:g}" y="{y:g}"{extra}>{html.escape(words)}</text>'
+
+
+def draw_floors() -> str:
+    """Return the SVG of the floors, with the kernels beside them."""
+    width, left, right, row = 860, 170, 690, 44
+    parts = []
+    for index, (name, modules) in enumerate(FLOORS):
+        y = 20 + index * row
+        parts.append(text(left - 14, y + 23, name, text_anchor="end", class_="soft").replace("class-", "class"))
+        step = (right - left) / len(modules)
+        for place, module in enumerate(modules):
+            x = left + place * step
+            parts.append(BOX.format(x=f"{x:g}", y=y, w=f"{step - 6:g}", h=row - 9, fill="var(--code)"))
+            parts.append(text(x + (step - 6) / 2, y + 23, module, text_anchor="middle", font_size="12"))
+    top, bottom = 20 + 3 * row, 20 + len(FLOORS) * row - 9
+    parts.append(BOX.format(x=right + 24, y=top, w=126, h=bottom - top, fill="var(--code)"))
+    middle = right + 24 + 63
+    lines = (
+        "pallas_kernels",
+        "",
+        "attention",
+        "cross_entropy",
+        "fp8",
+        "fused_mlp",
+        "grouped_gemm",
+        "collective_matmul",
+    )
+    for index, line in enumerate(lines):
+        soft = {"class_": "soft"} if index else {"font_weight": "600"}
+        drawn = text(middle, top + 26 + 22 * index, line, text_anchor="middle", font_size="12", **soft)
+        parts.append(drawn.replace("class-", "class"))
+    parts.append(text(left, bottom + 30, "Imports point down. Kernels import jax alone.", font_size="12"))
+    return document(width, bottom + 48, "\n".join(parts), "The packages of jaxstack from top to bottom")
+
+
+def draw_way(way: Sequence[tuple[str, str, str]] = WAY) -> str:
+    """Return the SVG of the way of a batch, in two rows of boxes with arrows between them."""
+    width, w, h, gap, columns = 860, 186, 86, 22, 4
+    parts = [
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<path d="M0 0L8 4L0 8z" fill="var(--soft)"/></marker></defs>'
+    ]
+    arrow = '<path d="{path}" fill="none" stroke="var(--soft)" stroke-width="1.6" marker-end="url(#tip)"/>'
+    for index, (package, what, more) in enumerate(way):
+        x, y = 20 + index % columns * (w + gap), 24 + index // columns * (h + 48)
+        parts.append(BOX.format(x=x, y=y, w=w, h=h, fill="var(--code)"))
+        parts.append(text(x + 12, y + 24, f"jaxstack.{package}", style="fill: var(--first)", font_size="12"))
+        parts.append(text(x + 12, y + 47, what, font_weight="600"))
+        parts.append(text(x + 12, y + 68, more, font_size="11").replace("<text", '<text class="soft"'))
+        if index % columns < columns - 1:
+            parts.append(arrow.format(path=f"M{x + w + 2} {y + h / 2:g}H{x + w + gap - 3}"))
+        elif index + 1 < len(way):
+            lane = y + h + 24
+            parts.append(arrow.format(path=f"M{x + w / 2:g} {y + h + 2}V{lane}H{20 + w / 2:g}V{y + h + 45}"))
+    below = 24 + 2 * h + 48 + 34
+    parts.append(
+        text(20, below, "The metrics go to jaxstack.observe, every few steps the state to jaxstack.checkpoint.")
+    )
+    return document(width, below + 20, "\n".join(parts), "The way of a batch through the packages")
+
+
+def drawings() -> dict[str, str]:
+    """Return file name -> SVG."""
+    return {"architecture.svg": draw_floors(), "way-of-a-batch.svg": draw_way()}

@@ -1,0 +1,200 @@
+"""The tables of docs/performance-rows.md: one section per benchmark, one line per row."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from scripts.result_rows import RATE, Row, read_rows
+
+ELSEWHERE = ("recovery",)
+"""Results that another page is made from."""
+PARTS_OF_A_START = (
+    "imports", "devices and model", "lowering", "compilation", "report", "state", "data", "first step",
+)  # fmt: skip
+PARTS_OF_A_STEP = ("matmuls", "attention", "fusions", "copies", "collectives", "idle")
+
+PREFACE = """\
+# All rows
+
+After this page you can look up any measured number, see the commit and the command that gave it, and run that command
+on your own machine. Start with [Performance](performance.md), which shows the main works as charts.
+
+<!-- Made by `python scripts/performance_page.py` from benchmarks/results/. Do not edit. -->
+
+Of each work, implementation, variant and device the tables show the newest row.
+
+- Tokens/s, TFLOP/s and memory are those of one device. The time is that of one step (or one call) on all devices.
+- TFLOP/s are model FLOPs: 6 x the parameters of the matrix products (the output head counts, the input embedding does
+  not), and causal attention at half of 12 x layers x sequence x (heads x head_dim), per token. Recomputation does not
+  count. All implementations of a work have the same count.
+- MFU divides by the dense bfloat16 peak in the device's data sheet (989 TFLOP/s for H100 SXM and H200), for FP8 too.
+- Compare rows of one run only. Machines, clocks, drivers and other users differ between runs.
+- Rows with *at the start* tokens/s are sustained: 30 s of steps, of which the second half counts. Rows without are
+  short measurements.
+- A dash means that the row has no such value.
+"""
+NOTES = {
+    "ablation": """\
+Each row has what the rows before it have, on the same batches of real text. `loss` is the mean over the last quarter of
+the steps; `loss ratio` and `speedup` are relative to the first row.
+""",
+    "attention": """\
+Implementations in jax take turns. PyTorch follows in a process of its own, after the GPU has cooled down.
+""",
+    "attention_kinds": """\
+`density` is the share of the causal pairs of query and key that a kind computes; `speedup` is relative to flash
+attention in the same run.
+""",
+    "collective_matmul": """\
+The up and down projections of an MLP whose rows are sharded between the matrix products; `ms` is forward and backward.
+`serialised` is XLA's product after an all-gather and before a reduce-scatter; `no communication` has neither.
+""",
+    "convergence": """\
+All precisions see the same batches in the same order. `loss` is the mean over the last tenth of a row's tokens; `loss
+ratio` is relative to bfloat16 over the same tokens. Held-out loss is given where the run reached all tokens.
+""",
+    "device": """\
+Rates that the device reaches; the rows of `limit` are the steps that follow from them: every matrix product at the best
+rate of its dtype, attention at its best rate, nothing else taking time. Rows with SM MHz and W were measured under
+load. GB/s of collectives are bus bandwidth as NCCL's tests define it. `update ms` is the time to read and write
+weights, gradients and moments once at the speed of a copy; the limit does not include it.
+""",
+    "fp8": """\
+A work is one weight; its rows are the products of one step on one device. `alone` is a product of operands that are in
+FP8 already; the others quantise them first, and `forward and backward` also quantises the incoming gradient.
+""",
+    "grouped_matmul": """\
+`one dense matmul` has the FLOPs of all groups in one product; `groups not aligned` first copies the rows to tile
+boundaries.
+""",
+    "linear_cross_entropy": """\
+`sum` is `linear_cross_entropy_sum`, which training uses; `per token` is `linear_cross_entropy`. With a bfloat16 weight,
+the weight's gradient is accumulated in bfloat16 over chunks of tokens.
+""",
+    "parallel": """\
+Whole steps in parallel layouts. `efficiency` is tokens/s per device relative to one device with as many tokens.
+""",
+    "pipeline": """\
+The gradients of a step, without the optimizer. `bubble` is the idle time of the stages as a fraction of the work;
+`simulated bubble` is that of the schedule.
+""",
+    "pointwise": "Elementwise operations relative to the bandwidth of a copy in the same run.\n",
+    "replica_check": "Cost of comparing the replicas of the train state (`resilience.checksum_every_steps`).\n",
+    "startup": """\
+From the start of the process to the end of the first step: first with an empty cache of compiled programs, then with
+the cache that the first start filled.
+""",
+    "step_profile": """\
+Milliseconds of a traced step by kind of kernel. `fusions` are all kernels that are not products of cuBLAS,
+attention, copies or collectives: elementwise passes, and matrix products of our own that are fused with one.
+""",
+    "train_step": "Whole training steps. `scanned` runs one compiled layer in a loop.\n",
+}
+"""Benchmark -> what a reader of its table needs to know. Notes hold no measured figures."""
+
+
+def _number(key: str, pattern: str, factor: float = 1.0) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        value = row.get(key)
+        return pattern.format(value * factor) if isinstance(value, int | float) else "-"
+
+    return show
+
+
+def _text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row.get(key) or "-").replace("|", "\\|")
+
+
+def _fp8_matmuls(row: Row) -> str:
+    """Return how many of the compiled step's matrix products run in FP8."""
+    counted = row.get("matmuls")  # in a profile this is their time
+    return f"{counted['fp8']} of {counted['all']}" if isinstance(counted, Mapping) and counted["fp8"] else "-"
+
+
+def _versions(row: Row) -> str:
+    """Return the versions that matter for the row; a peer's own version is part of its name."""
+    ours = row["implementation"].startswith("jaxstack")
+    names = ("python", "jax", "flax") if ours else ("python",)
+    known = row.get("versions") or {}
+    return ", ".join(f"{name} {known[name]}" for name in names if name in known) or "-"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "work": _text("work"),
+    "implementation": _text("implementation"),
+    "variant": _text("variant"),
+    "device": _text("device"),
+    "devices": _text("devices"),
+    "tokens/s/device": _number(RATE, "{:,.0f}"),
+    "at the start": _number("start_tokens_per_second_per_device", "{:,.0f}"),
+    "TFLOP/s/device": _number("tflops_per_device", "{:.4g}"),
+    "MFU": _number("mfu", "{:.1f} %", 100),
+    "of the limit": _number("limit_fraction", "{:.0f} %", 100),
+    "gather ms": _number("gather_milliseconds", "{:.3f}"),
+    "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
+    "forward ms": _number("forward_milliseconds", "{:.3f}"),
+    "ms": _number("milliseconds", "{:,.4g}"),
+    "SM MHz": _number("sm_mhz", "{:,.0f}"),
+    "W": _number("watts", "{:.0f}"),
+    "J/step": _number("joules_per_step", "{:,.0f}"),
+    "update ms": _number("update_milliseconds", "{:,.3g}"),
+    **{f"{name} ms": _number(name, "{:.1f}") for name in PARTS_OF_A_STEP},
+    "start to first step s": _number("seconds", "{:.1f}"),
+    **{f"{name} s": _number(name, "{:.1f}") for name in PARTS_OF_A_START},
+    "compile s": _number("compile_seconds", "{:.0f}"),
+    "FP8 matmuls": _fp8_matmuls,
+    "efficiency": _number("efficiency", "{:.1f} %", 100),
+    "bubble": _number("bubble", "{:.3f}"),
+    "simulated bubble": _number("simulated_bubble", "{:.3f}"),
+    "tokens": _number("tokens", "{:,.0f}"),
+    "loss": _number("final_loss", "{:.4f}"),
+    "loss ratio": _number("loss_ratio", "{:.4f}"),
+    "held-out loss": _number("eval_loss", "{:.4f}"),
+    "held-out ratio": _number("eval_loss_ratio", "{:.4f}"),
+    "density": _number("density", "{:.3f}"),
+    "speedup": _number("speedup", "{:.2f}"),
+    "matmul alone TFLOP/s": _number("gemm_tflops", "{:.0f}"),
+    "transposed TFLOP/s": _number("gemm_transposed_tflops", "{:.0f}"),
+    "peak memory GiB": _number("peak_memory_bytes", "{:.1f}", 2**-30),
+    "temporary GiB": _number("extra_bytes", "{:.2f}", 2**-30),
+    "GB/s": _number("gigabytes_per_second", "{:,.0f}"),
+    "of a copy's GB/s": _number("roofline_fraction", "{:.0f} %", 100),
+    "date": lambda row: _text("date")(row)[:16].replace("T", " "),
+    "commit": lambda row: (row.get("commit") or "-")[:7] + (" with changes" if row.get("note") else ""),
+    "command": lambda row: f"`{row['command']}`",
+    "versions": _versions,
+}
+
+
+def short_name(row: Row) -> str:
+    """Return an implementation's name and version without details."""
+    return re.sub(
+        r"\+cu\d+|,? torch\.compile|, compiled.*|,? \w+ scanned.*| Gpt| Llama", "", row["implementation"]
+    ).strip(", ")
+
+
+def with_limits(rows: Iterable[Row], limits: Iterable[Row]) -> list[Row]:
+    """Return the rows, with `limit_fraction` where the limit of their work on their device is known."""
+    places = ("work", "device", "devices")
+    known = {tuple(row[name] for name in places): row[RATE] for row in limits}
+    result = []
+    for row in rows:
+        limit = known.get(tuple(row.get(name) for name in places))
+        measured = limit and RATE in row and row["implementation"] != "limit"
+        result.append({**row, "limit_fraction": row[RATE] / limit} if measured else row)
+    return result
+
+
+def rows_page(results: Path) -> str:
+    """Return the page: a section for each benchmark script that has rows."""
+    limits = [row for row in read_rows(results / "device.jsonl") if row["implementation"] == "limit"]
+    parts = [PREFACE]
+    for path in sorted(path for path in results.glob("*.jsonl") if path.stem not in ELSEWHERE):
+        lines = [[show(row) for show in COLUMNS.values()] for row in with_limits(read_rows(path), limits)]
+        # A column without any value would only make the table wider.
+        shown = [index for index in range(len(COLUMNS)) if any(line[index] != "-" for line in lines)]
+        table = [list(COLUMNS), ["---"] * len(COLUMNS), *lines]
+        text = "\n".join("| " + " | ".join(cells[index] for index in shown) + " |" for cells in table)
+        note = NOTES.get(path.stem, "")
+        parts.append(f"## {path.stem}\n\n" + (note + "\n" if note else "") + text + "\n")
+    return "\n".join(parts)

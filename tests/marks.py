@@ -1,0 +1,130 @@
+"""Marks that say what makes a test slow, read off the code that the test and its fixtures call.
+
+A test with such a mark also gets `slow`, which the default command leaves out. Every test module keeps at least one
+test in the default: its tests without a mark, those marked `quick`, or, where it has neither, its first.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+SLOW_MARKS = {
+    "compiles_for_gpu": "compiles for absent GPUs with XLA's optimisations on",
+    "processes": "starts other processes, most of which import jax",
+    "interpreted_kernel": "runs a GPU kernel in an interpreter on the CPU",
+    "eight_devices": "compiles a program for a mesh of simulated devices",
+    "trains": "compiles a model or its training step",
+    "exhaustive": "repeats at more cases, or at full length, what a faster test shows; set by hand",
+}
+"""Mark -> what makes the test slow."""
+
+_CALLS = {
+    "compiles_for_gpu": ("tests.hopper.", "jaxstack.plan.absent_gpus."),
+    "processes": ("subprocess.", "multiprocessing."),
+    "interpreted_kernel": ("tests.pallas_kernels.triton_interpreter.run_interpreted",),
+    "eight_devices": (
+        "jaxstack.parallel.mesh.make_mesh",
+        "jax._src.sharding_impls.make_mesh",
+        "jax._src.shard_map.shard_map",
+    ),
+    "trains": (
+        "jaxstack.trainer.Trainer",
+        "jaxstack.models.transformer.Transformer",
+        "jaxstack.run.",
+        "tests.small_runs.make_trainer",
+    ),
+}
+"""Mark -> beginnings of the full names of functions and classes; a test that calls one of them gets the mark."""
+
+_MODULES = {"interpreted_kernel": ("test_mosaic",)}
+"""Mark -> names of the test modules whose tests all get it."""
+
+
+def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
+    """Add to each test the marks of what makes it slow, and `slow` to those that the default leaves out."""
+    modules: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.nodeid.split("::")[0], []).append(item)
+        for mark in _marks(item):
+            item.add_marker(mark)
+    for tests in modules.values():
+        left_out = [item for item in tests if not item.get_closest_marker("quick") and _has_slow_mark(item)]
+        if len(left_out) == len(tests):
+            left_out.remove(_representative(tests))
+        for item in left_out:
+            item.add_marker("slow")
+
+
+def _has_slow_mark(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(mark) for mark in SLOW_MARKS)
+
+
+def _representative(tests: Sequence[pytest.Item]) -> pytest.Item:
+    """Return the first test that is not exhaustive; the first of all where every test is."""
+    return next((item for item in tests if not item.get_closest_marker("exhaustive")), tests[0])
+
+
+def _marks(item: pytest.Item) -> set[str]:
+    """Return the marks of a test, from everything that the test and its fixtures call within `tests`."""
+    if not isinstance(item, pytest.Function):
+        return set()
+    called = set(_calls(_inner(item.obj)))
+    for definitions in item._fixtureinfo.name2fixturedefs.values():
+        called |= _calls(_inner(definitions[-1].func))
+    marks = {mark for mark, prefixes in _CALLS.items() if any(name.startswith(prefixes) for name in called)}
+    return marks | {mark for mark, names in _MODULES.items() if item.module.__name__.split(".")[-1] in names}
+
+
+def _inner(function: Callable[..., Any]) -> Any:
+    """Return the function that decorators, and Hypothesis, wrap."""
+    function = getattr(getattr(function, "hypothesis", None), "inner_test", function)
+    return inspect.unwrap(getattr(function, "__func__", function))
+
+
+@functools.cache
+def _calls(function: Any) -> frozenset[str]:
+    """Return the full names that a function of the tests refers to, itself or through others of the tests."""
+    found: set[str] = set()
+    _add_calls(function, found, set())
+    return frozenset(found)
+
+
+def _add_calls(function: Any, found: set[str], seen: set[int]) -> None:
+    if id(function) in seen or not hasattr(function, "__code__"):
+        return
+    seen.add(id(function))
+    for value in _referred(function):
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+        found.add(name)
+        if name.startswith("tests."):
+            for inner in vars(value).values() if inspect.isclass(value) else (value,):
+                _add_calls(_inner(inner), found, seen)
+
+
+def _referred(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the objects behind the names in a function's code: globals, closures, and attributes of modules."""
+    names = set(_names(function.__code__))
+    values = [function.__globals__[n] for n in names if n in function.__globals__]
+    values.extend(cell.cell_contents for cell in function.__closure__ or ())
+    opened: set[str] = set()
+    while values:
+        value = values.pop()
+        if isinstance(value, functools.partial):
+            values.append(value.func)
+        elif inspect.ismodule(value):
+            if value.__name__ not in opened:  # Packages refer to each other.
+                opened.add(value.__name__)
+                values.extend(vars(value)[n] for n in names if n in vars(value))
+        else:
+            yield value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if inspect.iscode(constant):
+            yield from _names(constant)

@@ -1,0 +1,27 @@
+"""Every tile is computed once, in an order in which nothing waits for what comes later."""
+
+import pytest
+
+from pallas_kernels.hopper.scheduler import TileOrder, item_count
+
+
+@pytest.mark.parametrize(("rows", "columns", "group"), [(4, 3, 2), (5, 2, 2), (3, 4, 8), (1, 1, 4)])
+def test_every_tile_of_every_chunk_comes_once_and_chunks_in_turn(rows, columns, group):
+    chunks = 3
+    order = TileOrder(rows, columns, group, programs=1, chunks=chunks)
+    seen = [tuple(map(int, order.tile(i))) for i in range(order.total)]
+    assert len(set(seen)) == len(seen)
+    assert set(seen) == {(s, r, c) for s in range(chunks) for r in range(rows) for c in range(columns)}
+    assert [chunk for chunk, _, _ in seen] == sorted(chunk for chunk, _, _ in seen)
+
+
+def test_a_group_of_rows_is_finished_before_the_next_begins():
+    order = TileOrder(6, 3, 2, programs=1)
+    rows = [int(order.tile(i).row) for i in range(18)]
+    assert [row // 2 for row in rows] == sorted(row // 2 for row in rows)
+
+
+@pytest.mark.parametrize(("programs", "tiles"), [(4, 11), (4, 4), (4, 2), (1, 3)])
+def test_the_programs_share_all_tiles(programs, tiles):
+    counts = [item_count(program, programs, tiles) for program in range(programs)]
+    assert counts == [len(range(program, tiles, programs)) for program in range(programs)]

@@ -1,0 +1,60 @@
+"""A model that is too large for the machine is refused with numbers, before its data is prepared."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxstack.distributed import devices
+from jaxstack.errors import ConfigError
+from jaxstack.models import preset_config
+from jaxstack.parallel import ParallelConfig
+from jaxstack.run import memory
+from jaxstack.run.build import make_trainer
+from jaxstack.run.train import train
+from jaxstack.run_config import config_from_tree, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def tiny_trainer(**parallel):
+    tree = {"model": {"preset": "tiny", "vocab_size": 4096}, "parallel": parallel}
+    return make_trainer(config_from_tree(tree), lambda step: {})
+
+
+def test_a_model_too_large_is_refused_before_its_data_is_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "host_memory", lambda: 8 * 24 * 2**30)
+    layout = ["parallel.fsdp=1", "parallel.data=8", "train.global_batch_size=8"]
+    overrides = [*layout, f"run.dir={tmp_path}", "data.sources=[{path: /nowhere}]"]
+    with pytest.raises(ConfigError) as raised:
+        train(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", overrides))
+    text = str(raised.value)
+    assert "119.7 GiB on each device (29.9 GiB of weights, 59.8 GiB of optimizer state, 29.9 GiB of gradients)" in text
+    assert "24.0 GiB of this host's memory" in text
+    assert "gpt2-350m" in text and "parallel.fsdp=-1" in text
+    assert not (tmp_path / "llama3-8b-fsdp4").exists()
+
+
+@pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (2, 4)])
+def test_bytes_are_those_of_the_shards(monkeypatch, data, fsdp):
+    monkeypatch.setattr(devices, "host_memory", lambda: 8)
+    trainer = tiny_trainer(data=data, fsdp=fsdp)
+    with pytest.raises(ConfigError, match="does not fit"):
+        memory.check_memory(trainer)
+    weights = memory._bytes_per_device(trainer.abstract_state.params, trainer.shardings.params)
+    count = trainer.count_parameters()
+    assert weights >= 4 * count / fsdp and weights < 4 * count / fsdp * 1.02
+
+
+def test_a_model_that_fits_tightly_is_warned_about(monkeypatch):
+    trainer = tiny_trainer(data=8)
+    needed = 16 * trainer.count_parameters()
+    monkeypatch.setattr(devices, "host_memory", lambda: 8 * int(1.1 * needed))
+    assert "of gradients" in (memory.check_memory(trainer) or "")
+    monkeypatch.setattr(devices, "host_memory", lambda: 8 * 10 * needed)
+    assert memory.check_memory(trainer) is None
+
+
+def test_an_unknown_memory_refuses_nothing(monkeypatch):
+    monkeypatch.setattr(devices, "host_memory", lambda: None)
+    assert memory.check_memory(tiny_trainer(data=8)) is None
+    assert not memory.looks_too_large(preset_config("llama3-70b"), ParallelConfig())

@@ -1,0 +1,80 @@
+"""What decides which tests the default command runs: calls that exist, and a test of each module."""
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+from tests.marks import _CALLS, _MODULES, SLOW_MARKS, mark_slow_tests
+from tests.small_runs import make_trainer
+from tests.test_train_command import run
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture
+def starts_python():
+    return run
+
+
+def trains():
+    return make_trainer
+
+
+def trains_through_another():
+    return trains()
+
+
+@pytest.mark.parametrize("name", sorted({name for names in _CALLS.values() for name in names}))
+def test_names_that_earn_a_mark_exist(name):
+    if name.endswith("."):
+        importlib.import_module(name.removesuffix("."))
+    else:
+        found = pkgutil.resolve_name(name)
+        assert f"{found.__module__}.{found.__qualname__}" == name
+
+
+def test_modules_that_earn_a_mark_exist():
+    assert all(list(TESTS.rglob(f"{name}.py")) for names in _MODULES.values() for name in names)
+    assert {*_CALLS, *_MODULES, "exhaustive"} == set(SLOW_MARKS)
+
+
+def marks_of(pytester, text: str) -> dict[str, set[str]]:
+    items = pytester.getitems(text)
+    mark_slow_tests(items)
+    return {item.name: {mark.name for mark in item.iter_markers()} for item in items}
+
+
+def test_a_test_is_marked_by_what_it_and_its_fixtures_call(pytester):
+    found = marks_of(
+        pytester,
+        """
+        import subprocess
+        from tests.test_marks import starts_python, trains_through_another
+
+        def test_plain(): pass
+        def test_trains(): trains_through_another()
+        def test_fixture(starts_python): pass
+        def test_process(): subprocess.run(["true"])
+        """,
+    )
+    assert found["test_plain"] == set()
+    assert found["test_trains"] >= {"trains", "slow"}
+    assert found["test_fixture"] == found["test_process"] == {"processes", "slow"}
+
+
+@pytest.mark.parametrize(("mark", "runs"), [("", "test_first"), ("@pytest.mark.quick", "test_second")])
+def test_a_module_of_slow_tests_keeps_one_in_the_default(pytester, mark, runs):
+    found = marks_of(
+        pytester,
+        f"""
+        import pytest, subprocess
+        @pytest.mark.exhaustive
+        def test_all(): pass
+        def test_first(): subprocess.run(["true"])
+        {mark}
+        def test_second(): subprocess.run(["true"])
+        """,
+    )
+    assert [name for name, marks in found.items() if "slow" not in marks] == [runs]
