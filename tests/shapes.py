@@ -5,7 +5,8 @@ beartype. Users never pay for this: outside of the tests annotations are only re
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 CHECKED = (
     "pallas_kernels.attention.api",
@@ -40,7 +41,14 @@ def install() -> None:
     """Check the modules in `CHECKED`. Must be called before any of them is imported."""
     from jaxtyping import install_import_hook
 
-    install_import_hook(CHECKED, "beartype.beartype")
+    install_import_hook(CHECKED, "tests.shapes.check_types")
+
+
+def check_types(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function with beartype; an int is accepted for a float, as in PEP 484."""
+    from beartype import BeartypeConf, beartype
+
+    return beartype(conf=BeartypeConf(is_pep484_tower=True))(function)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention import cudnn, mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.attention.masks import Mask, unsupported_unless_band
 from pallas_kernels.attention.request import AttentionRequest, SegmentIds, check_window, make_request
@@ -77,9 +78,9 @@ BACKENDS = (
 
 
 def flash_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K H"],
     *,
     causal: bool = True,
     window: int | None = None,

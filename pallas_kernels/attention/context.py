@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.api import flash_attention
 from pallas_kernels.attention.context_layout import chunks_per_device
 from pallas_kernels.attention.gather_keys import KeyGather, attend_gathered, count_reached_chunks
@@ -176,15 +177,15 @@ METHODS = (
 
 
 def context_attention(  # noqa: PLR0913
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B T K H"],
+    v: Float[AnyArray, "B T K H"],
     *,
     axis_name: str,
     method: str | None = None,
     causal: bool = True,
     window: int | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     layout: str = "zigzag",
@@ -220,14 +221,14 @@ def context_attention(  # noqa: PLR0913
 
 
 def ring_attention(  # noqa: PLR0913
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B T K H"],
+    v: Float[AnyArray, "B T K H"],
     *,
     axis_name: str,
     causal: bool = True,
     window: int | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     layout: str = "zigzag",
@@ -255,7 +256,7 @@ def ring_attention(  # noqa: PLR0913
 
 
 def _make_request(
-    q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, axis_name: str, layout: str, mask: Mask
+    q: AnyArray, k: AnyArray, v: AnyArray, ids: AnyArray | None, axis_name: str, layout: str, mask: Mask
 ) -> ContextRequest:
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     check_arrays(q, k, v)

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.target import Target, current_target
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-SegmentIds = Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]]
+SegmentIds = Int[AnyArray, "B T"] | tuple[Int[AnyArray, "B T"], Int[AnyArray, "B S"]]
 """Segment ids as callers give them: (query, key), or one array for both."""
 
 
@@ -102,9 +103,9 @@ class AttentionRequest:
 
 
 def make_request(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
     mask: Mask,
     segment_ids: SegmentIds | None,

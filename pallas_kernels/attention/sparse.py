@@ -7,6 +7,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.api import BACKENDS
 from pallas_kernels.attention.masks import Layout, Mask
 from pallas_kernels.attention.request import SegmentIds, check_window, is_static_integer, make_request
@@ -16,9 +17,9 @@ _BLOCK_MULTIPLE = 16
 
 
 def longformer_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K H"],
     *,
     window: int,
     global_tokens: int,
@@ -69,9 +70,9 @@ def longformer_attention(
 
 
 def block_sparse_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K H"],
     *,
     layout: Bool[np.ndarray, "blocks blocks"],
     block_size: int,

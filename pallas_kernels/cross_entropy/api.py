@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.cross_entropy import mosaic, reference, triton, xla, xla_dense
 from pallas_kernels.cross_entropy.request import Options, make_request
 from pallas_kernels.dispatch import Backend, select
@@ -45,9 +46,9 @@ SUM_BACKENDS = (
 
 
 def linear_cross_entropy(
-    hidden: Float[Array, "*tokens D"],
-    weight: Float[Array, "D V"],
-    labels: Int[Array, "*tokens"],
+    hidden: Float[AnyArray, "*tokens D"],
+    weight: Float[AnyArray, "D V"],
+    labels: Int[AnyArray, "*tokens"],
     *,
     ignore_index: int = -100,
     z_loss: float = 0.0,
@@ -90,11 +91,11 @@ def linear_cross_entropy(
 
 
 def linear_cross_entropy_sum(
-    hidden: Float[Array, "*tokens D"],
-    weight: Float[Array, "D V"],
-    labels: Int[Array, "*tokens"],
+    hidden: Float[AnyArray, "*tokens D"],
+    weight: Float[AnyArray, "D V"],
+    labels: Int[AnyArray, "*tokens"],
     *,
-    token_weights: Float[Array, "*tokens"] | None = None,
+    token_weights: Float[AnyArray, "*tokens"] | None = None,
     ignore_index: int = -100,
     z_loss: float = 0.0,
     soft_cap: float | None = None,

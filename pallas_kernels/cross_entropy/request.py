@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.cross_entropy.shards import axis_size, match_varying_axes
 from pallas_kernels.target import Target, current_target
 
@@ -65,10 +66,10 @@ class CrossEntropyRequest:
 
 
 def make_request(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    token_weights: jax.Array | None,
+    hidden: AnyArray,
+    weight: AnyArray,
+    labels: AnyArray,
+    token_weights: AnyArray | None,
     options: Options,
 ) -> CrossEntropyRequest:
     """Check the arguments of `linear_cross_entropy` and `linear_cross_entropy_sum`.

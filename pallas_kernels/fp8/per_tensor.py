@@ -44,7 +44,7 @@ States = tuple[jax.Array | None, ...]
 
 
 class WeightResiduals(NamedTuple):
-    """What a matmul's backward needs of its weight."""
+    """Residuals of a matmul that belong to its weight."""
 
     weight: Quantized
     state: jax.Array | None

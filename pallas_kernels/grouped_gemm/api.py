@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.grouped_gemm import mosaic, reference, xla
 from pallas_kernels.grouped_gemm.request import GroupedMatmulRequest, make_request
@@ -32,9 +33,9 @@ BACKENDS = (
 
 
 def grouped_matmul(
-    x: Float[Array, "R D"],
-    weights: Float[Array, "G D F"],
-    group_sizes: Int[Array, " G"],
+    x: Float[AnyArray, "R D"],
+    weights: Float[AnyArray, "G D F"],
+    group_sizes: Int[AnyArray, " G"],
     *,
     alignment: int = 1,
     implementation: str | None = None,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.target import Target, current_target
 
 
@@ -33,7 +34,7 @@ class GroupedMatmulRequest:
         )
 
 
-def make_request(x: jax.Array, weights: jax.Array, group_sizes: jax.Array, alignment: int) -> GroupedMatmulRequest:
+def make_request(x: AnyArray, weights: AnyArray, group_sizes: AnyArray, alignment: int) -> GroupedMatmulRequest:
     """Check the arguments of `grouped_matmul`.
 
     Raises:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.remat import OUT_NAME
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.linear_time_attention import reference, xla
@@ -34,13 +35,13 @@ BACKENDS = (
 
 
 def linear_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K H"],
     *,
     causal: bool = True,
     feature_map: str | Callable[[jax.Array], jax.Array] = "elu",
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
     state: LinearState | None = None,
     chunk: int | None = None,
     implementation: str | None = None,
@@ -90,13 +91,13 @@ def linear_attention(
 
 
 def performer_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    q: Float[AnyArray, "B T N H"],
+    k: Float[AnyArray, "B S K H"],
+    v: Float[AnyArray, "B S K H"],
     *,
     projection: Float[Array | np.ndarray, "F H"],
     causal: bool = True,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: Int[AnyArray, "B T"] | None = None,
     scale: float | None = None,
     state: LinearState | None = None,
     implementation: str | None = None,

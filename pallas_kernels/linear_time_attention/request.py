@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.request import check_arrays
 from pallas_kernels.linear_time_attention.features import FeatureMap
 from pallas_kernels.linear_time_attention.state import LinearState
@@ -51,13 +52,13 @@ class LinearAttentionRequest:
 
 
 def make_request(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
     *,
     feature_map: FeatureMap,
     causal: bool,
-    segment_ids: jax.Array | None,
+    segment_ids: AnyArray | None,
     state: LinearState | None,
     chunk: int | None,
 ) -> LinearAttentionRequest:
