@@ -1,18 +1,17 @@
-"""What each technique is worth: from plain float32 to everything, one technique a row, on real text.
+"""Speed, memory and loss of each technique: from plain float32 to all of them, one more per row, on real text.
 
     python benchmarks/ablation.py
     python benchmarks/ablation.py --quick    # 30 steps instead of 100
     python benchmarks/ablation.py --tiny     # tiny sizes on simulated CPU devices
 
 The first 8 of the 16 layers of llama3-1b, with a vocabulary of 32,768 (620 million parameters), train on Python's
-standard library. Every row has what the rows before it have; all see the same batches in the same order, with the same
-optimizer (AdamW, float32 weights and moments, clipping).
+standard library. Each row adds one technique to the row before it; all see the same batches in the same order, with
+the same optimizer (AdamW, float32 weights and moments, clipping).
 
-The first row is what a JAX program does without a library's help: one jitted step, layers in a Python loop, nothing
-rematerialised, attention and loss of XLA's own operations, all logits at once. Two things of ours it has already: the
-attention leaves out keys that a block of queries cannot see, and recomputes its weights in the backward; with all
-scores kept for the backward XLA counts 97 GiB in place of 52 for it. The last two rows give speed back, for memory
-and compile time.
+The first row is a plain JAX program: one jitted step, layers in a Python loop, no rematerialisation, attention and
+loss from XLA's operations, all logits at once. It has two of our optimisations, as it would not fit otherwise: its
+attention skips keys that a block of queries cannot see, and recomputes its weights in the backward pass. The last two
+rows trade speed for memory and compile time.
 
 `final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
 row's time by this row's, where both are of one run. Each row runs in a process of its own and is appended to

@@ -1,4 +1,4 @@
-"""Arguments that every script checks alike: what is wrong ends the script with one message, before a measurement."""
+"""Command-line arguments that all scripts validate alike, before any measurement."""
 
 import argparse
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A `type=` of argparse: an int or a float (`kind`) above zero."""
+    """Return a `type=` for argparse: an int or a float (`kind`) above zero."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -14,5 +14,5 @@ def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"must be above 0; found {text}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse names it where the text is no number
+    parse.__name__ = kind.__name__  # argparse shows it if the text is not a number
     return parse

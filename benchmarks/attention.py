@@ -35,7 +35,7 @@ TURNS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One shape; `documents` packs so many of uneven length into each sequence."""
+    """One shape; each sequence packs this number of documents of uneven length."""
 
     batch: int
     length: int
@@ -60,7 +60,7 @@ class Work:
         return (np.arange(self.length)[None, :, None] >= ends[:, None, :]).sum(-1).astype(np.int32)
 
     def flops(self) -> float:
-        """Of the forward."""
+        """FLOPs of the forward pass."""
         total = 0.0
         ids = self.segment_ids()
         for row in range(self.batch):
@@ -128,7 +128,7 @@ def cudnn_with_mask(work: Work, ids: Any) -> Callable:
 
 
 def cudnn_padded(work: Work) -> Callable:
-    """The other way: a batch of documents, each padded to the longest; for one sequence with known documents."""
+    """Another way: a batch of documents, each padded to the longest; for one sequence with known documents."""
     import jax
     import jax.numpy as jnp
 

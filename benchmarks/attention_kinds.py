@@ -57,7 +57,7 @@ def layouts(length: int) -> dict[str, np.ndarray]:
 
 
 def layout_density(layout: np.ndarray) -> float:
-    """Of the causal pairs; a block on the diagonal has half of its pairs."""
+    """Return the share of the causal pairs that are computed; a diagonal block has half of its pairs."""
     weight = np.tril(np.ones(layout.shape)) - 0.5 * np.eye(len(layout))
     return float((layout * weight).sum() / weight.sum())
 

@@ -1,4 +1,4 @@
-"""What clock and what power the GPUs had while something was measured: under load they lower their clocks."""
+"""Clock and power of the GPUs during a measurement: under load they lower their clocks."""
 
 import os
 import subprocess
@@ -11,9 +11,9 @@ FIELDS = "index,clocks.sm,power.draw.instant"
 
 
 class GpuClocks:
-    """Within the context `nvidia-smi` is asked again and again; afterwards `row` has what it said.
+    """Samples `nvidia-smi` within the context; afterwards `row` has the means.
 
-    The GPUs are those of CUDA_VISIBLE_DEVICES. `row` is empty where there is no `nvidia-smi`, or no sample was taken.
+    The GPUs are those of CUDA_VISIBLE_DEVICES. `row` is empty if there is no `nvidia-smi`, or no sample was taken.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class GpuClocks:
 
 
 def read_samples(text: str) -> dict[str, float]:
-    """Lines of index, MHz, watts -> means over time: `sm_mhz` of the slowest GPU, `watts` of a GPU on average."""
+    """Parse lines of index, MHz, watts into means over time: `sm_mhz` of the slowest GPU, `watts` of an average GPU."""
     clocks, watts = defaultdict(list), defaultdict(list)
     for line in text.splitlines():
         try:
             index, clock, power = (float(value) for value in line.split(","))
         except ValueError:
-            continue  # cut off, or a value that this GPU does not tell
+            continue  # a truncated line, or a value that this GPU does not report
         clocks[index].append(clock)
         watts[index].append(power)
     if not clocks:

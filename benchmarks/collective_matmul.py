@@ -1,4 +1,4 @@
-"""A tensor-parallel MLP, up and down, with its communication inside our kernels, beside it, and not at all.
+"""A tensor-parallel MLP with communication inside our kernels, serialised with XLA's matmuls, and without any.
 
     python benchmarks/collective_matmul.py                       # all of the GPUs here and two of them, all variants
     python benchmarks/collective_matmul.py --devices 4 --only default
@@ -8,8 +8,8 @@ The MLP is that of llama3-8b (D 4096, F 14336, one matrix up and one down) on 2 
 the devices between the matmuls; `gated` has its second matrix up too, and `beside` runs with a gather of XLA at the
 same time. Each variant is checked first, at a small shape and at the full one: every device's
 result and gradients against float32, whose error may be at most twice that of the serialised form. Variants run in
-processes that report as they go; one that says nothing for `--patience` seconds is killed, and the next variant starts
-in a new process. `gemm` is the kernels' product on one device, without communication, beside XLA's. A row is appended
+processes that print events; one without events for `--patience` seconds is killed, and the next variant starts in a new
+process. `gemm` is the kernels' product on one device, without communication, compared with XLA's. A row is appended
 to benchmarks/results/collective_matmul.jsonl when it is complete. `--tiny` runs the two references on simulated CPU
 devices; the kernels need GPUs.
 """
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_all(devices: int, names: list[str], patience: float, tiny: bool) -> Iterator[dict]:
-    """One row for each variant, complete; after a crash or a silence the rest goes on in a new process."""
+    """Yield a complete row for each variant; after a crash or a timeout the remaining ones run in a new process."""
     left = list(names)
     while left:
         row = new_row(devices, current := left[0], tiny)
@@ -221,7 +221,7 @@ class Work:
         return jax.jit(mapped)
 
     def arrays(self, sizes: tuple[int, int, int], part: str, dtype: Any = "bfloat16") -> tuple:
-        """The part's arguments and its result's cotangent, in their places."""
+        """Return the part's arguments and its result's cotangent, with their shardings."""
         import jax
         import jax.numpy as jnp
         from jax.sharding import NamedSharding
@@ -342,7 +342,7 @@ def distance(got: Any, want: Any) -> tuple[float, float]:
 
 
 class Local:
-    """A `Multiplier` that computes as much and sends nothing: wrong results, and the time to hope for."""
+    """A `Multiplier` with the same FLOPs and no communication: wrong results, and a lower bound of the time."""
 
     def __init__(self, devices: int):
         self.devices = devices

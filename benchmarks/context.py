@@ -1,4 +1,4 @@
-"""Attention over a sequence on all GPUs of this machine: ring, all-gather and all-to-all beside one device's share.
+"""Attention over a sequence on all GPUs of this machine: ring, all-gather and all-to-all, compared with one device.
 
     python benchmarks/context.py                              # errors, then all rows
     python benchmarks/context.py --tokens 16384 --only ring   # one length a device, one method

@@ -5,14 +5,13 @@
     python benchmarks/convergence.py --text '/usr/lib/python3/**/*.py' --tokens 200e6 --minutes 60
     python benchmarks/convergence.py --tiny                                 # tiny sizes on simulated CPU devices
 
-A Llama of 82 million parameters trains on Python's standard library or the text given, every recipe on the same batches
-in the same order. The schedule ends with `--tokens`; a recipe that reaches `--minutes` of training before that stops
-where it is, which is said. `final_loss` is the mean over the last tenth of its tokens, `loss_ratio` that by bfloat16's
-over the same tokens; `eval_loss` is of held-out text, where all tokens were seen. float32 runs without TF32, and takes
-most of the time. Each recipe runs in a process of its own; its row, the curve included, is appended to
-benchmarks/results/convergence.jsonl when it ends, also where it failed on the way. The picture is
-benchmarks/results/convergence.svg. Recipes of one work can run one at a time, or beside each other on
-several GPUs.
+A Llama of 82 million parameters trains on Python's standard library or the text given, every recipe on the same
+batches in the same order. The schedule ends with `--tokens`; a recipe that reaches `--minutes` of training earlier
+stops there, with a message. `final_loss` is the mean over the last tenth of its tokens, `loss_ratio` that by
+bfloat16's over the same tokens; `eval_loss` is that of held-out text, if the run reached all tokens. float32 runs
+without TF32, and takes most of the time. Each recipe runs in a process of its own; its row, the curve included, is
+appended to benchmarks/results/convergence.jsonl when it ends or fails. The picture is
+benchmarks/results/convergence.svg. Recipes of one work can run one at a time, or concurrently on several GPUs.
 """
 
 import argparse
@@ -87,7 +86,7 @@ def train(recipe: str, minutes: float, overrides: list[str]) -> None:
 
 
 def run_recipe(args: argparse.Namespace, recipe: str, overrides: list[str]) -> Row:
-    """The row of a recipe; `failed` where it broke off, with the points before that."""
+    """Return the row of a recipe, with `failed` if it broke off, and the points before that."""
     row: Row = {"variant": recipe, "implementation": "jaxstack", "devices": 1}
     points: list[Point] = []
     command = [sys.executable, __file__, "--worker", recipe, str(args.minutes), *overrides]
@@ -135,7 +134,7 @@ def compare(row: Row, base: Mapping[str, Any] | None) -> None:
 
 
 def kept_rows(name: str, work: str) -> dict[str, Row]:
-    """The newest row with a curve that was kept of each recipe of this work, also by other runs."""
+    """Return the newest row with a curve of each recipe of this work, of all runs."""
     path = RESULTS / f"{name}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [row for row in map(json.loads, lines) if row["work"] == work and len(row["curve"]) > 1]

@@ -1,4 +1,4 @@
-"""What the devices of this machine can do at most, and the time of a step that follows from it.
+"""Highest rates of this machine's devices, and the limit of a training step that follows from them.
 
     python benchmarks/device.py                              # about three minutes on four H200s
     python benchmarks/device.py --only gemm attention limit
@@ -58,11 +58,11 @@ GEMMS = (
 )
 """Rows, summed dim, columns."""
 SUSTAINED_SECONDS = 0.4
-"""Of each of five blocks of calls: at their limit of power, GPUs lower their clocks within less."""
+"""Length of each of five blocks of calls; a GPU at its power limit lowers its clock within less."""
 COPY_BYTES = 2**31
 COLLECTIVE_BYTES = 2**29
 ATTENTION_TOKENS = 32768
-"""A device's most tokens where attention is measured, but for a single longer sequence."""
+"""Largest number of tokens on a device for measuring attention, except for a single longer sequence."""
 COLUMNS = (
     "work", "implementation", "devices", "milliseconds", "tflops_per_device", "gigabytes_per_second",
     "tokens_per_second_per_device", "mfu", "update_milliseconds", "sm_mhz", "watts",
@@ -72,7 +72,7 @@ Row = dict[str, Any]
 
 
 class Device:
-    """Measures the parts; keeps the best rates, which the limit is computed from."""
+    """Measures the parts and records the best rates, from which the limit is computed."""
 
     def __init__(self, tiny: bool):
         self.tiny, self.kind, self.count = tiny, jax.devices()[0].device_kind, jax.device_count()
@@ -80,10 +80,10 @@ class Device:
         self.best: dict[Any, float] = {}
         """FLOP/s by dtype and by attention shape, bytes/s of `copy`."""
         self.clocks: dict[str, float] = {}
-        """Of the last measurement."""
+        """Clock and power of the last measurement."""
 
     def seconds(self, function: Callable[..., Any], *arrays: Any) -> float:
-        """Median time of a call of the compiled function, one after the other for two seconds; `clocks` meanwhile."""
+        """Return the median time of a call of the compiled function over two seconds; sets `clocks`."""
         options: Any = step_options() if self.on_gpu else None
         compiled = jax.jit(function).lower(*arrays).compile(compiler_options=options)
         if self.on_gpu:
@@ -101,7 +101,7 @@ class Device:
         return {**described, "milliseconds": 1e3 * seconds, **values, **self.clocks}
 
     def keep(self, key: Any, rate: float) -> float:
-        """Notes a rate where it is the best one so far, and returns it."""
+        """Record a rate if it is the best one so far, and return it."""
         self.best[key] = max(rate, self.best.get(key, 0.0))
         return rate
 
@@ -171,7 +171,7 @@ class Device:
             yield {"work": work, "implementation": "limit", **row}
 
     def limit_of(self, config: RunConfig) -> Row:
-        """Of one configuration.
+        """Return the limit of one configuration.
 
         Raises:
             SystemExit: a rate that it needs was not measured.
@@ -198,7 +198,7 @@ class Device:
 
     @staticmethod
     def configs() -> list[RunConfig]:
-        """Of the works."""
+        """Return the attention shapes of the works."""
         return [load_config(None, overrides) for overrides in WORKS.values()]
 
 

@@ -95,7 +95,7 @@ def measure(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -
 
 
 def error_of(found: jax.Array, arrays: tuple[jax.Array, ...]) -> float:
-    """Of x @ w against float32 sums, relative."""
+    """Return the relative error of x @ w against float32 accumulation."""
     exact = jax.jit(lambda x, w: jnp.matmul(x, w, preferred_element_type=jnp.float32))(*arrays[:2])
     return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
 

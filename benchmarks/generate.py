@@ -52,7 +52,7 @@ def make_decoder(config: RunConfig, given: bool) -> Decoder:
 
 
 def bytes_read(decoder: Decoder, batch: int, prompt: int, tokens: int) -> int:
-    """What one step reads at least, on all devices: the weights but for the input embedding, and the cache."""
+    """Return the bytes that a step must read on all devices: the weights without the input embedding, and the cache."""
     model = decoder.module.merge(decoder.params, decoder.non_params)
     room = decoder.padded_length(prompt) + -(-tokens // 64) * 64
     cache = jax.eval_shape(lambda: model.make_cache(batch, room).layers)

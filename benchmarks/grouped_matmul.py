@@ -116,7 +116,7 @@ def time_one(name: str, shape: tuple[int, int, int, int]) -> dict[str, Any]:
 
 
 def largest_error() -> float:
-    """Of out, dx and dW against float32, as a multiple of those of the loop over groups in XLA."""
+    """Return the errors of out, dx and dW against float32, relative to those of the loop over groups in XLA."""
     shape, alignment = SMALL, grouped_matmul_alignment(1, 1)
 
     def run(implementation: str | None, dtype: Any) -> list[np.ndarray]:
@@ -157,7 +157,7 @@ def run_variants(work: str, shape: tuple[int, int, int, int]) -> list[dict[str, 
 
 
 def attempt(work: str, implementation: str, run: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The row, or none where it does not fit or compile (and the reason printed)."""
+    """Return the row, or print the reason and return None if it does not fit or compile."""
     try:
         row = {"work": work, "implementation": implementation, **run()}
     except (ValueError, RuntimeError) as error:

@@ -38,7 +38,7 @@ def learn(
 
 
 def count_matmuls(trainer: Any) -> Any:
-    """How many matmuls of the compiled step there are, run in FP8 and should run in FP8; None where that is not known.
+    """Count the matmuls of the compiled step, those in FP8 and those expected in FP8; None if not known.
 
     Raises:
         SystemExit: on a GPU not all of those that should run in FP8.

@@ -206,7 +206,7 @@ WORKERS = {"jax": time_jax, "variant": time_variant, "torch": time_torch, "error
 
 
 def run_worker(kind: str, name: str, shape: tuple[int, ...], timeout: float) -> dict | None:
-    """A measurement in a process of its own; None (and the reason printed) where it fails."""
+    """Run a measurement in a process of its own; print the reason and return None if it fails."""
     command = [sys.executable, __file__, "--worker", json.dumps([kind, name, shape])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -1,20 +1,21 @@
-"""Parallel layouts of whole training steps on the GPUs of one machine, and the parts that they are made of.
+"""Parallel layouts of whole training steps on the GPUs of one machine, and their parts.
 
     python benchmarks/parallel.py                                   # everything, about 20 minutes on four H200s
     python benchmarks/parallel.py --only tensor context pipeline
     python benchmarks/parallel.py --only weak --devices 2
     python benchmarks/parallel.py --tiny                            # tiny sizes on simulated CPU devices
 
-The number of GPUs stands in the names of the works, which grow with it. Parts:
+The names of the works contain the number of GPUs, with which they grow. Parts:
     tensor     llama3-8b, 4096 tokens a device, tensor and sequence parallel, with and without overlap
     context    llama3-8b, one sequence over all devices, 16,384 tokens on each
     long       the same with 262,144 tokens on each: 1,048,576 on four; a step of all layers takes minutes (--layers)
-    pipeline   the bubble of each schedule beside the simulated one (benchmarks/pipeline.py)
+    pipeline   the measured and simulated bubble of each schedule (benchmarks/pipeline.py)
     matmul     the MLP of llama3-8b with its communication inside the matmuls (benchmarks/collective_matmul.py)
     weak       llama3-1b, 4 x 8192 tokens a device, on one device and on all
 
 Rows of `pipeline` and `matmul` are appended to the results of their own scripts, all others to
-benchmarks/results/parallel.jsonl, each as soon as it is measured. `efficiency` is tokens/s a device against one device.
+benchmarks/results/parallel.jsonl, each as soon as it is measured. `efficiency` is tokens/s per device relative to one
+device.
 """
 
 import argparse
@@ -34,15 +35,15 @@ from jaxstack.launch.supervisor import count_gpus
 TENSOR = ("unrolled", "unrolled, no overlap")
 
 LONG_TOKENS = 262144
-"""Tokens a device of the longest sequences: a million over four."""
+"""Tokens per device of the longest sequences: a million over four devices."""
 LONG = {name: [f"model.remat={name}"] for name in ("save_attention_offload", "offload", "full")}
-"""What of so long a sequence the backward pass finds saved."""
+"""Rematerialisation policies for such long sequences."""
 
 Row = dict[str, Any]
 
 
 def context_variants(devices: int) -> dict[str, list[str]]:
-    """Ways to spread one long sequence over so many devices."""
+    """Return ways to shard one long sequence over `devices` devices."""
     found = {
         f"context {devices}, {name}": [f"parallel.context={devices}", f"model.remat={remat}"]
         for name, remat in (("full remat", "full"), ("save_attention", "save_attention"), ("no remat", "none"))
@@ -56,7 +57,7 @@ def context_variants(devices: int) -> dict[str, list[str]]:
 
 
 def measure(args: argparse.Namespace, work: str, variant: str, overrides: list[str], devices: int) -> Row | None:
-    """A row of our step on so many devices."""
+    """Return a row of our step on `devices` devices."""
     settings = {}
     if args.tiny:
         length = f"train.sequence_length={64 * devices}"
@@ -89,7 +90,7 @@ def measure_long(args: argparse.Namespace) -> Iterator[Row | None]:
 
 
 def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
-    """The same work a device on one device and on all, which share the batch or the state too."""
+    """Weak scaling: the same work per device on one device and on all, with the batch or the state sharded."""
     single, work = WORKS["llama3-1b bf16"], "llama3-1b 4 x 8192 tokens a device bf16"
     layouts, alone = (("1 device", "data", 1), ("data", "data", args.devices), ("fsdp", "fsdp", args.devices)), None
     for variant, axis, devices in layouts:

@@ -1,14 +1,14 @@
-"""Pipeline schedules: the measured share of a step in which stages wait, beside the simulated one.
+"""Pipeline schedules: the measured bubble of a step, compared with the simulated one.
 
     python benchmarks/pipeline.py --microbatches 4 8 16        # as many stages as GPUs, four layers on each
     python benchmarks/pipeline.py --tiny                       # tiny sizes on simulated CPU devices
 
-A step of m microbatches takes m times the work of one, and the time in which the pipeline fills and drains. The work of
-one is what a step with more microbatches takes longer, by microbatch: the two largest counts give it. `bubble` is the
-rest of a step in parts of its work; `simulated_bubble` is that of the schedule's table alone. The vocabulary is small,
-so that the head weighs little. One process; microbatches of one sequence; bfloat16 compute, no optimizer. All programs
-are compiled at the same time first; then the rows of a schedule are appended to benchmarks/results/pipeline.jsonl as
-soon as it is measured. Zero-bubble fills its gaps only with 2 x stages - 1 microbatches or more.
+A step of m microbatches takes m times the work of one, plus the time in which the pipeline fills and drains. The work
+of one is the additional time per additional microbatch, from the two largest counts. `bubble` is the remaining time
+as a fraction of the work; `simulated_bubble` is that of the schedule's table. The vocabulary is small, so that the
+head takes little time. One process; microbatches of one sequence; bfloat16 compute, no optimizer. All programs are
+compiled at the same time first; then the rows of a schedule are appended to benchmarks/results/pipeline.jsonl as soon
+as it is measured. Zero-bubble fills its gaps only with 2 x stages - 1 microbatches or more.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def measure(args: argparse.Namespace, program: Program, compiled: Any) -> float:
 
 
 def simulated_bubble(trainer: Trainer, remat: str) -> float:
-    """Of the schedule's table, with a forward again in the backward pass where layers are rematerialised."""
+    """Return the bubble of the schedule's table; rematerialised layers run forward again in the backward pass."""
     schedule, again = trainer.pipeline.table(), float(remat != "none")  # pyright: ignore
     split = schedule.splits_backward
     costs = {"F": 1.0, "B": again + (1.0 if split else 2.0), "W": float(split)}
@@ -116,7 +116,7 @@ def simulated_bubble(trainer: Trainer, remat: str) -> float:
 
 
 def measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row a schedule and number of microbatches."""
+    """Yield a row for each schedule and number of microbatches."""
     counts = sorted(args.microbatches)
     programs = [make_program(args, count, schedule) for schedule in args.schedules for count in counts]
     with ThreadPoolExecutor(args.compile_threads) as pool:

@@ -45,7 +45,7 @@ class Work:
 
 
 def works(batch: int = BATCH, length: int = LENGTH) -> list[Work]:
-    """The works of this page, for so many sequences of so many tokens."""
+    """Return the works for `batch` sequences of `length` tokens."""
     weight = jnp.ones((WIDTH,), jnp.float32)
     angles = jnp.arange(length)[:, None] * 500_000.0 ** -jnp.linspace(0, 1, HEAD_DIM // 2)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -88,7 +88,7 @@ def repeated(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 def moved_bytes(function: Callable[..., Any], shapes: tuple[Shape, ...]) -> int:
-    """Of the large arrays that go in and come out, each once."""
+    """Return the bytes of the large inputs and outputs, each counted once."""
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     both = [*arrays, *jax.tree.leaves(jax.eval_shape(function, *arrays))]
     return sum(x.size * x.dtype.itemsize for x in both)

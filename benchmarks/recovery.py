@@ -1,18 +1,18 @@
-"""How long a run takes to come back, and whether it comes back exactly: real faults to a run under the launcher.
+"""Recovery time and exactness of a run under the launcher, after real faults.
 
     python benchmarks/recovery.py --processes 4 model.attention_implementation=mosaic_deterministic
     JAX_PLATFORMS=cpu python benchmarks/recovery.py --processes 4 --every 10 --step-seconds 60 --seconds 900 \
         model.preset=tiny parallel.simulate_devices=4 train.global_batch_size=8 train.sequence_length=64
 
-Faults, one after the other, half way between two checkpoints: SIGKILL of a random rank other than 0, SIGKILL of rank 0,
+Faults, one after another, midway between two checkpoints: SIGKILL of a random rank other than 0, SIGKILL of rank 0,
 SIGSTOP of a random rank. After each, the steps between the checkpoint and the fault are computed a second time: their
-losses are compared with those of the first time. Then SIGTERM, timed to the end of the launcher; and the run goes on
-with half of its processes and devices from the oldest checkpoint that is kept, and with all of them again, its losses
+losses are compared with those of the first time. Then SIGTERM, timed to the end of the launcher; and the run resumes
+with half of its processes and devices from the oldest remaining checkpoint, and with all of them again; its losses are
 compared in the same way.
 
-The data is random numbers, so that nothing has to be there. XLA is asked for deterministic operations; on GPUs the
-losses are bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first
-start and warm from then on. Each row is written as it comes, to benchmarks/results/recovery.jsonl and, with `--record`,
+The data is random, so no files are needed. XLA is asked for deterministic operations; on GPUs the losses are
+bit-equal only with an attention that is deterministic, too. The compilation cache is empty at the first start and
+warm afterwards. Each row is appended when it is measured, to benchmarks/results/recovery.jsonl and, with `--record`,
 to tests/reliability/results.jsonl, of which scripts/reliability_page.py makes a table. No fault begins after
 `--seconds`. Further arguments are the run's.
 """
@@ -96,7 +96,7 @@ class Watched:
 
 
 class Bench:
-    """One run in a folder of its own, started as often as it takes."""
+    """One run in a folder of its own, restarted until it ends."""
 
     def __init__(self, args: argparse.Namespace, folder: Path):
         self.args, self.folder = args, folder
@@ -109,7 +109,7 @@ class Bench:
         self.common: dict = {"work": " ".join([Path(args.config).stem, *args.overrides])}
 
     def start(self, part: int = 1) -> Watched:
-        """The launcher, with one `part`-th of the processes and devices."""
+        """Return the launcher with 1 / `part` of the processes and devices."""
         processes = max(1, self.args.processes // part)
         overrides = list(self.args.overrides)
         environment = self.environment
@@ -139,7 +139,7 @@ class Bench:
         return {one["step"]: float(one["loss"]) for one in values if "loss" in one}
 
     def in_time(self) -> bool:
-        """Whether something more may begin."""
+        """Return True if there is time for another measurement."""
         return time.monotonic() - self.began < self.args.seconds
 
 
@@ -152,7 +152,7 @@ def compare(first: Losses, again: Losses, after: int) -> dict:
 
 
 def inject(bench: Bench, run: Watched, fault: str) -> dict:
-    """One fault in the middle between two checkpoints, and what came of it."""
+    """Inject one fault midway between two checkpoints; return a row of its consequences."""
     every, seen = bench.args.every, len(run.lines)
     step = int(run.wait_for(r"^step (\d+)/", seen)[1][1])
     middle = step - step % every + every // 2
@@ -175,14 +175,14 @@ def inject(bench: Bench, run: Watched, fault: str) -> dict:
 
 
 def measure_save(run: Watched) -> dict:
-    """What the first save cost, as the run itself tells it."""
+    """Return the cost of the first save as the run reports it."""
     pattern = r"a save held up training for (\S+) s and was on disk after (\S+) s"
     _, match = run.wait_for(pattern, 0)
     return {"fault": "none: a save", "save_blocking_seconds": float(match[1]), "save_seconds": float(match[2])}
 
 
 def move(bench: Bench, part: int, known: Losses, steps: int) -> dict:
-    """A start on other devices from the newest checkpoint, and the losses of its first steps beside those known."""
+    """Resume on other devices from the newest checkpoint; compare the first losses with the known ones."""
     run = bench.start(part)
     try:
         _, match = run.wait_for(r"resuming from step (\d+) .*restored in ([\d.]+) s", 0)
@@ -197,7 +197,7 @@ def move(bench: Bench, part: int, known: Losses, steps: int) -> dict:
 
 
 def measure(bench: Bench) -> Iterator[dict]:
-    """One row a fault."""
+    """Return one row per fault."""
     every, run = bench.args.every, bench.start()
     try:
         yield measure_save(run)

@@ -1,9 +1,9 @@
-"""What comparing the copies of a train state costs (`resilience.checksum_every_steps`), and that it sees a single bit.
+"""Cost of comparing the replicas of a train state (`resilience.checksum_every_steps`), and a test of its detection.
 
     python benchmarks/replica_check.py --config configs/gpt2-124m.yaml parallel.data=-1     # on all devices
     JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4 python benchmarks/replica_check.py model.preset=tiny parallel.data=-1
 
-One bit of one device's copy of each of `--flips` leaves is changed in turn, and has to be named with its device.
+One bit of one device's replica of each of `--flips` leaves is flipped in turn; the check must name leaf and device.
 Further arguments are the run's; its data is synthetic.
 """
 
@@ -32,7 +32,7 @@ COLUMNS = ("work", "devices", "leaves", "bytes_per_device", "milliseconds", "gig
 
 
 def open_trainer(path: str, overrides: list[str]) -> Trainer:
-    """A run's trainer without its text."""
+    """Return a run's trainer on synthetic data."""
     config = load_config(path, [*overrides, "data.sources=[{path: synthetic}]"])
     config = training_layout(config, jax.device_count())
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=0)
@@ -41,7 +41,7 @@ def open_trainer(path: str, overrides: list[str]) -> Trainer:
 
 
 def count_named(check: ReplicaCheck, leaves: dict[str, jax.Array], flips: int) -> int:
-    """How many of `flips` single changed bits are named with leaf and device, and nothing else."""
+    """Count how many of `flips` single bit flips are reported with the right leaf and device only."""
     chance, named = random.Random(0), 0
     weights = [name for name in check.names if leaves[name].ndim and leaves[name].dtype == jax.numpy.float32]
     for name in chance.sample(weights, min(flips, len(weights))):

@@ -1,4 +1,4 @@
-"""Processes that report as they go, one JSON object a line, so that one that hangs or dies hides nothing before it."""
+"""Processes that print events as JSON lines, so that those before a hang or a crash are not lost."""
 
 import json
 import queue
@@ -15,7 +15,7 @@ def report(**event: Any) -> None:
 
 
 def events(command: list[str], patience: float) -> Iterator[dict]:
-    """What the process reports; last, if it did not end well, `{"failed": why}`.
+    """Yield the events that a process reports; the last one is `{"failed": reason}` if it failed.
 
     Args:
         command: starts a process that calls `report`.

@@ -1,11 +1,11 @@
-"""How long a run takes from the start of its process to the end of its first step, without and with a filled cache.
+"""Time from the start of a run's process to the end of its first step, with an empty and with a filled cache.
 
     python benchmarks/startup.py "llama3-8b fsdp4 bf16" --set model.scan_layers=false
 
-The first start finds an empty compilation cache, the second what the first left there. Each is a process of its own
+The first start has an empty compilation cache, the second the one that the first filled. Each is a process of its own
 that does what `python -m jaxstack.train` does up to its first step, on synthetic tokens. Seconds are wall-clock time
-from the moment the process is asked for; `lowering` is tracing in Python, beside which the weights and moments are
-created, `compilation` what XLA then makes of the step.
+since the process was started; `lowering` is tracing in Python, during which the weights and moments are created,
+`compilation` is XLA's.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Marks:
         self.seconds[part], self._last = now - self._last, now
 
     def move(self, seconds: float, part: str, to: str) -> None:
-        """So much of a part was another one."""
+        """Move time from one part to another one."""
         self.seconds[part] -= seconds
         self.seconds[to] = seconds
 

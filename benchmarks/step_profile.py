@@ -1,9 +1,9 @@
-"""Where the time of a training step goes: kernels of a traced step by class, in milliseconds.
+"""Kernel time of a traced training step by kind of kernel, in milliseconds.
 
     python benchmarks/step_profile.py "llama3-1b bf16" --variants unrolled
 
 Works and variants are those of train_step.py, each in a process of its own. A trace of jax's profiler over three steps
-gives each kernel's time on device 0; kernels that run beside others (NCCL's) count in full, `idle` is the part of the
+gives each kernel's time on device 0; concurrent kernels (NCCL's) count in full, `idle` is the part of the
 step in which no kernel runs. XLA uses no command buffers under the profiler, so `idle` is an upper bound: the step of
 train_step.py is the one to compare with. `--kernels DIR` also writes every kernel's row there.
 """

@@ -1,4 +1,4 @@
-"""Timing of calls that are queued on a device: many are started and waited for together."""
+"""Timing of calls that are enqueued on a device: many are started and awaited together."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ from typing import Any
 def median_seconds(
     run: Callable[[], Any], wait: Callable[[Any], Any], block_seconds: float = 0.03, most_calls: int = 50
 ) -> float:
-    """Median over five blocks of the seconds of one call; a block has about `block_seconds`, 2 to `most_calls` calls.
+    """Return the median over five blocks of the seconds of one call; a block has 2 to `most_calls` calls.
 
     Args:
         run: starts one call and returns its result.

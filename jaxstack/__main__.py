@@ -16,7 +16,7 @@ class CommandModule(Protocol):
         """Return the parser of the command line."""
         ...
 
-    def main(self, argv: list[str] | None = None, /) -> int:
+    def main(self, argv: Sequence[str] | None = None, /) -> int:
         """Run the command and return its exit code."""
         ...
 

@@ -1,72 +1,88 @@
-"""Held-out evaluation: the exact mean loss over all items, and bits per byte."""
+"""Evaluation on held-out data: the exact mean loss over all items, and bits per byte."""
 
 import collections
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.data.batch_source import BatchShardings, arrange, batch_sharding, check_batch, check_rows
-from jaxstack.data.device import device_batches, local_rows
+from jaxstack.data.batch_source import HostBatch, check_batch
+from jaxstack.data.device import BatchPlacement, check_rows
 from jaxstack.errors import JaxstackError
-from jaxstack.loss import LossSum
+from jaxstack.functional.module import Dict
+from jaxstack.loss import Batch, LossSum
 from jaxstack.step import StepFunctions
 
 _QUEUED = 4
-"""Batches that wait for the devices. With hundreds, simulated CPU devices run out of threads, and hang."""
+"""Maximum number of batches that wait for the devices. With hundreds, simulated CPU devices run out of threads and
+hang."""
+
+
+@runtime_checkable
+class HeldOutData(Protocol):
+    """Data that can choose the size of a held-out batch, as `jaxstack.data.loader.Data`."""
+
+    def held_out_batches(
+        self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None
+    ) -> Iterator[HostBatch]:
+        """Yield the rows `rows` of all held-out batches, or of those up to `max_tokens` tokens."""
+        ...
 
 
 class Evaluator:
     """Evaluates parameters on held-out data.
 
     Args:
-      steps: holds the loss and the layout.
-      data: has `held_out_batches(batch_size=, rows=, max_tokens=)` as `jaxstack.data.loader.Data`, or is an iterable of
-        batches (dicts of arrays); None: there is nothing to evaluate on.
-      batch_size: rows of a global batch, where the data can choose it.
-      compiler_options: XLA's, as for the train step.
+      steps: the step functions, with the loss and the layout.
+      data: `HeldOutData`, or an iterable of batches (dicts of arrays); None: there is nothing to evaluate on.
+      batch_size: rows of a global batch, if the data can choose it.
+      compiler_options: options of XLA, as for the train step.
     """
 
     def __init__(
-        self, steps: StepFunctions, data: Any, batch_size: int, compiler_options: dict[str, Any] | None = None
+        self,
+        steps: StepFunctions,
+        data: HeldOutData | Iterable[HostBatch] | None,
+        batch_size: int,
+        compiler_options: dict[str, bool | int | float | str] | None = None,
     ):
-        if isinstance(data, Iterator):  # every evaluation reads it anew
+        if isinstance(data, Iterator):  # every evaluation reads it from the start
             data = list(data)
-        self._steps, self._data = steps, data
+        self._steps, self._data, self._placement = steps, data, BatchPlacement(steps.rules)
         self._batch_size = max(batch_size, steps.rules.degree(steps.rules.table["batch"]))
         whole = steps.rules.sharding(jax.P())
 
-        # One batch waits for the one before by its sums: collectives of programs that run at once on a CPU meet in
-        # another order on another process, and hang.
-        def add_batch(params: Any, non_params: Any, batch: Any, sums: LossSum) -> LossSum:
+        # The sums make each batch depend on the one before. Concurrent CPU programs would start their collectives in
+        # different orders on different processes, and hang.
+        def add_batch(params: Dict, non_params: Dict, batch: Batch, sums: LossSum) -> LossSum:
             return jax.tree.map(jnp.add, sums, steps.eval_step(params, non_params, batch))
 
         self._step = jax.jit(add_batch, out_shardings=whole, compiler_options=compiler_options)
         self._zero = jax.jit(lambda: LossSum(jnp.zeros(()), jnp.zeros(())), out_shardings=whole)
 
     def run(
-        self, params: Any, non_params: Any, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+        self, params: Dict, non_params: Dict, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """`eval_loss` (nats an item), `eval_items`, `eval_seconds`; None where there is no held-out data.
+        """Return `eval_loss` (nats per item), `eval_items` and `eval_seconds`; None if there is no held-out data.
 
         Args:
-          max_tokens: stop after so many tokens, where the data can; None: all of it.
-          stop: asked after each batch, on all processes alike; True gives the evaluation up, which returns None.
+          params: parameters on the devices.
+          non_params: the module's other variables.
+          max_tokens: maximum number of tokens, if the data can limit them; None: all of them.
+          stop: called after each batch, on all processes alike; True ends the evaluation, which then returns None.
         """
-        rules = self._steps.rules
         host, size = self._host_batches(max_tokens)
         began, sums = time.perf_counter(), self._zero()
-        arranged = (arrange(batch, rules) for batch in host)
-        batches = device_batches(arranged, BatchShardings(rules, self._batch_size), global_batch_size=size)
+        batches = self._placement.stream(host, self._batch_size, size)
         queued: collections.deque[LossSum] = collections.deque()
-        with contextlib.closing(cast(Any, batches)):
+        with contextlib.closing(cast(Generator, batches)):
             for batch, _ in batches:
-                with jax.set_mesh(rules.mesh):  # as `Trainer.compile`
+                with jax.set_mesh(self._steps.rules.mesh):  # see `StepProgram.compile`
                     sums = self._step(params, non_params, batch, sums)
                 queued.append(sums)
                 if len(queued) > _QUEUED:
@@ -83,13 +99,13 @@ class Evaluator:
             "eval_seconds": time.perf_counter() - began,
         }
 
-    def _host_batches(self, max_tokens: int | None) -> tuple[Any, int | None]:
-        """This process's rows of the held-out batches, and the rows of a global batch (None: they may differ)."""
-        size = self._batch_size
-        if hasattr(self._data, "held_out_batches"):
-            rows = local_rows(batch_sharding(self._steps.rules, (size,)), (size,))
-            return self._data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size
-        batches = [check_batch(batch) for batch in self._data or ()]
+    def _host_batches(self, max_tokens: int | None) -> tuple[Iterator[HostBatch], int | None]:
+        """Return this process's rows of the held-out batches, and the rows of a global batch (None: they differ)."""
+        size, data = self._batch_size, self._data
+        if isinstance(data, HeldOutData):
+            rows = self._placement.local_rows(size)
+            return data.held_out_batches(batch_size=size, rows=rows, max_tokens=max_tokens), size
+        batches = [check_batch(batch) for batch in data or ()]
         sizes = {len(next(iter(batch.values()))) for batch in batches}
         for size in sizes:
             check_rows(size, self._steps.rules, "the number of rows of a held-out batch")
@@ -97,14 +113,18 @@ class Evaluator:
             return iter(batches), None
         if len(sizes) > 1:
             raise JaxstackError(f"with several processes all held-out batches have one size; found {sorted(sizes)}")
-        rows = local_rows(batch_sharding(self._steps.rules, (size,)), (size,))
+        rows = self._placement.local_rows(size)
         return ({name: np.asarray(value)[rows] for name, value in batch.items()} for batch in batches), size
 
 
 def bits_per_byte(values: Mapping[str, float], num_bytes: int) -> dict[str, float]:
-    """`eval_perplexity`, and `eval_bits_per_byte` = loss x tokens / ln 2 / bytes of the text that the tokens encode.
+    """Return `eval_perplexity`, and `eval_bits_per_byte` = loss x tokens / ln 2 / bytes of the evaluated text.
 
-    Unlike a loss a token, bits per byte do not depend on the tokenizer.
+    Unlike a loss per token, bits per byte do not depend on the tokenizer.
+
+    Args:
+      values: as `Evaluator.run` returns.
+      num_bytes: bytes of the text that the tokens encode; 0: unknown.
     """
     loss = values["eval_loss"]
     found = {"eval_perplexity": math.exp(loss) if loss < 700 else math.inf}

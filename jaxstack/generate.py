@@ -84,7 +84,7 @@ def _generate(args: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     prompts = _read_prompts(args.prompt, args.prompts)
-    run = load(args.run, args.overrides, step=args.step)
+    run = load(args.run, args.overrides, step=args.step, report=lambda line: print(line, file=sys.stderr))
     print(f"[{args.run}, step {run.step}]", file=sys.stderr)
     generator = run.text_generator(document_start=not args.no_document_start, chat=args.chat)
     line_end = "\n" if args.chat else ""

@@ -1,25 +1,23 @@
-"""The training loop, top to bottom: steps, evaluations, saves, logs.
+"""The training loop: steps, evaluations, checkpoints, logs.
 
-The device never waits for the host: while the metrics of a step are awaited the next one is queued already, and its
-batch was put on the device while an earlier step ran.
+The device never waits for the host: while the host waits for the metrics of a step, the next step is queued already,
+and its batch was put on the device while an earlier step ran.
 """
 
 import collections
 import contextlib
 import dataclasses
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.data.batch_source import items_in_batch
-from jaxstack.data.fingerprint import fingerprint_difference, shared_keys
-from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.errors import JaxstackError
 from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.environment import write_environment
@@ -29,74 +27,123 @@ from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.progress import Progress
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
-from jaxstack.observe.trackers import Trackers, open_trackers
-from jaxstack.observe.what_ran import in_short, refuse_fallbacks, refuse_missing_fp8
+from jaxstack.observe.trackers import Trackers, last_logged, open_trackers
+from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
+from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
 from jaxstack.resilience.exit_on_signal import signal_name
 from jaxstack.resilience.progress_file import ProgressFile
+from jaxstack.resilience.run_checkpoints import RunCheckpoints
 from jaxstack.resilience.save_interval import advise_interval
 from jaxstack.resilience.skipped_steps import SkippedSteps
 from jaxstack.resilience.state_check import StateCheck
 from jaxstack.resilience.stop_request import Interrupted, StopRequest
-from jaxstack.state import LATER_FIELDS
-
-if TYPE_CHECKING:
-    from jaxstack.trainer import Trainer
+from jaxstack.run_config import TrainConfig
+from jaxstack.state import LATER_FIELDS, TrainState
+from jaxstack.step import Metrics, StepFunctions
+from pallas_kernels import Choice
 
 _IN_FLIGHT = 2
-"""Steps that may be on the devices at once: one runs while the next waits behind it."""
+"""Maximum number of steps on the devices: one runs while the next is queued."""
 _DECIDING = ("model", "optimizer", "schedule", "precision")
-"""Sections of a configuration of which each checkpoint keeps a copy."""
+"""Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
+
+
+class Trainable(Protocol):
+    """The part of `jaxstack.trainer.Trainer` that the loop uses; see there."""
+
+    train: TrainConfig
+    steps: StepFunctions
+    rules: AxisRules
+    learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None
+    data: Any
+
+    @property
+    def state(self) -> TrainState: ...
+
+    @property
+    def stored_state(self) -> TrainState: ...
+
+    @stored_state.setter
+    def stored_state(self, state: TrainState) -> None: ...
+
+    @property
+    def abstract_stored_state(self) -> TrainState: ...
+
+    @property
+    def choices(self) -> list[Choice]: ...
+
+    @property
+    def compiler_notes(self) -> list[str]: ...
+
+    def count_parameters(self) -> int: ...
+
+    def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]: ...
+
+    def compile(
+        self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False
+    ) -> jax.stages.Compiled: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+    def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]: ...
+
+    def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics: ...
+
+    def evaluate(
+        self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopSettings:
-    """How a run is kept, watched and stopped."""
+    """How a run is saved, observed and stopped."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     flops_per_token: float | None = None
-    """Model FLOPs an item; None: 6 x parameters."""
+    """Model FLOPs per item; None: 6 x parameters."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
     describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
-    """Adds values to an evaluation's line, such as bits per byte, given it, its `max_tokens` and a sign of life."""
+    """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit, a function to
+    call now and then as a sign of life)."""
     on_start: Callable[[], None] | None = None
-    """Called on the first process once the run has taken up its checkpoint: what it was given fits what is there."""
+    """Called on the first process after the checkpoint was restored: the run is known to fit what is there."""
     on_new_run: Callable[[], None] | None = None
-    """Called where there is no checkpoint to take up: the trainer may be given parameters to start from."""
+    """Called if there is no checkpoint: the trainer may be given parameters to start from."""
     say: Callable[[str], None] | None = None
-    """Takes messages before the progress display is up; None: print."""
+    """Reports messages before the progress display is up; None: print."""
 
 
 class Loop:
-    """One run of a `Trainer` in `run_dir` (None: nothing is written)."""
+    """One run of a trainer.
 
-    def __init__(self, trainer: "Trainer", run_dir: str | Path | None, settings: LoopSettings):
+    Args:
+      trainer: what is trained.
+      run_dir: directory of checkpoints, metrics and the report; None: nothing is written.
+      settings: how the run is saved, observed and stopped.
+    """
+
+    def __init__(self, trainer: Trainable, run_dir: str | Path | None, settings: LoopSettings):
         self.trainer, self.settings = trainer, settings
         self.run_dir = Path(run_dir) if run_dir is not None else None
         self.first = jax.process_index() == 0
         self.last_values: dict[str, Any] = {}
-        self.manager: CheckpointManager | None = None
-        self.saved_step = -1
+        self.checkpoints: RunCheckpoints | None = None
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
         self.guard = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
         self.signs = ProgressFile.of_this_process()
-        self.save_owed = self.advised = self.finished = False
+        self.save_postponed = self.advised = self.finished = False
 
     def run(self) -> dict[str, Any]:
-        """See `Trainer.fit`."""
+        """Train until the last step, see `Trainer.fit`."""
         train, observe = self.trainer.train, self.settings.observe
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:
-                self.manager = stack.enter_context(
-                    CheckpointManager(
-                        self.run_dir / "checkpoints", self.settings.checkpoint, report=lambda text: self._say(text)
-                    )
-                )
-                self.manager.claim()
+                self.checkpoints = self._open_checkpoints(stack, self.run_dir)
             start = self.start = self._restore()
             if self.settings.on_start is not None and self.first:
                 self.settings.on_start()
@@ -117,59 +164,43 @@ class Loop:
         self.signs.note("end")
         return self.last_values
 
+    def _open_checkpoints(self, stack: contextlib.ExitStack, run_dir: Path) -> RunCheckpoints:
+        """Open the run's checkpoints, to be closed with `stack`."""
+        say = lambda text: self._say(text)  # noqa: E731 (the progress display comes later)
+        manager = CheckpointManager(run_dir / "checkpoints", self.settings.checkpoint, report=say)
+        stack.enter_context(manager).claim()
+        data = getattr(self.trainer.data, "fingerprint", None) or {}
+        configured = self.settings.settings
+        return RunCheckpoints(
+            manager,
+            run_dir,
+            data={**data, "global_batch_size": self.trainer.train.global_batch_size},
+            settings={name: configured[name] for name in _DECIDING if name in configured},
+            accept_data_change=self.settings.resilience.accept_data_change,
+            say=say,
+        )
+
     def _restore(self) -> int:
-        """Takes up the newest checkpoint, if there is one; returns the steps that are done."""
+        """Restore the newest checkpoint, if there is one; return the number of steps that are done."""
         self.signs.note("restore")
         began = time.perf_counter()
-        step = self.manager.latest_step() if self.manager is not None else None
-        if self.manager is None or step is None:
+        restored = None
+        if self.checkpoints is not None:
+            restored = self.checkpoints.restore(self.trainer.abstract_stored_state, LATER_FIELDS)
+        if restored is None:
             if self.settings.on_new_run is not None:
                 self.settings.on_new_run()
             return 0
-        extra = self.manager.extra(step)
-        saved = extra.get("data") if isinstance(extra, dict) else None
-        if saved is None:
-            raise ConfigError(
-                f"{self.run_dir} holds parameters (converted, or saved by another program), not a training run: start "
-                f"one with another run.name and run.init_from={self.run_dir}."
-            )
-        difference = fingerprint_difference(saved, self._data_identity())
-        if difference:
-            self._accept_data(difference)
-        self.trainer.stored_state, _ = self.manager.restore(
-            step, self.trainer.abstract_stored_state, later=LATER_FIELDS
-        )
-        self.skips = SkippedSteps(self.settings.resilience, extra.get("skipped"))
-        before = extra.get("settings") or {}
-        if changed := fingerprint_difference(before, shared_keys(before, self._what_is_trained())):
-            self._say(f"warning: not as checkpoint {step} was trained: {changed}")
-        self.saved_step = step
-        self.signs.note(saved=step)
+        self.trainer.stored_state = restored.state
+        self.skips = SkippedSteps(self.settings.resilience, restored.skipped)
+        self.signs.note(saved=restored.step)
         jax.block_until_ready(self.trainer.state.params)
         seconds = time.perf_counter() - began
-        self._say(f"resuming from step {step} ({self.run_dir}/checkpoints, restored in {seconds:.1f} s)")
-        return step
-
-    def _accept_data(self, difference: str) -> None:
-        said = f"the data is not what {self.run_dir} was trained on: {difference}"
-        if not self.settings.resilience.accept_data_change:
-            raise ConfigError(
-                f"{said}. Set it back, start a new run with another run.name, or go on with "
-                "resilience.accept_data_change=true."
-            )
-        self._say(f"warning: {said}; going on, as resilience.accept_data_change is set")
-
-    def _data_identity(self) -> dict[str, Any]:
-        """What the position in the data depends on."""
-        known = getattr(self.trainer.data, "fingerprint", None) or {}
-        return {**known, "global_batch_size": self.trainer.train.global_batch_size}
-
-    def _what_is_trained(self) -> dict[str, Any]:
-        """The part of the configuration that decides the result, beside the data."""
-        return {name: self.settings.settings[name] for name in _DECIDING if name in self.settings.settings}
+        self._say(f"resuming from step {restored.step} ({self.run_dir}/checkpoints, restored in {seconds:.1f} s)")
+        return restored.step
 
     def _prepare(self, start: int) -> None:
-        """Compiles the step and writes down what it will run."""
+        """Compile the step, and write down what it will run."""
         trainer = self.trainer
         self.signs.note("compile", step=start)
         abstract = trainer.peek_batch(start)
@@ -181,7 +212,7 @@ class Loop:
         ran = trainer.describe()
         if self.settings.observe.fail_on_fallback:
             refuse_missing_fp8(ran)
-        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {in_short(ran)}")
+        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {summarise_program(ran)}")
         for sentence in trainer.compiler_notes:
             self._say(f"warning: {sentence}")
         for sentence in describe_unsplit(ran["sharding"]):
@@ -197,7 +228,7 @@ class Loop:
             write_environment(self.run_dir, **self.environment)
 
     def _schedule(self) -> list[list[float]]:
-        """Up to 200 points (step, learning rate) of the run's schedule."""
+        """Return up to 200 points [step, learning rate] of the run's schedule."""
         rate, steps = self.trainer.learning_rate, self.trainer.train.steps
         if rate is None:
             return []
@@ -206,8 +237,9 @@ class Loop:
         return [[step + 1, float(value)] for step, value in zip(picked, rates, strict=True)]
 
     def _steps(self, start: int) -> None:
-        train, manager = self.trainer.train, self.manager
-        pending: collections.deque[tuple[int, Any, float]] = collections.deque()
+        """Take the steps after `start`, with their saves and evaluations."""
+        train, manager = self.trainer.train, self.checkpoints.manager if self.checkpoints is not None else None
+        pending: collections.deque[tuple[int, Metrics, float]] = collections.deque()
         profiler = StepProfiler(self.settings.observe.profile_steps, (self.run_dir or Path(".")) / "profile", self._say)
         batches = self.trainer.batches(start)
         with StopRequest() as stop, contextlib.closing(profiler), contextlib.closing(batches):
@@ -226,7 +258,7 @@ class Loop:
                     metrics = self.trainer.train_step(batch)
                 profiler.finish_step(step, metrics)
                 pending.append((step, metrics, waited))
-                saving = manager is not None and (self.save_owed or manager.should_save(step, train.steps))
+                saving = manager is not None and (self.save_postponed or manager.should_save(step, train.steps))
                 evaluating = train.eval_every_steps and step % train.eval_every_steps == 0 and step < train.steps
                 stopping = stop.reached()
                 if saving or evaluating or stopping or step == train.steps:
@@ -234,9 +266,9 @@ class Loop:
                         self._read(*pending.popleft())
                 with self.signs.waiting():
                     self.guard.check(step, self.trainer.state, before_save=saving or stopping)
-                    # A checkpoint among skipped steps may be one to go back from: it waits for a step that is taken.
-                    self.save_owed = saving and self.skipped > 0 and step < train.steps
-                    if saving and not self.save_owed:
+                    # A checkpoint made while steps are skipped might be rolled back: it waits for a step that is taken.
+                    self.save_postponed = saving and self.skipped > 0 and step < train.steps
+                    if saving and not self.save_postponed:
                         self._save(step)
                     if stopping or (evaluating and self._evaluate(step, train.eval_tokens, stop.reached)):
                         self._stop(step, stop.signum or 0)
@@ -244,11 +276,11 @@ class Loop:
                 self.signs.note("save")
                 manager.wait()
                 self.signs.note(saved=self._committed())
-            if stop.heard():  # in the last save: what is left to do can wait for the next start
+            if stop.heard():  # during the last save: the rest can be done by the next start
                 self._stop(train.steps, stop.signum or 0)
 
-    def _read(self, step: int, metrics: Any, waited: float) -> None:
-        """Waits for a step's metrics, checks them, and logs them where it is their turn."""
+    def _read(self, step: int, metrics: Metrics, waited: float) -> None:
+        """Wait for a step's metrics, check them, and log them every `log_every` steps."""
         with self.signs.waiting():
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.meter.add(self.items, waited)
@@ -268,42 +300,32 @@ class Loop:
             line["skipped_steps"] = self.skips.count
         self.last_values = {**self.last_values, "step": step, **line}
         self.trackers.log(step, line)
-        if step <= self.start + every:  # the first step also loaded kernels, and says nothing about the others
+        if step <= self.start + every:  # the first steps also load kernels, and are slower than the others
             self.meter.forget_pace()
         self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
 
     def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
+        """Report a skipped step; raise JaxstackError after too many of them."""
         self._say(self.skips.add(step, self.skipped, values, limits))
         if (excess := self.skips.excess(step, self.skipped)) is not None:
             good, why, advice = excess
-            raise JaxstackError(f"{why}; {self._roll_back(good)}. {advice}")
-
-    def _roll_back(self, step: int) -> str:
-        """Leaves the newest intact checkpoint that is not newer than `step` as the newest; says which."""
-        if self.manager is None:
-            return "the last good parameters are in memory only, as there is no run directory"
-        newest = self.manager.latest_step()
-        if newest is not None and newest > step and any(saved <= step for saved in self.manager.all_steps()):
-            self.manager.discard_newer(step)
-            newest = self.manager.latest_step()
-        if newest is None:
-            return "no checkpoint was saved before them"
-        return f"rolled back to checkpoint {newest}, from which the same command goes on"
+            left = "the last good parameters are in memory only, as there is no run directory"
+            if self.checkpoints is not None:
+                left = self.checkpoints.roll_back(good)
+            raise JaxstackError(f"{why}; {left}. {advice}")
 
     def _save(self, step: int) -> None:
-        if self.manager is None or step == self.saved_step:
+        """Start to save a checkpoint, unless this step is saved already."""
+        if self.checkpoints is None or step == self.checkpoints.saved_step:
             return
         began = time.perf_counter()
         self.signs.note("save", saved=self._committed())
-        extra = {"batches": step, "data": self._data_identity(), "skipped": self.skips.to_json()}
-        extra["settings"] = self._what_is_trained()
-        self.manager.save(step, self.trainer.stored_state, extra)
-        self.saved_step = step
+        self.checkpoints.save(step, self.trainer.stored_state, self.skips.to_json())
         self.meter.exclude(time.perf_counter() - began)
 
     def _committed(self) -> int:
-        """The newest checkpoint on disk that this start knows of, and, once, what its cost says of the interval."""
-        record = self.manager.last_save if self.manager is not None else None
+        """Return the step of the newest checkpoint on disk; the first time, advise on the interval between saves."""
+        record = self.checkpoints.manager.last_save if self.checkpoints is not None else None
         if record is None:
             return self.signs.record.saved
         if not self.advised and self.meter.step_seconds:
@@ -314,13 +336,14 @@ class Loop:
         return record.step
 
     def _stop(self, step: int, signum: int) -> None:
+        """Save after a signal, and raise Interrupted."""
         kept = "nothing is kept, as there is no run directory"
         self.signs.note("save")
-        if self.manager is not None:
+        if self.checkpoints is not None:
             if self.settings.checkpoint.save_on_exit:
                 self._save(step)
-            self.manager.wait()
-            steps = self.manager.all_steps()
+            self.checkpoints.manager.wait()
+            steps = self.checkpoints.manager.all_steps()
             self.signs.note("end", saved=self._committed())
             kept = f"checkpoint {steps[-1]} in {self.run_dir}" if steps else "no checkpoint kept"
         raise Interrupted(
@@ -328,18 +351,18 @@ class Loop:
         )
 
     def _evaluate(self, step: int, max_tokens: int | None, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Evaluates and logs; True where `stop` gave it up."""
-        began, given_up = time.perf_counter(), False
+        """Evaluate and log; return True if `stop` ended the evaluation."""
+        began, stopped = time.perf_counter(), False
 
         def after_batch() -> bool:
-            nonlocal given_up
+            nonlocal stopped
             self.signs.note("evaluate")
-            given_up = stop()
-            return given_up
+            stopped = stop()
+            return stopped
 
         values = self.trainer.evaluate(max_tokens, after_batch)
         if values is None:
-            return given_up
+            return stopped
         if self.settings.describe_evaluation is not None:
             values.update(self.settings.describe_evaluation(values, max_tokens, lambda: self.signs.note("evaluate")))
         self.last_values = {**self.last_values, "step": step, **values}
@@ -352,7 +375,7 @@ class Loop:
         return False
 
     def _report(self) -> None:
-        """Writes the report, also of a run that ends early; memory is known by now."""
+        """Write the report with the measured peak of memory, also if the run ended early."""
         if self.run_dir is None or not self.first:
             return
         memory = self.environment["ran"].get("memory")
@@ -363,7 +386,7 @@ class Loop:
             self.goodput.close(self.finished)
             write_environment(self.run_dir, **self.environment)
             self._say(f"report: {write_report(self.run_dir)}")
-        except OSError as error:  # how the run ended matters more than its report
+        except OSError as error:  # must not hide the error that ended the run
             self._say(f"warning: no report: {error.filename or self.run_dir}: {error.strerror or error}")
 
     def _say(self, text: str) -> None:
@@ -372,17 +395,3 @@ class Loop:
         progress = getattr(self, "progress", None)
         say = progress.say if progress is not None else self.settings.say or print
         say(text)
-
-
-def last_logged(run_dir: Path | None) -> dict[str, Any]:
-    """The values of the last training line in a run's metrics.jsonl; empty where there is none."""
-    try:
-        lines = (Path(run_dir or "") / "metrics.jsonl").read_bytes().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, RecursionError):  # a kill has torn the line, or it is somebody else's
-            values = json.loads(line)
-            if isinstance(values, dict) and "loss" in values:
-                return values
-    return {}

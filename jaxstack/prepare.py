@@ -1,6 +1,4 @@
-"""`python -m jaxstack.prepare`: tokenises text into verified shards, on all cores, and goes on after a
-kill.
-"""
+"""The command `python -m jaxstack.prepare`: tokenize text into verified shards, on all cores; it can be resumed."""
 
 import argparse
 import signal
@@ -19,11 +17,11 @@ STOPPED = "stopped; the same command goes on from here"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack prepare",
         description="Tokenize text into fixed-length shards with a SHA-256 each.",
-        epilog="Train on it with data.sources: [{path: data/corpus}]. A stopped run goes on when started again.",
+        epilog="Train on it with data.sources: [{path: data/corpus}]. A stopped command resumes when it is run again.",
     )
     add = parser.add_argument
     add(
@@ -37,7 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--output",
         required=True,
         metavar="DIR",
-        help="directory for the shards; an unfinished one is gone on with",
+        help="directory for the shards; an unfinished one is resumed",
     )
     add(
         "--tokenizer",
@@ -49,14 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--document-start",
         metavar="TOKEN",
-        help="the special token of a tokenizer.json that opens a document",
+        help="special token of a tokenizer.json that begins a document",
     )
-    add("--shard-tokens", type=int, default=2**24, metavar="N", help="tokens in a shard (default: 16777216)")
+    add("--shard-tokens", type=int, default=2**24, metavar="N", help="tokens per shard (default: 16777216)")
     add(
         "--workers",
         type=int,
         metavar="N",
-        help="processes (default: one a core); the result does not depend on it",
+        help="number of processes (default: one per core); does not change the result",
     )
     add(
         "--held-out-fraction",
@@ -86,9 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code: 0 done, 2 wrong usage or configuration, 1 a failure while
-    running.
-    """
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)
@@ -106,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Ends the worker processes on the way out; finished units and shards are on the disk already."""
+    """Exit, which ends the worker processes; finished units and shards are on disk already."""
     print(STOPPED, file=sys.stderr)
     sys.exit(128 + number)
 
@@ -123,7 +119,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prepares what the parsed arguments say.
+    """Tokenize the sources of the command line into shards.
 
     Raises:
       JaxstackError: as `jaxstack.data.build_shards.prepare_tokens`.
@@ -186,7 +182,7 @@ def _summarize(index: dict, say: Callable[[str], None]) -> None:
 
 
 def _configured(component: type[Any], **values: object) -> Any:
-    """`component` with these values; what it refuses becomes one message."""
+    """Build a component, and turn the values that it refuses into one message."""
     try:
         return component(**values)
     except ValueError as e:
@@ -195,7 +191,7 @@ def _configured(component: type[Any], **values: object) -> Any:
 
 
 class _Lines:
-    """Progress as plain lines, at most one every few seconds."""
+    """Progress as plain lines, at most one every five seconds."""
 
     def __init__(self, show: bool):
         self._show = show

@@ -1,4 +1,4 @@
-"""`python -m jaxstack.schema`: the JSON schema of configuration files, for editors."""
+"""The command `python -m jaxstack.schema`: print the JSON schema of configuration files, for editors."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from jaxstack.cli import add_examples, run_command
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack schema",
         description="Print the JSON schema of configuration files. Editors use it to complete keys and show mistakes.",
@@ -18,7 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the schema."""
+    """Run the command and return its exit code."""
     make_parser().parse_args(argv)
 
     def body() -> None:

@@ -1,10 +1,11 @@
-"""The train and eval steps: pure functions of (state, batch), compiled once with donated state.
+"""The train and eval steps: pure functions of (state, batch), and the program that the train step is compiled to.
 
 Gradients are those of the mean over the real tokens of the whole global batch: sums over microbatches and devices,
-which `jaxstack.gradients.microbatches` computes, divided once.
+which `jaxstack.gradients` computes, divided once.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,27 +13,38 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxstack.functional.module import FunctionalModule
+from jaxstack.distributed.xla_options import installed_options, own_options
+from jaxstack.errors import ConfigError
+from jaxstack.functional.module import Dict, FunctionalModule
+from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.build import make_gradients
 from jaxstack.loss import Batch, Loss, LossFunction, LossSum
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
+from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.build import gradient_norm, largest_overload
 from jaxstack.parallel.context import ShardingContext
 from jaxstack.parallel.layout import StepLayout
+from jaxstack.parallel.pipeline.simulate import describe_schedule
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.state import TrainState
-from pallas_kernels import sequence_order
+from pallas_kernels import Choice, NotSupported, record_choices, sequence_order
 
 Metrics = dict[str, jax.Array]
+"""Scalars of one step."""
+XlaOptions = dict[str, bool | int | float | str]
+"""Name -> value of options of XLA."""
 
 
 class StepFunctions:
-    """The step of one module, loss, optimizer and layout.
+    """The train and eval steps of one module, loss, optimizer and layout.
 
     Args:
+      module: the module.
       loss: see `jaxstack.loss`.
-      learning_rate: step -> learning rate, for the metrics; None where it is not known.
-      accumulation: number of microbatches that a batch is cut into.
+      optimizer: of the parameters that are not frozen.
+      learning_rate: step -> learning rate, for the metrics; None if it is not known.
+      rules: the mapping of logical axes onto the mesh.
+      accumulation: number of microbatches that a batch is split into.
       layout: the other choices of parallelism; a StagedModule needs its `pipeline`. None: `StepLayout()`.
     """
 
@@ -46,17 +58,21 @@ class StepFunctions:
         layout: StepLayout | None = None,
         accumulation: int = 1,
     ):
-        self.module, self.optimizer, self.rules, self.learning_rate = module, optimizer, rules, learning_rate
+        self.module, self.optimizer, self.learning_rate = module, optimizer, learning_rate
+        self.rules, self.layout, self.accumulation = rules, layout or StepLayout(), accumulation
         self.spike_threshold: float | None = None
-        """See `resilience.spike_threshold`; read when the step is traced."""
-        context = ShardingContext(rules, layout or StepLayout())
-        self.gradients = make_gradients(module, loss, context, accumulation)
+        """`resilience.spike_threshold`; it is read when the step is traced."""
+        self.gradients = make_gradients(module, loss, ShardingContext(rules, self.layout), accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step. Metrics: loss, grad_norm, learning_rate, count, skipped, expert_overload (scalars).
+        """Take one optimizer step.
 
-        A step whose loss or gradients are not finite, or spike, changes nothing but the step count and `skipped`. With
-        a spike threshold the metrics also have `loss_limit` and `grad_norm_limit`.
+        A step whose loss or gradients are not finite, or exceed the spike limits, changes nothing except the step count
+        and `skipped`.
+
+        Returns:
+          The next state, and the metrics loss, grad_norm, count (of items), skipped, learning_rate if it is known,
+          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold.
         """
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
@@ -71,18 +87,19 @@ class StepFunctions:
         taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
         if self.spike_threshold is not None:
             most = state.history.limits(self.spike_threshold)
-            taken &= (loss <= most[0]) & (norm <= most[1])
-            limits = {"loss_limit": most[0], "grad_norm_limit": most[1]}
-        keep = lambda new, old: jax.tree.map(lambda n, o: _where(taken, n, o), new, old)  # noqa: E731
+            loss_limit, norm_limit = most[0], most[1]
+            taken &= (loss <= loss_limit) & (norm <= norm_limit)
+            limits = {"loss_limit": loss_limit, "grad_norm_limit": norm_limit}
+        take = lambda new, old: jax.tree.map(lambda n, o: _where(taken, n, o), new, old)  # noqa: E731
         skipped = jnp.where(taken, 0, state.skipped + 1)
         new = TrainState(
             state.step + 1,
-            self.module.join(keep(new_trained, trained), frozen),
-            keep(non_params, state.non_params),
-            keep(optimizer, state.optimizer),
+            self.module.join(take(new_trained, trained), frozen),
+            take(non_params, state.non_params),
+            take(optimizer, state.optimizer),
             state.key,
             skipped,
-            keep(state.history.plus(loss, norm), state.history),
+            take(state.history.plus(loss, norm), state.history),
         )
         metrics = {
             "loss": loss,
@@ -99,7 +116,7 @@ class StepFunctions:
         return new, metrics
 
     def _with_keys(self, batch: Batch, key: jax.Array) -> Batch:
-        """The batch with a key for each token, where the module's dropout asks for them."""
+        """Add a key for each token to the batch, if the module's dropout uses them."""
         if not self.module.drops_tokens or "tokens" not in batch:
             return batch
         rows, length = batch["tokens"].shape
@@ -107,13 +124,101 @@ class StepFunctions:
         tokens = np.arange(length) if parts == 1 else sequence_order(length, parts)
         return {**batch, TOKEN_KEYS: token_keys(key, rows, jnp.asarray(tokens, jnp.int32))}
 
-    def eval_step(self, params: Any, non_params: Any, batch: Batch) -> LossSum:
+    def eval_step(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
         """Return the loss sum and item count of a batch in evaluation."""
         return self.gradients.loss(params, non_params, batch)
 
 
-def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+class StepProgram:
+    """The compiled train step, and what is known of it.
+
+    Args:
+      steps: the step functions.
+      state: shapes, dtypes and shardings of the train state.
+      xla_options: options of XLA that go before jaxstack's own.
+    """
+
+    def __init__(self, steps: StepFunctions, state: TrainState, xla_options: Mapping[str, bool | int | float | str]):
+        self._steps, self._state, self._xla_options = steps, state, xla_options
+        self.choices: list[Choice] = []
+        """The kernels that the step took, and the reasons against others; known after `lower`."""
+        self.compiled: jax.stages.Compiled | None = None
+        """The program; None before `compile`."""
+
+    def lower(self, batch: Mapping[str, jax.ShapeDtypeStruct]) -> jax.stages.Lowered:
+        """Trace the step for batches of these shapes and shardings.
+
+        Raises:
+          ConfigError: a kernel or method that was chosen explicitly does not support what the model needs.
+        """
+        shardings = jax.tree.map(lambda x: x.sharding, self._state), self._steps.rules.sharding(jax.P())
+        step = jax.jit(self._steps.train_step, donate_argnums=0, out_shardings=shardings)
+        try:
+            # Kernels that reach other devices' memory inside nested shard_maps learn from the mesh which these are.
+            with jax.set_mesh(self._steps.rules.mesh), record_choices() as choices:
+                lowered = step.lower(self._state, dict(batch))
+        except NotSupported as error:
+            raise ConfigError(str(error)) from None
+        self.choices = list(choices)
+        return lowered
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile what `lower` returned."""
+        self.compiled = lowered.compile(compiler_options=self.compiler_options)
+        return self.compiled
+
+    @property
+    def compiler_options(self) -> XlaOptions:
+        """Options of XLA that the step is compiled with."""
+        return self._installed_options[0]
+
+    @property
+    def compiler_notes(self) -> list[str]:
+        """A sentence for each option that the installed jaxlib has under another name, or lacks."""
+        return self._installed_options[1]
+
+    @functools.cached_property
+    def _installed_options(self) -> tuple[XlaOptions, list[str]]:
+        layout, own = self._steps.layout, {}
+        if self._on_gpu:
+            own = own_options(pipeline=layout.pipeline is not None, peer_copies=layout.peer_copies)
+        return installed_options({**own, **self._xla_options})
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._steps.rules.mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the compiled step runs, as plain JSON, see `jaxstack.observe.what_ran`."""
+        assert self.compiled is not None, "compile the step first"
+        steps = self._steps
+        # A pipeline's matmuls are inside conditionals: the program does not tell how many of them run.
+        counted = self._on_gpu and steps.layout.pipeline is None
+        expected = steps.module.fp8_matmuls * steps.accumulation if counted else 0
+        ran = describe_program(self.compiled, self.choices, dict(steps.rules.mesh.shape), expected)
+        ran["compiler_options"] = self.compiler_options
+        if self.compiler_notes:
+            ran["compiler_notes"] = self.compiler_notes
+        ran["sharding"] = self.describe_sharding()
+        if steps.layout.pipeline is not None:
+            ran["pipeline"] = self.describe_pipeline()
+        return ran
+
+    def describe_sharding(self) -> dict[str, Any]:
+        """Return how the train state is sharded, see `jaxstack.functional.shardings`."""
+        state, steps = self._state, self._steps
+        others = (state.step, state.non_params, state.key, state.history)
+        zero = steps.layout.zero
+        return describe_shardings(steps.module, state.params, state.optimizer, others, rules=steps.rules, zero=zero)
+
+    def describe_pipeline(self) -> dict[str, Any]:
+        """Return the schedule of the pipeline's stages; empty without a pipeline."""
+        pipeline = self._steps.layout.pipeline
+        return {} if pipeline is None else describe_schedule(pipeline.table())
+
+
+def _where(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
         data = jnp.where(condition, jax.random.key_data(new), jax.random.key_data(old))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
-    return jax.lax.select(condition, new, old)  # of jnp.where each call is a function of its own, traced and lowered
+    return jax.lax.select(condition, new, old)  # each call of jnp.where would be a function of its own to lower

@@ -1,4 +1,4 @@
-"""`python -m jaxstack.train --config FILE [section.key=value ...]`: trains, and resumes where the run left off."""
+"""The command `python -m jaxstack.train --config FILE [section.key=value ...]`: train or resume a run."""
 
 import argparse
 import os
@@ -11,18 +11,18 @@ from jaxstack.resilience.exit_on_signal import ExitOnSignal
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line. Nothing heavy is imported before it is parsed, so that --help answers at once."""
+    """Return the parser of the command line, without heavy imports, so that --help answers at once."""
     parser = argparse.ArgumentParser(
         prog="jaxstack train",
-        description="Train a language model. Resumes by itself where the run directory holds a checkpoint.",
+        description="Train a language model. If the run directory holds a checkpoint, resume from it.",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
-    group = parser.add_argument_group("several processes", "set by `jaxstack launch`; found by itself under srun")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the processes meet; process 0 listens there")
-    group.add_argument("--processes", type=int, metavar="N", help="processes of the whole run")
-    group.add_argument("--process-id", type=int, metavar="I", help="which one this is, from 0 on")
+    group = parser.add_argument_group("several processes", "set by `jaxstack launch`; detected under srun")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address at which process 0 listens")
+    group.add_argument("--processes", type=int, metavar="N", help="number of processes of the run")
+    group.add_argument("--process-id", type=int, metavar="I", help="index of this process, from 0")
     add_trust_arguments(group)
     return add_examples(
         parser,
@@ -33,12 +33,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code."""
     arguments = make_parser().parse_intermixed_args(argv)
     with lasting_output("jaxstack train"), ExitOnSignal("jaxstack train"):
         code = _run(arguments)
-        processes = sys.modules.get("jaxstack.distributed.coordination")
-        return processes.end(code) if processes is not None else code
+        # Imported only by a run that has several processes or uses devices; --help and usage errors stay quick.
+        coordination = sys.modules.get("jaxstack.distributed.coordination")
+        return coordination.exit_process(code) if coordination is not None else code
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -55,13 +56,13 @@ def _run(args: argparse.Namespace) -> int:
         if args.print_config:
             print(dump_yaml(config), end="")
             return
-        from jaxstack.distributed.coordination import explain_loss
+        from jaxstack.distributed.coordination import as_lost_peer
         from jaxstack.run.train import train
 
         try:
             train(config)
         except RuntimeError as error:
-            raise explain_loss(error) or error from None
+            raise as_lost_peer(error) or error from None
 
     return run_command("jaxstack train", body)
 

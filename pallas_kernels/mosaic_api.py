@@ -113,7 +113,7 @@ def assume_cudnn(compute_capability: tuple[int, int]) -> Iterator[None]:
     While jax traces cuDNN attention, it asks the machine that it runs on for cuDNN's version and the GPU's compute
     capability, even if it compiles for another machine. Both answers are replaced within this context.
     """
-    module = importlib.import_module(_CUDNN_ATTENTION)
+    module: Any = importlib.import_module(_CUDNN_ATTENTION)
     before = module.check_cudnn_version, module.check_compute_capability
     module.check_cudnn_version = lambda: _ASSUMED_CUDNN_VERSION
     module.check_compute_capability = lambda least: compute_capability >= tuple(map(int, least.split(".")))

@@ -1,4 +1,4 @@
-"""Tunes the block sizes of the attention kernels for this machine's GPU and writes them into a table.
+"""Tune the block sizes of the attention kernels for this machine's GPU and write them into a table.
 
     python -m pallas_kernels.tune --shape 4,4096,32,8,128                 # causal, the default
     python -m pallas_kernels.tune --shape 1,16384,32,8,128 --window 1024
@@ -7,8 +7,8 @@
     python -m pallas_kernels.tune --shape 4,4096,32,8,128 --dry-run       # lists what would be tried
 
 The table is the file that JAXSTACK_TILINGS names, else jaxstack/tilings.json in the user's cache directory; its rows
-stand before those that the package ships. It is written whenever something faster is found, so that tuning may be ended
-at any time. A candidate that takes longer than a minute ends it.
+take precedence over those that the package ships. It is written whenever something faster is found, so that tuning may
+be stopped at any time. A candidate that takes longer than a minute stops it.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.tiling_tables import Row, load, merge, save, user_table
@@ -26,11 +25,12 @@ from pallas_kernels.attention.tilings import Tiling, blocks_of, choose_tiling, k
 from pallas_kernels.attention.tuning import Limit, Measure, Stopwatch, Work, candidates, kernel_order, tune
 from pallas_kernels.target import device_kind
 
-_LONGEST_CANDIDATE = 60.0  # seconds; one takes about three
+_LONGEST_CANDIDATE = 60.0
+"""Seconds; a candidate takes about three."""
 
 
 def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Measure] = Stopwatch) -> int:
-    """Returns the exit status: 0, 2 where the machine or an argument is wrong, 1 where no candidate ran."""
+    """Tune, and return the exit status: 2 if the machine or an argument is wrong, 1 if no candidate ran, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.tune",
         description=__doc__,
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
         return 0
     for work in works:
         # A stand-in for the stopwatch needs no GPU.
-        reason = work.refusal() if stopwatch is Stopwatch else None
+        reason = work.unsupported_reason() if stopwatch is Stopwatch else None
         if reason is not None:
             print(f"the kernels cannot be tuned for {work} here: Mosaic {reason}", file=sys.stderr)
             return 2
@@ -73,24 +73,24 @@ def main(arguments: Sequence[str] | None = None, stopwatch: Callable[[Work], Mea
 def _tune(works: list[Work], names: list[str], path: Path, minutes: float, stopwatch: Callable[[Work], Measure]) -> int:
     device = device_kind().removeprefix("NVIDIA ")
     rows = load(path) if path.exists() else []
-    save(path, rows)  # a place that cannot be written to is found out before minutes of measuring
+    save(path, rows)  # A path that cannot be written to is found out before minutes of measuring.
     limit, status = Limit(minutes, len(works) * len(names)), 0
     for work in works:
 
-        def keep(kernel: str, blocks: dict[str, Any], measured: str, work: Work = work) -> None:
+        def save_row(kernel: str, blocks: dict[str, int | bool], measured: str, work: Work = work) -> None:
             nonlocal rows
             rows = merge(rows, [Row(device, kernel, work.head_dim, blocks, work.kind, work.length, measured)])
             save(path, rows)
 
         start = choose_tiling(work.head_dim, work.kind, work.length)
-        ran = tune(work, start, _watched(stopwatch(work)), names, limit, keep, report=_print)
-        print(f"{ran} rows for {device} written to {path}")
-        status = status if ran == len(names) else 1
+        tuned = tune(work, start, _watched(stopwatch(work)), names, limit, save_row, report=_print)
+        print(f"{tuned} rows for {device} written to {path}")
+        status = status if tuned == len(names) else 1
     return status
 
 
 def _watched(measure: Measure) -> Measure:
-    """`measure` that ends the process where it hangs: nothing else gets out of a kernel that waits forever."""
+    """Wrap `measure` so that it ends the process if it hangs: nothing else stops a kernel that waits forever."""
 
     def watched(kernel: str, tiling: Tiling) -> float:
         timer = threading.Timer(_LONGEST_CANDIDATE, _give_up, [f"{kernel} {blocks_of(tiling, kernel)}"])

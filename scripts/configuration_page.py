@@ -2,7 +2,7 @@
 
 python scripts/configuration_page.py
 
-What stands outside of the tables is written by hand, and the tables of components that are chosen by name too.
+Text outside the tables, and the tables of components that are chosen by name, are written by hand.
 """
 
 import json
@@ -36,14 +36,14 @@ SEE = {
 
 
 def plain(value: Any) -> Any:
-    """A default as it would stand in a configuration file."""
+    """Return a default as plain YAML values."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", by_alias=True)
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def flow(value: Any) -> str:
-    """YAML on one line."""
+    """Return a value as YAML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -53,14 +53,14 @@ def flow(value: Any) -> str:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words that a value may be, if it is one of some."""
+    """Return the words of a `Literal`, also within a union."""
     if get_origin(annotation) is Literal:
         return [choice for choice in get_args(annotation) if isinstance(choice, str)]
     return [choice for part in get_args(annotation) for choice in choices(part)]
 
 
 def meaning(key: str, field: FieldInfo) -> str:
-    """The docstring, with the choices that it does not name, and a link."""
+    """Return the docstring, with the choices that it does not mention, and a link."""
     text = " ".join((field.description or "").split()).replace("|", "\\|")
     unnamed = [choice for choice in choices(field.annotation) if not re.search(rf"\b{re.escape(choice)}\b", text)]
     named = ", ".join(f"`{choice}`" for choice in choices(field.annotation)) if unnamed else ""
@@ -69,7 +69,7 @@ def meaning(key: str, field: FieldInfo) -> str:
 
 
 def table(section: str, component: type[BaseModel], prefix: str = "") -> str:
-    """The rows of a component."""
+    """Return the table of a component."""
     rows = []
     for name, field in component.model_fields.items():
         key = field.alias or name
@@ -79,7 +79,7 @@ def table(section: str, component: type[BaseModel], prefix: str = "") -> str:
 
 
 def make_page(text: str) -> str:
-    """The page with every table made anew; what stands around them stays."""
+    """Return the page with all generated tables updated; other text is unchanged."""
     parts = re.split(r"^(## \w+)$", text, flags=re.M)
     for index in range(1, len(parts), 2):
         section = parts[index].removeprefix("## ")

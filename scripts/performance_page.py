@@ -113,7 +113,8 @@ Rows: [step_profile](performance-rows.md#step_profile). Yours: `python benchmark
 ABLATION = """
 ## What each technique is worth
 
-Each row has everything that the rows above it have, on the same batches of real text ({work}). {summary}
+Each row has everything that the rows above it have, on the same batches of real text (`{work}`).
+{summary}
 Rows: [ablation](performance-rows.md#ablation). Yours: `python benchmarks/ablation.py`.
 
 ![Tokens per second as techniques are added](pictures/ablation.svg)
@@ -121,7 +122,8 @@ Rows: [ablation](performance-rows.md#ablation). Yours: `python benchmarks/ablati
 CONVERGENCE = """
 ## Loss in FP8
 
-All recipes see the same batches in the same order ({work}). These are single runs.
+All recipes see the same batches in the same order (`{work}`).
+These are single runs.
 Rows: [convergence](performance-rows.md#convergence). Yours: `python benchmarks/convergence.py`.
 
 ![Training loss of each precision, against tokens and against time](pictures/convergence.svg)

@@ -1,5 +1,4 @@
-"""Fills the table of docs/reliability.md from tests/reliability/results.jsonl, so that no figure stands there that no
-run gave.
+"""Fills the table of docs/reliability.md from tests/reliability/results.jsonl.
 
 python -m pytest tests/reliability --full --record && python scripts/reliability_page.py
 """
@@ -14,7 +13,7 @@ BEGIN, END = "<!-- results -->\n", "<!-- end of results -->\n"
 
 
 def newest_rows(results: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest record of each test, those at full length before shortened ones, in the order of the scorecard."""
+    """Return the newest record of each test, full-length before shortened ones, in the order of the scorecard."""
     rows = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     rows.sort(key=lambda row: (row.get("full", False), row["date"]))
     newest = {(row["row"], row.get("name", row["test"])): row for row in rows}
@@ -22,7 +21,7 @@ def newest_rows(results: Path = RESULTS) -> list[dict[str, Any]]:
 
 
 def make_page(page: str, rows: list[dict[str, Any]]) -> str:
-    """The page with its table replaced."""
+    """Return the page with its table replaced."""
     lines = ["| row | test | measured | device | jax | date |", "|---|---|---|---|---|---|"]
     for row in rows:
         cells = (row["row"], row["test"], row["figure"], row["device"], row["versions"]["jax"], row["date"][:10])

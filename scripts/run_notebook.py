@@ -27,7 +27,7 @@ class Cells(InteractiveInterpreter):
 
 
 def run_cell(text: str, cells: Cells) -> str:
-    """What a cell prints.
+    """Return the output of a cell.
 
     Raises:
       RuntimeError: a command failed.

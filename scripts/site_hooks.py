@@ -1,6 +1,6 @@
-"""What `mkdocs` does besides: brings in the files that lie outside of docs/, the notebook and the examples' source.
+"""Hooks of mkdocs: add the files outside of docs/, the notebook and the source of the examples.
 
-So the pages stay plain Markdown that reads well where the repository is looked at, and nothing is kept twice.
+So the pages are plain Markdown that also reads well in the repository, and nothing is stored twice.
 """
 
 import json
@@ -18,7 +18,7 @@ NOTEBOOK = "first_hour"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that are made from other files."""
+    """Add the pages that are made from other files."""
     for source, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     notebook = json.loads((ROOT / "docs" / f"{NOTEBOOK}.ipynb").read_text(encoding="utf-8"))
@@ -27,7 +27,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links lead to pages of the site, or to the repository; `<!-- source: FILE -->` becomes the file's text."""
+    """Point links to pages of the site or the repository; replace `<!-- source: FILE -->` by the file's text."""
     markdown = re.sub(r"<!-- source: (\S+) -->", _source, markdown)
     at_top = page.file.src_uri in OUTSIDE.values()
     return re.sub(r"\]\((?!\w+:|#)([^)#\s]+)(#[\w-]+)?\)", lambda link: _link(link, at_top), markdown)
@@ -39,7 +39,7 @@ def _source(match: re.Match[str]) -> str:
 
 
 def _link(match: re.Match[str], at_top: bool) -> str:
-    """A Markdown link as it has to be on the site."""
+    """Return a Markdown link with its address on the site."""
     target, anchor = match[1], match[2] or ""
     path = target if at_top else target.removeprefix("../") if target.startswith("../") else f"docs/{target}"
     if path in OUTSIDE:
@@ -52,7 +52,7 @@ def _link(match: re.Match[str], at_top: bool) -> str:
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:
-    """A notebook as Markdown: texts, code, and what the code printed."""
+    """Return a notebook as Markdown: texts, code, and outputs."""
     parts = []
     for cell in notebook["cells"]:
         text = "".join(cell["source"])

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.parallel import make_mesh
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile
 from jaxstack.run.build import make_trainer

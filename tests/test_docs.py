@@ -21,12 +21,12 @@ from pydantic import BaseModel
 
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
-from jaxstack.observe.what_ran import in_short
+from jaxstack.observe.what_ran import summarise_program
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES
 from jaxstack.run.build import make_trainer, resolve_model
@@ -215,7 +215,7 @@ def quickstart_choices() -> list[dict[str, str]]:
 
 
 def test_shown_runs_name_the_kernels_of_the_quick_start():
-    named = in_short({"kernels": quickstart_choices()})
+    named = summarise_program({"kernels": quickstart_choices()})
     assert named.startswith("flash_attention: ")
     for path in (ROOT / "README.md", ROOT / "docs" / "first_hour.ipynb"):
         shown = re.findall(r"compiled the step in [\d.]+ s; ([^=]*?);\s+[\d.]+ GiB", path.read_text(encoding="utf-8"))

@@ -199,6 +199,61 @@ def test_wrong_batches_are_explained(data, said):
         trainer.fit()
 
 
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_generator_is_trained_on_from_its_first_batch(start):
+    """Its shapes are learnt from a batch that is used all the same."""
+    seen = []
+    source = ({"x": np.full((16, 8), i, np.float32), "y": np.zeros(16, np.float32)} for i in range(6))
+    trainer = Trainer(Network, squares, source, train=TrainConfig(steps=4, global_batch_size=16))
+    trainer.compile(trainer.peek_batch(start))
+    trainer.peek_batch(start)
+    for batch, _ in trainer.batches(start):
+        seen.append(int(batch["x"][0, 0]))
+        trainer.train_step(batch)
+    assert seen == list(range(start, 6))
+
+
+def test_fit_uses_every_batch_of_a_generator():
+    batches = (numpy_batches(ROWS, 16)(i) for i in range(4))
+    values = Trainer(Network, squares, batches, train=TrainConfig(steps=4, global_batch_size=16)).fit()
+    function = numpy_batches(ROWS, 16)
+    wanted = Trainer(Network, squares, function, train=TrainConfig(steps=4, global_batch_size=16)).fit()
+    assert values["loss"] == wanted["loss"]
+
+
+def test_a_loss_gets_the_keywords_that_it_names():
+    seen = []
+
+    def loss(model, batch, *, train, **others):
+        seen.append((train, others["key"] is not None))
+        return squares(model, batch)
+
+    data = numpy_batches(ROWS, 16)
+    Trainer(Network, loss, data, train=TrainConfig(steps=1, global_batch_size=16), eval_data=[ROWS]).fit()
+    assert set(seen) == {(True, True), (False, False)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model: 0.0, r"loss\(model, batch\).*takes \(model\)"),
+        (lambda model, batch, rng: 0.0, r"key=.*takes \(model, batch, rng\)"),
+        (3, "Python function"),
+    ],
+)
+def test_a_loss_that_cannot_be_called_is_explained(loss, said):
+    with pytest.raises(TypeError, match=said):
+        Trainer(Network, loss, [{}])
+
+
+def test_a_loss_declares_what_it_returns():
+    undeclared = Trainer(Network, lambda model, batch: LossSum(squares(model, batch), jnp.float32(1)), [{}])
+    declared = Trainer(Network, returns_sum(lambda model, batch: squares(model, batch)), [{}])
+    for trainer, said in ((undeclared, "@jaxstack.loss.returns_sum above it"), (declared, r"must return .*LossSum")):
+        with pytest.raises(TypeError, match=said):
+            trainer.train_step(trainer.put({"x": POINTS[:16], "y": ROWS["y"][:16]}))
+
+
 def test_wrong_arguments_are_explained():
     with pytest.raises(TypeError, match="batches"):
         Trainer(Network, squares, 3)

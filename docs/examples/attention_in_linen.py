@@ -1,4 +1,4 @@
-"""Our attention in somebody's Linen model: one argument, the same outputs.
+"""`flash_attention` in an existing Linen model: one argument changes, the outputs do not.
 
 python docs/examples/attention_in_linen.py
 """
@@ -34,12 +34,12 @@ class LanguageModel(nn.Module):
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
-    """What Flax calls in place of its own; [B, T, N, H]. The mask becomes `causal`, so what it hides is skipped."""
+    """Attention function for Flax, [B, T, N, H]. `causal` replaces the mask, so hidden tiles are skipped."""
     return flash_attention(query, key, value, causal=True)
 
 
 def main() -> float:
-    """The largest difference between the logits of the two models with the same weights."""
+    """Return the largest difference between the logits of the two models with the same weights."""
     tokens = jax.random.randint(jax.random.key(0), (2, 128), 0, 64)
     plain, ours = LanguageModel(), LanguageModel(attention_fn=attend)
     weights = plain.init(jax.random.key(1), tokens)

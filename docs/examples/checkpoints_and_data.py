@@ -1,4 +1,4 @@
-"""Our data pipeline and checkpoints alone, around somebody's own model and loop: stopped and gone on with, bit by bit.
+"""Data pipeline and checkpoints with another model and training loop: it resumes bit by bit.
 
 python docs/examples/checkpoints_and_data.py
 """
@@ -38,7 +38,7 @@ def train_step(state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
 
 
 def train(folder: Path, steps: int, every: int = 10) -> list[float]:
-    """The losses of the steps from the newest checkpoint on."""
+    """Train from the newest checkpoint; return the losses."""
     config = DataConfig(
         sources=(SourceConfig(path=str(folder / "texts")),),
         tokenizer=TokenizerConfig(name="byte"),
@@ -67,7 +67,7 @@ def train(folder: Path, steps: int, every: int = 10) -> list[float]:
 
 
 def main() -> bool:
-    """Whether a run that was stopped and gone on with has the losses of one that was not."""
+    """Return True if a resumed run has the losses of an uninterrupted one."""
     with tempfile.TemporaryDirectory() as name:
         unbroken, stopped = Path(name) / "a", Path(name) / "b"
         for folder in (unbroken, stopped):

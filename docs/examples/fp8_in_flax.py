@@ -1,4 +1,4 @@
-"""Our FP8 dot in somebody's NNX and Linen models: `dot_general=fp8_dot_general`, and nothing else changes.
+"""FP8 in existing NNX and Linen models: only `dot_general=fp8_dot_general` changes.
 
 python docs/examples/fp8_in_flax.py
 """
@@ -25,7 +25,7 @@ class Network(nnx.Module):
 
 
 def train(model: nnx.Module, steps: int = 30) -> float:
-    """The last loss of learning to sort 32 numbers."""
+    """Train a network to sort 32 numbers; return its last loss."""
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
 
     @nnx.jit

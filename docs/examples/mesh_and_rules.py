@@ -1,4 +1,4 @@
-"""Our mesh and rules around somebody's module and their own training loop; eight simulated devices.
+"""Mesh and sharding rules with another module and training loop, on eight simulated devices.
 
 python docs/examples/mesh_and_rules.py
 """
@@ -25,7 +25,7 @@ class FeedForward(nnx.Module):
 
 
 def place(state: nnx.State, rules: AxisRules) -> nnx.State:
-    """The parameters where the rules say; what has no logical axes is laid out by its shape."""
+    """Place the parameters by the rules; those without logical axes are sharded by their shape."""
 
     def put(variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_raw_value()

@@ -1,4 +1,4 @@
-"""`Trainer` on modules that are no language models: a vision Transformer in NNX, an LSTM in Linen.
+"""`Trainer` on modules that are not language models: a vision Transformer in NNX, an LSTM in Linen.
 
 python docs/examples/trainer_vit_and_lstm.py
 """
@@ -52,7 +52,7 @@ class VisionTransformer(nnx.Module):
 
 
 class Recurrent(linen.Module):
-    """An LSTM over a series [B, T, 1] that answers at its end."""
+    """An LSTM over a series [B, T, 1] with one output at its end."""
 
     @linen.compact
     def __call__(self, series: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ def series(count: int) -> dict[str, np.ndarray]:
 
 
 def main(steps: int = 100) -> dict[str, float]:
-    """The last losses of both."""
+    """Train both; return their last losses."""
     train = TrainConfig(steps=steps, global_batch_size=64)
     optimizer = AdamW(learning_rate=1e-2, weight_decay=0.0)
     vision = Trainer(

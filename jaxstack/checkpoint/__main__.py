@@ -1,7 +1,8 @@
-"""`python -m jaxstack.checkpoint list|verify|prune DIR`: inspects and cleans checkpoints without loading them."""
+"""The command `python -m jaxstack.checkpoint list|verify|prune DIR`: manage checkpoints without loading them."""
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxstack.checkpoint import directory, manifest
@@ -11,9 +12,9 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.units import byte_size
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Returns 0 if all is well, 1 if a checkpoint is damaged or none is there, 2 on wrong use."""
-    options = make_parser().parse_args(arguments)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 1 if a checkpoint is damaged or there is none."""
+    options = make_parser().parse_args(argv)
 
     def body() -> int:
         try:
@@ -26,10 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="jaxstack checkpoint", description="Looks after the checkpoints of a run.")
+    parser = argparse.ArgumentParser(
+        prog="jaxstack checkpoint", description="Verify, list or prune the checkpoints of a run."
+    )
     commands = parser.add_subparsers(required=True, metavar="list|verify|prune")
     for name, action, text in (
-        ("list", _list, "show what lies there; sizes are checked, contents are not read"),
+        ("list", _list, "list the checkpoints; file sizes are checked, contents are not read"),
         ("verify", _verify, "read every file and compare it with its SHA-256"),
         ("prune", _prune, "delete damaged, unfinished and old checkpoints; the newest are verified first"),
     ):
@@ -37,11 +40,15 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("directory", type=Path, help="a run directory, or its checkpoints/")
         command.set_defaults(action=action)
         if name == "verify":
-            command.add_argument("--step", type=int, metavar="N", help="only this one")
+            command.add_argument("--step", type=int, metavar="N", help="verify only this checkpoint")
         if name == "prune":
-            command.add_argument("--keep", type=int, default=3, metavar="N", help="how many of the newest to keep (3)")
-            command.add_argument("--keep-every-steps", type=int, metavar="M", help="also keep multiples of this")
-            command.add_argument("--dry-run", action="store_true", help="say what would be deleted")
+            command.add_argument(
+                "--keep", type=int, default=3, metavar="N", help="number of newest checkpoints to keep (3)"
+            )
+            command.add_argument(
+                "--keep-every-steps", type=int, metavar="M", help="also keep steps that are multiples of this"
+            )
+            command.add_argument("--dry-run", action="store_true", help="show what would be deleted")
     return add_examples(
         parser,
         "checkpoint list runs/quickstart",
@@ -78,12 +85,16 @@ def _list(folder: Path, options: argparse.Namespace) -> int:
         if damage is None:
             index = manifest.read_index(entry.path)
             size = byte_size(sum(index["files"].values()))
-            print(f"{entry.step:10}  {index['saved_at']:25}  {len(index['leaves']):6}  {size:>10}  complete")
+            print(f"{entry.step:10}  {index['saved_at']:25}  {len(index['leaves']):6}  {size:>10}  right sizes")
         else:
             print(f"{entry.step:10}  {'':25}  {'':6}  {'':10}  damaged: {damage}")
+    saving = directory.saving_process(folder)
     for entry in entries:
-        if entry.kind != "committed":
+        if entry.kind == "half-written" and saving is not None:
+            print(f"{entry.path.name}: being written by {saving}")
+        elif entry.kind != "committed":
             print(f"{entry.path.name}: {entry.reason or entry.kind}, not a checkpoint")
+    print(f"contents are not read here: python -m jaxstack.checkpoint verify {options.directory}")
     return 0
 
 
@@ -104,7 +115,7 @@ def _verify(folder: Path, options: argparse.Namespace) -> int:
 
 def _prune(folder: Path, options: argparse.Namespace) -> int:
     if options.keep < 1 or (options.keep_every_steps or 1) < 1:
-        raise ConfigError("--keep and --keep-every-steps are at least 1")
+        raise ConfigError("--keep and --keep-every-steps must be at least 1")
     lock = None if options.dry_run else directory.lock_directory(folder)
     entries = directory.scan(folder)
     intact, damaged, older = [], [], []

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.leaves import LeafSpec
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import JaxstackError
 from jaxstack.files import write_file
 
@@ -37,7 +37,7 @@ def commit(
     Raises:
       Exception: `failure`, or the OSError that prevented the commit.
     """
-    position, count = processes.position()
+    position, count = coordination.process_position()
     moved = None
     try:
         if failure is not None:
@@ -47,8 +47,8 @@ def commit(
             write_file(staging / f"{_PART}{position}", json.dumps(digests).encode())
     except Exception as error:
         failure, digests = error, {}
-    processes.meet(f"{staging.name}-hashed", timeout_seconds)
-    if processes.is_first() and failure is None:
+    coordination.barrier(f"{staging.name}-hashed", timeout_seconds)
+    if coordination.is_first() and failure is None:
         try:
             if count > 1:
                 digests = _merge_parts(staging, count)
@@ -56,7 +56,7 @@ def commit(
             moved = directory.put_in_place(staging, final)
         except Exception as error:
             failure = error
-    processes.meet(f"{staging.name}-committed", timeout_seconds)
+    coordination.barrier(f"{staging.name}-committed", timeout_seconds)
     if failure is not None:
         raise failure
     return moved

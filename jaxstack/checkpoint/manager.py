@@ -18,7 +18,7 @@ from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError, JaxstackError, cannot_write
 from jaxstack.files import FileLock
 
@@ -82,6 +82,7 @@ class CheckpointManager:
         self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
         self._reported: set[str] = set()
         self._intact: dict[int, Any] = {}
+        self._verified: dict[int, Any] = {}
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
         self._lock: FileLock | None = None
@@ -107,15 +108,15 @@ class CheckpointManager:
           JaxstackError: another run saves here, or the directory cannot be written.
         """
         failure: JaxstackError | None = None
-        if processes.is_first():
+        if coordination.is_first():
             try:
                 self._take_lock()
             except OSError as error:
                 failure = cannot_write(error.filename or self.directory, error)
             except JaxstackError as error:
                 failure = error
-        if not processes.all_true(failure is None):
-            wrong = not processes.all_true(not isinstance(failure, ConfigError))
+        if not coordination.all_true(failure is None):
+            wrong = not coordination.all_true(not isinstance(failure, ConfigError))
             kind = ConfigError if wrong else JaxstackError
             raise failure or kind(f"the first process cannot save in {self.directory}; it says why")
 
@@ -259,7 +260,7 @@ class CheckpointManager:
     def discard_newer(self, step: int) -> None:
         """Delete the checkpoints after `step`, for the run that saves here and goes back to it."""
         self._join()
-        if not processes.is_first():
+        if not coordination.is_first():
             return
         self._take_lock()
         for later in self.all_steps():
@@ -282,14 +283,14 @@ class CheckpointManager:
     def _prepare(self, job: _Job) -> bool:
         """Create the folder of a save, on the first process. Returns False, with the error noted, if that fails."""
         failure: Exception | None = None
-        if processes.is_first():
+        if coordination.is_first():
             try:
                 self._take_lock()
                 directory.clear_unfinished(self.directory)
                 job.staging.mkdir()
             except (OSError, JaxstackError) as error:
                 failure = error
-        if processes.all_true(failure is None):
+        if coordination.all_true(failure is None):
             return True
         if isinstance(failure, JaxstackError):
             raise failure
@@ -318,7 +319,7 @@ class CheckpointManager:
         final = self.directory / str(job.step)
         try:
             moved = commit(job.staging, final, job.index, self._timeout_seconds, failure)
-            if processes.is_first():
+            if coordination.is_first():
                 manifest.check(final, job.step, hashes=False)
         except Exception as error:
             self._fail(job, error)
@@ -328,16 +329,38 @@ class CheckpointManager:
         self._error = None
         total_seconds = time.monotonic() - job.started
         self.last_save = SaveRecord(job.step, job.num_bytes, job.blocking_seconds, total_seconds)
-        if processes.is_first():
+        if coordination.is_first():
             self._delete_old(job.step)
 
     def _delete_old(self, committed: int) -> None:
         try:
             good = [step for step in self.all_steps() if self._has_right_sizes(step)]
-            for step in steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+            doomed: tuple[int, ...] = ()
+            while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
+                damaged = [step for step in good if step not in doomed and not self._is_verified(step, committed)]
+                if not damaged:
+                    break
+                good = [step for step in good if step not in damaged]
+            for step in doomed:
                 directory.delete(self._path(step))
         except OSError as error:
             self._report(f"an old checkpoint in {self.directory} could not be deleted: {error}")
+
+    def _is_verified(self, step: int, committed: int) -> bool:
+        """Return True if a checkpoint's files have their hashes, so that an older one may be deleted for it.
+
+        Each checkpoint of an earlier start is read once; what this process has just written is trusted.
+        """
+        path = self._path(step)
+        seen = manifest.signature(path)
+        if step != committed and (seen is None or self._verified.get(step) != seen):
+            try:
+                manifest.check(path, step)
+            except manifest.Damaged as damage:
+                self._report(f"checkpoint {path} is damaged and does not count towards checkpoint.keep: {damage}")
+                return False
+        self._verified[step] = seen
+        return True
 
     def _has_right_sizes(self, step: int) -> bool:
         try:
@@ -347,7 +370,7 @@ class CheckpointManager:
         return True
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        if processes.is_first():
+        if coordination.is_first():
             directory.remove_tree(job.staging)
         self._error = JaxstackError(
             f"the checkpoint of step {job.step} was not saved: {explain(error, str(self.directory))}; "
@@ -366,26 +389,33 @@ class CheckpointManager:
     def _join(self) -> None:
         if not self._finish_thread():
             return
-        if not processes.all_true(self._error is None) and self._error is None:
+        if not coordination.all_true(self._error is None) and self._error is None:
             self._error = JaxstackError("the last checkpoint was not saved: another process failed at it")
 
     def _report(self, line: str) -> None:
-        if processes.is_first() and line not in self._reported:
+        if coordination.is_first() and line not in self._reported:
             self._reported.add(line)
             self._write_line(line.encode("utf-8", "backslashreplace").decode())  # file names may be any bytes
 
     def _agreed_steps(self) -> Iterator[int]:
         """Yield the committed steps, newest first, as the first process sees them."""
         steps = []
-        if processes.is_first():
+        if coordination.is_first():
             for entry in directory.scan(self.directory):
                 if entry.kind == "committed":
                     steps.append(entry.step)
                 elif entry.kind == "foreign":
                     self._report(f"{entry.path} is not a checkpoint and is ignored: {entry.reason}")
                 elif entry.kind == "half-written":
-                    self._report(f"{entry.path} is a save that was cut off; the next save removes it")
-        yield from processes.first_says(steps)
+                    self._report_unfinished(entry.path)
+        yield from coordination.broadcast_from_first(steps)
+
+    def _report_unfinished(self, path: Path) -> None:
+        ours = any(m._lock is not None and m.directory == self.directory for m in _open_managers)
+        if not ours and (holder := directory.saving_process(self.directory)) is not None:
+            self._report(f"{path} is being written by {holder}; the newest finished checkpoint is taken")
+        elif not ours:
+            self._report(f"{path} is a save that was cut off; the next save removes it")
 
     def _path(self, step: int) -> Path:
         final = self.directory / str(step)
@@ -399,13 +429,13 @@ class CheckpointManager:
         path = self._path(step)
         damage = None
         seen = manifest.signature(path)
-        if processes.all_true(seen is not None and self._intact.get(step) == seen):
+        if coordination.all_true(seen is not None and self._intact.get(step) == seen):
             return None
         try:
-            manifest.check(path, step, processes.position())
+            manifest.check(path, step, coordination.process_position())
         except manifest.Damaged as error:
             damage = str(error)
-        if not processes.all_true(damage is None):
+        if not coordination.all_true(damage is None):
             return damage or self._name_damage(path, step)
         self._intact[step] = seen
         return None
@@ -413,14 +443,14 @@ class CheckpointManager:
     def _name_damage(self, path: Path, step: int) -> str:
         """Return the damage that another process found in its share; only the first process names the file."""
         try:
-            if processes.is_first():
+            if coordination.is_first():
                 manifest.check(path, step)
         except manifest.Damaged as error:
             return str(error)
         return "another process found a damaged file"
 
     def _checked_index(self, step: int) -> dict[str, Any]:
-        if not processes.first_says(step in self.all_steps()):
+        if not coordination.broadcast_from_first(step in self.all_steps()):
             known = ", ".join(map(str, self.all_steps())) or "none"
             raise JaxstackError(f"no checkpoint of step {step} in {self.directory}: there are {known}")
         damage = self._find_damage(step)

@@ -1,4 +1,4 @@
-"""The base of every configuration component: frozen, strict, and closed to unknown keys."""
+"""Base of all configuration components: frozen, strict, without unknown keys."""
 
 import re
 
@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 
 class Component(BaseModel):
-    """A typed, immutable, hashable part of a configuration.
+    """A typed, immutable, hashable part of a configuration, declared in the module of the code that it configures.
 
-    Declared beside the code that it configures. Strict: `steps: true` or `steps: "10"` is an error, not 1 or 10.
-    A docstring under a field becomes its description in the JSON schema.
+    Values are strict: `steps: true` or `steps: "10"` is an error, not 1 or 10. The docstring under a field is its
+    description in the JSON schema.
     """
 
     model_config = ConfigDict(
@@ -24,7 +24,7 @@ class Component(BaseModel):
 
 
 class PathRule(Component):
-    """What holds for the parameters in whose path the regular expression is found; the first rule that matches wins."""
+    """Base of rules for the parameters whose path contains a match of a regular expression; the first match wins."""
 
     path: str
 

@@ -1,28 +1,32 @@
-"""From YAML text and `section.key=value` overrides to a validated component, with errors that name the way out."""
+"""Read YAML files and `section.key=value` overrides into validated components, with errors that name the way out."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from jaxstack.config.base import Component
 from jaxstack.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=Component)
-Tree = dict[str, Any]
+Tree: TypeAlias = dict[str, Any]
+"""Sections, or the keys of a section, as plain data."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `3e-4` is a number and `1e3` a whole one (YAML 1.2), and a key given twice is an error."""
+    """Safe YAML in which `3e-4` is a float and `1e3` an integer, as in YAML 1.2, and duplicate keys are an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *defaults`; its keys give way to those beside it
+            if (
+                key_node.tag == "tag:yaml.org,2002:merge"
+            ):  # `<<: *defaults`; the other keys of the mapping override its keys
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
@@ -50,11 +54,19 @@ _Loader.add_implicit_resolver(
 )
 
 
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 
 
-def _count_values(value: Any, known: dict[int, int | None]) -> int:
-    """Values in a tree that may hold a part many times over by YAML's aliases; each part is looked at once."""
+def _count_values(value: object, known: dict[int, int | None]) -> int:
+    """Count the values in a tree whose parts may occur many times by YAML's aliases, visiting each part once.
+
+    Args:
+      value: the tree.
+      known: id of each visited part -> its count, or None while it is being visited.
+
+    Raises:
+      ValueError: an alias refers to itself, or a value cannot be used.
+    """
     if not isinstance(value, dict | list):
         _check_scalar(value)
         return 1
@@ -68,18 +80,18 @@ def _count_values(value: Any, known: dict[int, int | None]) -> int:
     return count
 
 
-def _check_scalar(value: Any) -> None:
+def _check_scalar(value: object) -> None:
     if isinstance(value, int) and value.bit_length() > 63:
-        raise ValueError(f"a whole number of {value.bit_length()} bits stands in it; at most 63 can be computed with")
+        raise ValueError(f"it holds a whole number of {value.bit_length()} bits; at most 63 bits are supported")
     if isinstance(value, str) and "\0" in value:
-        raise ValueError("a null character stands in a text")
+        raise ValueError("it holds a text with a null character")
 
 
 def _parse_yaml(text: str, origin: str) -> Any:
     try:
         parsed = yaml.load(text, Loader=_Loader)
-        if _count_values(parsed, {}) > _MOST_VALUES:
-            raise ValueError(f"its aliases make more than {_MOST_VALUES:,} values of it")
+        if _count_values(parsed, {}) > _MAX_VALUES:
+            raise ValueError(f"its aliases expand to more than {_MAX_VALUES:,} values")
         return parsed
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -89,7 +101,7 @@ def _parse_yaml(text: str, origin: str) -> Any:
 
 
 def load_yaml(path: str | Path) -> Tree:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises:
       ConfigError: the file is missing, unreadable, not UTF-8, not YAML, or not a mapping.
@@ -121,7 +133,7 @@ def load_yaml(path: str | Path) -> Tree:
 
 
 def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
-    """A copy of `tree` with each `section.key=value` of `overrides` set; values are read as YAML.
+    """Return a copy of `tree` with each `section.key=value` of `overrides` set; values are parsed as YAML.
 
     Raises:
       ConfigError: an override is not of the form `section.key=value`.
@@ -144,14 +156,15 @@ def merge_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> Tree:
 
 
 def drop_keys_of_replaced(kind: type[Component], tree: Tree, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
-    """Remove from the file's tree the keys of components that an override replaces by another of their union.
+    """Remove the keys of components that an override replaces by another component of their union.
 
-    `optimizer.name=sgd` on a file with `optimizer: {name: adamw, b2: 0.95}` leaves no `b2` behind, which SGD does not
-    have. Keys that the new component has too stay.
+    `optimizer.name=sgd` on a file with `optimizer: {name: adamw, b2: 0.95}` removes `b2`, which SGD does not have. Keys
+    that the new component also has stay.
 
     Args:
       kind: the component that the tree describes.
-      tree: the file's, without the overrides.
+      tree: plain data of the file, without the overrides.
+      overrides: `section.key=value` strings.
 
     Returns:
       The tree, and a sentence for each component that was replaced.
@@ -196,7 +209,7 @@ def _at(tree: Tree, keys: Sequence[str]) -> Tree:
 
 
 def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """`base` with the values of `over` on top, section by section."""
+    """Return `base` with the values of `over` in place of its own, section by section."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -206,11 +219,14 @@ def merge_trees(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def build_component(kind: type[C], tree: Any, origin: str = "the configuration", overrides: Sequence[str] = ()) -> C:
-    """Validates `tree` as a `kind`.
+def build_component(kind: type[C], tree: object, origin: str = "the configuration", overrides: Sequence[str] = ()) -> C:
+    """Validate plain data as a component.
 
     Args:
-      overrides: those that `merge_overrides` put into the tree; a problem with such a value names the override.
+      kind: class of the component.
+      tree: plain data.
+      origin: what error messages call the data, such as its file name.
+      overrides: the overrides that `merge_overrides` put into the tree; a problem with such a value names the override.
 
     Raises:
       ConfigError: one message that lists every unknown key (with the nearest known ones), wrong type and broken rule.
@@ -219,7 +235,7 @@ def build_component(kind: type[C], tree: Any, origin: str = "the configuration",
         return kind.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         problems = error.errors()
-        # A list whose items are wrong is also reported as too short: the items' own problems say more.
+        # Pydantic also reports a list with wrong items as too short; the problems of its items say more.
         problems = [p for p in problems if p["type"] != "too_short" or not _has_inner(p, problems)]
         lines = [_explain(kind, problem, overrides) for problem in problems]
     except (TypeError, ValueError) as error:
@@ -235,12 +251,12 @@ def build_component(kind: type[C], tree: Any, origin: str = "the configuration",
 
 
 def dump_yaml(component: Component) -> str:
-    """The component as YAML that `load_yaml` and `build_component` read back to an equal component."""
+    """Return the component as YAML, from which `load_yaml` and `build_component` make an equal component."""
     tree = component.model_dump(mode="json", by_alias=True)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     names = {bool: "true/false value", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
@@ -254,7 +270,8 @@ _WANTED = {
 }  # fmt: skip
 
 
-def _has_inner(problem: Any, problems: Sequence[Any]) -> bool:
+def _has_inner(problem: ErrorDetails, problems: Sequence[ErrorDetails]) -> bool:
+    """Return True if another problem lies within the value of this one."""
     outer = problem["loc"]
     return any(len(p["loc"]) > len(outer) and p["loc"][: len(outer)] == outer for p in problems)
 
@@ -262,8 +279,8 @@ def _has_inner(problem: Any, problems: Sequence[Any]) -> bool:
 _OVERRIDE = "override "
 
 
-def _explain(kind: type[BaseModel], problem: Any, overrides: Sequence[str]) -> str:
-    """Return one line for one of pydantic's findings: where, what is wrong, and the way out."""
+def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[str]) -> str:
+    """Return one line for a problem that pydantic found: its key, what is wrong, and the way out."""
     path, owner = _walk(kind, problem["loc"])
     name, text = ".".join(path), _explain_problem(path, owner, problem)
 
@@ -276,8 +293,8 @@ def _explain(kind: type[BaseModel], problem: Any, overrides: Sequence[str]) -> s
     return f"{_OVERRIDE}{', '.join(given)}: {text}" if given else text
 
 
-def _explain_problem(path: list[str], owner: Any, problem: Any) -> str:
-    where, found, code = ".".join(path), problem.get("input"), problem["type"]
+def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDetails) -> str:
+    where, found, code, context = ".".join(path), problem.get("input"), problem["type"], problem.get("ctx", {})
     if code == "extra_forbidden":
         return f"unknown key {where!r}; {nearest(path[-1], _keys(owner))}"
     if code == "missing":
@@ -288,7 +305,7 @@ def _explain_problem(path: list[str], owner: Any, problem: Any) -> str:
         hint = f"; set {where}.name to choose one" if named else ""
         return f"{where} must be {_WANTED[code]}; found {shown}{hint}."
     if code == "literal_error":
-        choices = re.findall(r"[^', ]+", problem["ctx"]["expected"].replace(" or ", ", "))
+        choices = re.findall(r"[^', ]+", context["expected"].replace(" or ", ", "))
         return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"
     if code in ("union_tag_invalid", "union_tag_not_found"):
         members = _components_in(_annotation(owner, path[-1]))
@@ -296,19 +313,25 @@ def _explain_problem(path: list[str], owner: Any, problem: Any) -> str:
         name = found.get("name") if isinstance(found, dict) else found
         return f"{where}.name cannot be {name!r}; {nearest(str(name), choices)}"
     if code == "value_error":
-        message = str(problem["ctx"]["error"])
+        message = str(context["error"])
         return f"{where}: {message}" if where else message
     limit = problem["msg"].removeprefix("Input ")
     return f"{where}: {limit}; found {found!r}." if where else f"{limit}."
 
 
-def _walk(kind: Any, location: Sequence[Any]) -> tuple[list[str], Any]:
-    """The location as keys of the file, and the component that holds the last of them."""
-    path, owner, annotation = [], kind, kind
+def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
+    """Translate pydantic's location of a problem.
+
+    Returns:
+      The keys as in the file, and the component that has the last of them.
+    """
+    path: list[str] = []
+    owner: type[BaseModel] = kind
+    annotation: object = kind
     for part in location:
         components = _components_in(annotation)
         tagged = [c for c in components if part in get_args(_annotation(c, "name"))]
-        if tagged and len(components) > 1:  # pydantic names the member of a union: not a key of the file
+        if tagged and len(components) > 1:  # the name of a member of a union, which is not a key of the file
             annotation = tagged[0]
             continue
         if isinstance(part, int):
@@ -321,19 +344,20 @@ def _walk(kind: Any, location: Sequence[Any]) -> tuple[list[str], Any]:
     return path, owner
 
 
-def _keys(component: Any) -> list[str]:
+def _keys(component: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in component.model_fields.items()]
 
 
-def _annotation(component: Any, key: Any) -> Any:
+def _annotation(component: type[BaseModel], key: str) -> object:
+    """Return the type of a field, by its name or alias; None if there is no such field."""
     for name, field in component.model_fields.items():
         if key in (name, field.alias):
             return field.annotation
     return None
 
 
-def _components_in(annotation: Any) -> list[Any]:
-    """The component classes inside an annotation such as `Part | None` or `tuple[Part, ...]`."""
+def _components_in(annotation: object) -> list[type[BaseModel]]:
+    """Return the component classes inside an annotation such as `Part | None` or `tuple[Part, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [c for inner in get_args(annotation) for c in _components_in(inner)]

@@ -1,48 +1,98 @@
-"""Any source of batches as one interface: ours, or a user's iterable or function."""
+"""One interface for all sources of batches: jaxstack's own data, or a user's iterable or function."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
-import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.parallel.rules import SEQUENCES, AxisRules
-from pallas_kernels import sequence_order
+from jaxstack.errors import JaxstackError
 
 HostBatch = Mapping[str, np.ndarray]
+"""The arrays of a batch in host memory, whose first dims are equal."""
 
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """A source that can start anywhere; `jaxstack.data.loader.Data` is one."""
+    """A source of batches that can start anywhere; `jaxstack.data.loader.Data` is one."""
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        """Rows `rows` of the global batches start, start + 1, ..."""
+        """Yield the rows `rows` of the global batches start, start + 1, ..."""
         ...
 
 
 class UserBatches:
-    """A user's batches: a function of the step (0 is the first), or an iterable, of which a resumed run skips the
-    batches that were used. Each is the whole global batch: a dict of arrays with equal first dims.
+    """A user's batches as a `BatchSource`. Each is a whole global batch: a dict of arrays with equal first dims.
+
+    Args:
+      source: a function of the step (0 is the first); or an iterable, of which a resumed run skips the batches that
+        were used. An iterator, such as a generator, cannot be read twice: it goes on where it stands.
     """
 
     def __init__(self, source: Iterable[HostBatch] | Callable[[int], HostBatch]):
         self._source = source
+        self._read = 0
+        self._peeked: list[HostBatch] = []
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
-        if callable(self._source):
-            found: Iterator[HostBatch] = (self._source(step) for step in itertools.count(start))
-        else:
-            found = itertools.islice(iter(self._source), start, None)
-        for batch in found:
+        """Yield the rows `rows` of the batches `start`, start + 1, ...
+
+        Raises:
+          JaxstackError: a batch is no dict of arrays with `global_batch_size` rows.
+        """
+        for batch in self._from(start):
             yield {name: np.asarray(value)[rows] for name, value in check_batch(batch, global_batch_size).items()}
 
+    def peek(self, start: int) -> HostBatch | None:
+        """Return batch `start`, which `batches` yields all the same; None if there is none."""
+        first = next(self._from(start), None)
+        if first is not None and isinstance(self._source, Iterator):
+            self._peeked.append(first)
+            self._read -= 1
+        return first
 
-def check_batch(batch: Any, rows: int | None = None) -> HostBatch:
-    """The batch itself, if it is a dict of arrays with one first dim (of `rows`).
+    def _from(self, start: int) -> Iterator[HostBatch]:
+        if callable(self._source):
+            return map(self._source, itertools.count(start))
+        if isinstance(self._source, Iterator):
+            return self._go_on(self._source, start)
+        return itertools.islice(iter(self._source), start, None)
+
+    def _go_on(self, source: Iterator[HostBatch], start: int) -> Iterator[HostBatch]:
+        """Yield the batches of an iterator from `start` on, or from where it stands if that is later."""
+        while (batch := self._peeked.pop() if self._peeked else next(source, None)) is not None:
+            self._read += 1
+            if self._read > start:
+                yield batch
+
+
+def peek(source: BatchSource, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> HostBatch:
+    """Return batch `start` without using it up: a later `batches` of the source yields it again.
+
+    Args:
+      source: the batches.
+      global_batch_size: rows of a global batch.
+      rows: the rows of this process; a user's batch comes with all rows.
+      start: number of the batch.
+
+    Raises:
+      JaxstackError: there is no batch, or it is no dict of arrays.
+    """
+    if isinstance(source, UserBatches):
+        return check_batch(source.peek(start), global_batch_size)
+    stream = source.batches(global_batch_size=global_batch_size, rows=rows, start=start)
+    try:
+        return check_batch(next(iter(stream), None))
+    finally:
+        getattr(stream, "close", lambda: None)()
+
+
+def check_batch(batch: object, rows: int | None = None) -> HostBatch:
+    """Return the batch if it is a dict of arrays with equal first dims.
+
+    Args:
+      batch: what a source gave.
+      rows: the first dim that is required; None: any.
 
     Raises:
       JaxstackError: it is not.
@@ -56,8 +106,8 @@ def check_batch(batch: Any, rows: int | None = None) -> HostBatch:
     return batch
 
 
-def as_source(data: Any) -> BatchSource:
-    """`data` as a BatchSource.
+def as_source(data: object) -> BatchSource:
+    """Return `data` as a BatchSource.
 
     Raises:
       TypeError: it is neither a source, nor a function, nor an iterable.
@@ -65,77 +115,20 @@ def as_source(data: Any) -> BatchSource:
     if isinstance(data, BatchSource):
         return data
     if callable(data) or isinstance(data, Iterable):
-        return UserBatches(cast(Any, data))
+        return UserBatches(cast(Iterable[HostBatch], data))
     raise TypeError(
         "data must have a `batches` method, be a function of the step, or an iterable of batches; "
         f"found {type(data).__name__}."
     )
 
 
-def batch_sharding(rules: AxisRules, shape: Sequence[int]) -> NamedSharding:
-    """Where an array of the global batch lies."""
-    return rules.sharding(rules.batch_spec(shape))
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
-class BatchShardings(dict[str, NamedSharding]):
-    """Name of a batch's array -> its layout."""
-
-    def __init__(self, rules: AxisRules, rows: int):
-        super().__init__()
-        self._rules, self._rows = rules, rows
-
-    def __missing__(self, name: str) -> NamedSharding:
-        return self._rules.sharding(self._rules.batch_spec((self._rows,), name))
-
-
-def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
-    """The batch as the devices of the `context` axis hold it: sequences in their order, with explicit positions.
-
-    Raises:
-      ConfigError: the chunks do not divide the length.
-    """
-    parts = rules.degree(rules.table["length"])
-    if parts == 1 or "tokens" not in batch:
-        return batch
-    shape = np.shape(batch["tokens"])
-    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    try:
-        order = sequence_order(shape[1], parts)
-    except ValueError as error:
-        raise ConfigError(f"parallel.context={parts}: {error}.") from None
-    whole = {"positions": positions, **batch}
-    return {name: np.asarray(x)[:, order] if name in SEQUENCES else x for name, x in whole.items()}
-
-
-def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and layouts of the global batch of `rows` rows that this host batch is a part of.
-
-    Raises:
-      ConfigError: the devices of the batch axes do not divide the rows.
-    """
-    check_rows(rows, rules, "train.global_batch_size")
-    layouts = BatchShardings(rules, rows)
-
-    def describe(name: str, x: np.ndarray) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
-        return jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), dtype, sharding=layouts[name])
-
-    return {name: describe(name, x) for name, x in arrange(batch, rules).items()}
-
-
-def check_rows(rows: int, rules: AxisRules, what: str) -> None:
-    """Raises ConfigError where the batch axes of the mesh do not divide `rows`."""
-    shards = rules.degree(rules.table["batch"])
-    if rows % shards:
-        below = rows // shards * shards
-        raise ConfigError(
-            f"{what} ({rows}) must be divisible by the {shards} devices of data x fsdp x expert; nearest: "
-            f"{f'{below} or ' if below else ''}{below + shards}."
-        )
-
-
-def items_in_batch(batch: Mapping[str, Any]) -> int:
-    """What throughput counts: tokens where the batch has `labels` or `tokens`, otherwise rows."""
+def items_in_batch(batch: Mapping[str, _Shaped]) -> int:
+    """Return the number of items that throughput counts: tokens of `labels` or `tokens` if present, otherwise rows."""
     for name in ("labels", "tokens"):
         if name in batch:
             return int(np.prod(batch[name].shape))

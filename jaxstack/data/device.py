@@ -1,23 +1,122 @@
-"""Puts the rows of each process on its devices ahead of use.
+"""Lays global batches out on the devices of a mesh, ahead of their use.
 
 Dimensions: B global batch; arrays are [B, ...] and may be sharded over any of their dims.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
-from jaxstack.errors import JaxstackError
+from jaxstack.data.batch_source import HostBatch, check_batch
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.parallel.rules import SEQUENCES, AxisRules
+from pallas_kernels import sequence_order
 
-HostBatch = Mapping[str, np.ndarray]
+
+class BatchPlacement:
+    """Assembles global batches on the devices of a mesh from the rows that each process reads.
+
+    Args:
+      rules: how the dims of a batch are split over the mesh.
+    """
+
+    def __init__(self, rules: AxisRules):
+        self.rules = rules
+
+    def local_rows(self, rows: int) -> np.ndarray:
+        """Return which rows of a global batch of `rows` rows the devices of this process hold, sorted."""
+        return local_rows(self.rules.sharding(self.rules.batch_spec((rows,))), (rows,))
+
+    def stream(
+        self, host: Iterator[HostBatch], rows: int, global_batch_size: int | None
+    ) -> Iterator[tuple[dict[str, jax.Array], float]]:
+        """Yield global batches on the devices, each with the seconds waited for it, see `device_batches`.
+
+        Args:
+          host: batches with this process's rows.
+          rows: rows of a global batch, which decide the layout.
+          global_batch_size: the same, or None if batches differ in their rows (with one process only).
+        """
+        arranged = (arrange(batch, self.rules) for batch in host)
+        return device_batches(arranged, BatchShardings(self.rules, rows), global_batch_size=global_batch_size)
+
+    def put(self, batch: HostBatch) -> dict[str, jax.Array]:
+        """Return a whole global batch, laid out on the devices."""
+        rows = len(next(iter(check_batch(batch).values())))
+        (placed, _), *_ = self.stream(iter([batch]), rows, rows)
+        return placed
 
 
-def local_rows(sharding: Sharding, global_shape: tuple[int, ...]) -> np.ndarray:
-    """The rows (dim 0) of an array of `global_shape` that the devices of this process hold, sorted."""
+class BatchShardings(dict[str, NamedSharding]):
+    """Name of a batch's array -> its sharding, for global batches of `rows` rows."""
+
+    def __init__(self, rules: AxisRules, rows: int):
+        super().__init__()
+        self._rules, self._rows = rules, rows
+
+    def __missing__(self, name: str) -> NamedSharding:
+        return self._rules.sharding(self._rules.batch_spec((self._rows,), name))
+
+
+def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
+    """Permute sequences into the order in which the devices of `context` hold them, and add `positions`.
+
+    Without a `context` axis, or without `tokens`, the batch is returned as it is.
+
+    Raises:
+      ConfigError: the length is not divisible into the chunks of that order.
+    """
+    parts = rules.degree(rules.table["length"])
+    if parts == 1 or "tokens" not in batch:
+        return batch
+    shape = np.shape(batch["tokens"])
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    try:
+        order = sequence_order(shape[1], parts)
+    except ValueError as error:
+        raise ConfigError(f"parallel.context={parts}: {error}.") from None
+    whole = {"positions": positions, **batch}
+    return {name: np.asarray(x)[:, order] if name in SEQUENCES else x for name, x in whole.items()}
+
+
+def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes, dtypes and shardings of the global batch of `rows` rows that a host batch is a part of.
+
+    Raises:
+      ConfigError: the devices of the batch axes do not divide the rows.
+    """
+    check_rows(rows, rules, "train.global_batch_size")
+    shardings = BatchShardings(rules, rows)
+
+    def describe(name: str, x: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
+        return jax.ShapeDtypeStruct((rows, *np.shape(x)[1:]), dtype, sharding=shardings[name])
+
+    return {name: describe(name, x) for name, x in arrange(batch, rules).items()}
+
+
+def check_rows(rows: int, rules: AxisRules, what: str) -> None:
+    """Check that the devices of the batch axes divide `rows`.
+
+    Raises:
+      ConfigError: they do not; the message calls the number `what`, and names the nearest ones that they divide.
+    """
+    shards = rules.degree(rules.table["batch"])
+    if rows % shards:
+        below = rows // shards * shards
+        raise ConfigError(
+            f"{what} ({rows}) must be divisible by the {shards} devices of data x fsdp x expert; nearest: "
+            f"{f'{below} or ' if below else ''}{below + shards}."
+        )
+
+
+def local_rows(sharding: Sharding, global_shape: Sequence[int]) -> np.ndarray:
+    """Return the rows (dim 0) of an array of `global_shape` that the devices of this process hold, sorted."""
+    global_shape = tuple(global_shape)
     size = global_shape[0]
     rows = np.zeros(size, bool)
     for index in sharding.addressable_devices_indices_map(global_shape).values():
@@ -27,11 +126,15 @@ def local_rows(sharding: Sharding, global_shape: tuple[int, ...]) -> np.ndarray:
 
 
 def put_rows(sharding: Sharding, rows: np.ndarray, global_shape: tuple[int, ...]) -> jax.Array:
-    """A global array from the rows of this process, those of `local_rows` in that order. Returns before the
-    copy ends.
+    """Return a global array made of the rows of every process. Does not wait for the copies to the devices.
+
+    Args:
+      sharding: of the global array.
+      rows: this process's rows, those of `local_rows` in that order.
+      global_shape: of the global array.
 
     Raises:
-      JaxstackError: another number of rows than the sharding places here.
+      JaxstackError: the number of rows is not that of `local_rows`.
     """
     wanted = local_rows(sharding, global_shape)
     if len(wanted) != len(rows):
@@ -51,17 +154,17 @@ def device_batches(
     batches: Iterator[HostBatch], sharding: Sharding | Mapping[str, Sharding], *,
     global_batch_size: int | None = None, depth: int = 2,
 ) -> Iterator[tuple[dict[str, jax.Array], float]]:  # fmt: skip
-    """Global arrays of the batches, `depth` of them on the devices ahead of the one in use.
+    """Yield batches as global arrays, with `depth` of them on the devices ahead of the one in use.
 
     Args:
       batches: dicts of arrays with the rows of this process (`local_rows`) in dim 0.
-      sharding: one for all keys, or one a key.
-      global_batch_size: B; may be left out where one process holds every row.
-      depth: batches put on the devices before they are asked for, at least 1.
+      sharding: one for all arrays, or one for each name.
+      global_batch_size: B; may be None if one process holds all rows.
+      depth: batches that are put on the devices before they are needed, at least 1.
 
     Yields:
-      the batch, and the seconds for which the caller waited for it: reading on the host and starting the
-        copies.
+      The batch, and the seconds for which the caller waited for it: for reading on the host and for starting the
+      copies.
     """
     source = iter(batches)
     ready: deque[dict[str, jax.Array]] = deque()
@@ -91,14 +194,14 @@ def _put_batch(
     batch: HostBatch, sharding: Sharding | Mapping[str, Sharding], global_batch_size: int | None
 ) -> dict[str, jax.Array]:
     if jax.process_count() == 1:
-        return jax.device_put(dict(batch), {k: _of(sharding, k) for k in batch})
+        return jax.device_put(dict(batch), {name: _sharding_of(sharding, name) for name in batch})
     placed = {}
-    for key, rows in batch.items():
+    for name, rows in batch.items():
         if global_batch_size is None:
-            raise JaxstackError("device_batches needs global_batch_size where there are several processes")
-        placed[key] = put_rows(_of(sharding, key), rows, (global_batch_size, *rows.shape[1:]))
+            raise JaxstackError("device_batches needs global_batch_size if there are several processes")
+        placed[name] = put_rows(_sharding_of(sharding, name), rows, (global_batch_size, *rows.shape[1:]))
     return placed
 
 
-def _of(sharding: Sharding | Mapping[str, Sharding], key: str) -> Sharding:
-    return sharding[key] if isinstance(sharding, Mapping) else sharding
+def _sharding_of(sharding: Sharding | Mapping[str, Sharding], name: str) -> Sharding:
+    return sharding[name] if isinstance(sharding, Mapping) else sharding

@@ -13,7 +13,7 @@ def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -
     return lines[0] + more
 
 
-def shared_keys(saved: object, found: object) -> object:
+def shared_keys(saved: object, found: object) -> Any:
     """Return `found` with only the keys of `saved`, at every depth, so that keys of later versions do not count."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         return {key: shared_keys(saved[key], value) for key, value in found.items() if key in saved}

@@ -1,1 +1,1 @@
-"""Sampling text from trained models."""
+"""Text generation and scoring with trained models."""

@@ -145,9 +145,7 @@ class Decoder(ModelOnMesh):
           ConfigError: a prompt is empty, has unknown ids, or is too long for the model with its new tokens.
         """
         self._check(prompts, max_tokens)
-        seeds = np.asarray([seed + row for row in range(len(prompts))] if isinstance(seed, int) else seed, np.uint32)
-        if len(seeds) != len(prompts):
-            raise ValueError(f"seed must be one number, or one per prompt ({len(prompts)}); found {len(seeds)}.")
+        seeds = _seed_rows(seed, len(prompts))
         rows = -(-len(prompts) // self.batch_unit) * self.batch_unit
         tokens, lengths = _pad(prompts, rows, self.padded_length(max(map(len, prompts))))
         capacity = tokens.shape[1] + -(-max_tokens // _BLOCK) * _BLOCK
@@ -242,6 +240,14 @@ class Decoder(ModelOnMesh):
         if self._vocab_size is not None:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < self._vocab_size, logits, -jnp.inf)
         return sample(logits, keys, sampling)
+
+
+def _seed_rows(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, " B"]:
+    """Return a seed per row: the given ones, or `seed`, `seed` + 1, ..."""
+    seeds = np.asarray([seed + row for row in range(rows)] if isinstance(seed, int) else seed, np.uint32)
+    if len(seeds) != rows:
+        raise ValueError(f"seed must be one number, or one per prompt ({rows}); found {len(seeds)}.")
+    return seeds
 
 
 def _pad(

@@ -15,7 +15,7 @@ _CONTEXT = 8
 _LONGEST_CHARACTER = 4
 """Number of tokens after which an incomplete character is given up and shown as U+FFFD."""
 FinishReason = Literal["stop", "length"]
-"""Why a text ended: at a stop string or stop token, or at the token limit."""
+"""Reason for the end of a text: "stop" for a stop string or stop token, "length" for the token limit."""
 
 
 class _TokenText(Protocol):

@@ -1,12 +1,12 @@
-"""Which process of which run this is, read from flags, environment variables or Slurm. Imports no jax."""
+"""Detection of the processes and nodes of a run from environment variables or Slurm. Does not import jax."""
 
+import argparse
 import dataclasses
 import ipaddress
 import os
 import re
 import socket
 from collections.abc import Mapping
-from typing import Any
 
 from jaxstack.errors import ConfigError
 
@@ -18,21 +18,32 @@ TLS_PEER_PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One process of a run of several: where they meet, how many they are, and which one this is."""
+    """This process among those of its run.
+
+    Attributes:
+      coordinator: HOST:PORT at which process 0 can be reached.
+      count: number of processes.
+      index: index of this process, from 0.
+      bind: address that process 0 listens on; None: that of `coordinator`, never every interface.
+      local_devices: GPUs of this host that the process uses; None: all that it sees.
+    """
 
     coordinator: str
-    """HOST:PORT at which process 0 listens."""
     count: int
     index: int
     bind: str | None = None
-    """What process 0 listens on; None: the address of `coordinator`, never every interface."""
     local_devices: tuple[int, ...] | None = None
-    """GPUs of this host that the process takes; None: all that it sees."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """The hosts of a run as one of them sees it."""
+    """This node among those of its run.
+
+    Attributes:
+      count: number of nodes.
+      rank: index of this node, from 0.
+      coordinator: HOST:PORT of node 0; None with one node.
+    """
 
     count: int = 1
     rank: int = 0
@@ -40,10 +51,13 @@ class Nodes:
 
 
 def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
-    """This process among several; None where it is alone.
+    """Detect this process's place among those of its run; None if it is the only one.
 
-    Looks at JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (which the launcher sets), then at the
-    variables that `srun` sets.
+    Reads JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which the launcher sets, then the variables of
+    `srun`.
+
+    Args:
+      environ: environment variables; default: `os.environ`.
 
     Raises:
       ConfigError: the variables contradict one another, or one of them is missing.
@@ -72,16 +86,19 @@ def find_place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
-    """The hosts that a launcher was started on: Slurm (one launcher a node), an indexed Kubernetes job, or one host.
+    """Detect the nodes of a launcher: of Slurm (one launcher per node), of an indexed Kubernetes job, or one node.
+
+    Args:
+      environ: environment variables; default: `os.environ`.
 
     Raises:
-      ConfigError: there are several hosts and it is not known where they meet.
+      ConfigError: there are several nodes and no coordinator is given.
     """
     environ = os.environ if environ is None else environ
     slurm = _number(environ, "SLURM_STEP_NUM_NODES", 1)
     if slurm > 1:
         if environ.get("SLURM_LOCALID", "0") != "0":
-            raise ConfigError("start one launcher a node: srun --ntasks-per-node=1 python -m jaxstack.launch ...")
+            raise ConfigError("start one launcher per node: srun --ntasks-per-node=1 python -m jaxstack.launch ...")
         coordinator = environ.get(COORDINATOR) or slurm_coordinator(environ)
         return Nodes(slurm, _number(environ, "SLURM_NODEID"), coordinator)
     kubernetes = _number(environ, "JAXSTACK_NODES", 1)
@@ -94,7 +111,11 @@ def find_nodes(environ: Mapping[str, str] | None = None) -> Nodes:
 
 
 def slurm_coordinator(environ: Mapping[str, str]) -> str:
-    """The first host of the step, with a port that differs from job to job."""
+    """Return the address of the first host of a Slurm step, with a port that depends on the job.
+
+    Raises:
+      ConfigError: the list of nodes cannot be read.
+    """
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     match = re.match(r"([^,\[]+)(?:\[(\w+))?", hosts)
     if not match:
@@ -103,7 +124,11 @@ def slurm_coordinator(environ: Mapping[str, str]) -> str:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT` or `[IPV6]:PORT`; raises ConfigError for anything else."""
+    """Return host and port of `HOST:PORT` or `[IPV6]:PORT`.
+
+    Raises:
+      ConfigError: the address has another form.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"the coordinator's address must be HOST:PORT, e.g. 10.0.0.1:8476, not {address!r}.")
@@ -111,7 +136,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the host of `HOST:PORT` is this machine's loopback interface under all of its addresses."""
+    """Return True if all addresses of the host of `HOST:PORT` are of the loopback interface."""
     host, port = split_address(address)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -125,11 +150,15 @@ def is_loopback(address: str) -> bool:
 
 
 def check_trust(coordinator: str, environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """The certificate, key and CA files with which the processes prove themselves to one another; None without.
+    """Return the certificate, key and CA files of mutual TLS between the processes, or None if it is not used.
+
+    Args:
+      coordinator: HOST:PORT of the coordinator.
+      environ: environment variables; default: `os.environ`.
 
     Raises:
-      ConfigError: the coordinator is not on the loopback interface and there are neither files nor permission to go
-        without; or a file is missing.
+      ConfigError: a file is missing; or the coordinator is not on the loopback interface, and there are neither files
+        nor the permission to do without TLS.
     """
     environ = os.environ if environ is None else environ
     files = tuple(environ.get(name, "") for name in TLS_FILES)
@@ -147,38 +176,38 @@ def check_trust(coordinator: str, environ: Mapping[str, str] | None = None) -> t
     )
 
 
-def add_trust_arguments(parser: Any) -> None:
-    """The options that say how processes prove themselves to one another."""
+def add_trust_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options of authentication between processes to a parser or a group of its options."""
     parser.add_argument(
         "--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="files for mutual TLS; needed off the loopback interface"
     )
     parser.add_argument(
-        "--tls-peer-prefix", metavar="URI", help="accept peers whose certificate names a URI that starts so"
+        "--tls-peer-prefix", metavar="URI", help="accept peers whose certificate names a URI with this prefix"
     )
     parser.add_argument("--insecure", action="store_true", help="do without TLS on a network that nobody else is on")
 
 
-def trust_variables(args: Any) -> dict[str, str]:
-    """These options as environment variables."""
+def trust_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return the options of `add_trust_arguments` as environment variables."""
     found = dict(zip(TLS_FILES, args.tls or (), strict=False))
     found |= {TLS_PEER_PREFIX: args.tls_peer_prefix} if args.tls_peer_prefix else {}
     return found | ({INSECURE: "1"} if args.insecure else {})
 
 
 def split_devices(devices: int, parts: int, part: int) -> tuple[int, ...]:
-    """The devices of process `part` of `parts` on a host with `devices`, in one run of neighbours.
+    """Return the consecutive indices of the devices of process `part` of `parts`, on a host with `devices`.
 
     Raises:
       ConfigError: the devices cannot be split evenly.
     """
     if devices % parts:
-        raise ConfigError(f"{devices} GPUs cannot be split evenly between {parts} processes a node.")
+        raise ConfigError(f"{devices} GPUs cannot be split evenly between {parts} processes per node.")
     each = devices // parts
     return tuple(range(part * each, (part + 1) * each))
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """This task's share of the GPUs, where several tasks of a node see all of them."""
+    """Return this task's share of the GPUs if several tasks of a node see all of them; None: use all."""
     if chosen := _device_list(environ.get(LOCAL_DEVICES)):
         return chosen
     tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))

@@ -1,4 +1,4 @@
-"""The processes of one run: how they join, and how they tell one another small facts without a device."""
+"""Connection of the processes of a run, and exchange of small values between them without a device."""
 
 import inspect
 import itertools
@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -17,36 +17,36 @@ from jaxstack.distributed.cluster import TLS_PEER_PREFIX, Place, check_trust, is
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.jax_compat import CoordinationClient, coordination_state, keep_cpu_collectives_on_loopback
 
+Json: TypeAlias = Any
+"""A value of plain JSON: None, a number, a string, or lists and dicts of them."""
 
-def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 300) -> None:
-    """Connects this process with the others of its run. Before any use of a device.
 
-    From then on a process that dies ends the others within about `heartbeat_seconds`. Process 0 listens on the
-    coordinator's own address only; off the loopback interface the processes prove themselves by mutual TLS.
+def connect(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 300) -> None:
+    """Connect this process with the others of its run. Must be called before any device is used.
+
+    Afterwards, the death of a process ends the others within about `heartbeat_seconds`. Process 0 listens only on the
+    coordinator's own address. Unless that is on the loopback interface, processes authenticate by mutual TLS.
+
+    Args:
+      place: the coordinator's address, the number of processes, and the index of this one.
+      heartbeat_seconds: time after which a process without a heartbeat counts as dead.
+      connect_seconds: time limit for all processes to connect.
 
     Raises:
       ConfigError: the coordinator would be open to other machines.
-      JaxstackError: process 0 cannot listen there, or the processes do not find one another in `connect_seconds`.
+      JaxstackError: process 0 cannot listen at the address, or the processes do not find one another in time.
     """
-    files = check_trust(place.coordinator)
-    options: dict[str, Any] = {}
-    if files is not None:
-        if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
-            raise ConfigError(
-                f"mutual TLS needs jax 0.11.2 or newer (this is {jax.__version__}); install it, or use no TLS."
-            )
-        options = dict(zip(("mtls_cert_file", "mtls_key_file", "mtls_ca_file"), files, strict=True))
-        options |= {"mtls_peer_uri_prefix": os.environ.get(TLS_PEER_PREFIX), "verify_secure_credentials": True}
+    tls = _tls_options(place)
     if place.index == 0:
         _check_free(place.bind or place.coordinator)
-    _keep_cpu_on_loopback(place)
-    # Its handler of SIGTERM would take the place of ours.
+    _use_gloo(place)
+    # The handler of SIGTERM that this service installs would replace ours.
     if "jax_enable_preemption_service" in jax.config.values:
         jax.config.update("jax_enable_preemption_service", False)
-    # jax itself would abort with the stack of its C++ code.
-    limit = threading.Timer(connect_seconds, _end_alone, (place, connect_seconds))
-    limit.daemon = True
-    limit.start()
+    # Without this timer, jax aborts at its own time limit, with a C++ stack trace.
+    timer = threading.Timer(connect_seconds, _exit_unconnected, (place, connect_seconds))
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -57,47 +57,67 @@ def join(place: Place, *, heartbeat_seconds: int = 10, connect_seconds: int = 30
             coordinator_bind_address=place.bind or place.coordinator,
             initialization_timeout=connect_seconds + 60,
             heartbeat_timeout_seconds=heartbeat_seconds,
-            # The first process may write reports long after the others are done; one that dies is noticed otherwise.
+            # Process 0 may write reports long after the others are done. Heartbeats detect a process that dies.
             shutdown_timeout_seconds=3600,
-            **options,
+            **tls,
         )
     except RuntimeError as error:
         raise JaxstackError(
             f"process {place.index} of {place.count} could not join {place.coordinator}: {str(error).splitlines()[0]}"
         ) from None
     finally:
-        limit.cancel()
+        timer.cancel()
+
+
+def _tls_options(place: Place) -> dict[str, Any]:
+    """Return the arguments of `jax.distributed.initialize` for mutual TLS; empty without TLS."""
+    files = check_trust(place.coordinator)
+    if files is None:
+        return {}
+    if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
+        raise ConfigError(
+            f"mutual TLS needs jax 0.11.2 or newer (this is {jax.__version__}); install it, or use no TLS."
+        )
+    options: dict[str, Any] = dict(zip(("mtls_cert_file", "mtls_key_file", "mtls_ca_file"), files, strict=True))
+    return options | {"mtls_peer_uri_prefix": os.environ.get(TLS_PEER_PREFIX), "verify_secure_credentials": True}
 
 
 def _check_free(address: str) -> None:
-    """Raises JaxstackError where this process cannot listen; jax itself would end with a segmentation fault."""
+    """Check that this process can listen at the address; if not, jax would end with a segmentation fault.
+
+    Raises:
+      JaxstackError: it cannot.
+    """
     host, port = split_address(address)
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what an earlier start left in TIME_WAIT
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # ignores sockets of an earlier start in TIME_WAIT
             probe.bind(place)
     except OSError as error:
         raise JaxstackError(
-            f"process 0 cannot listen at {address}: {error.strerror or error}. The coordinator is an address of its "
-            "host with a port that nothing else uses: end what holds it, or give another."
+            f"process 0 cannot listen at {address}: {error.strerror or error}. The coordinator must be an address "
+            "of its host with a free port: end the process that uses it, or choose another."
         ) from None
 
 
-def _end_alone(place: Place, seconds: int) -> None:
+def _exit_unconnected(place: Place, seconds: int) -> None:
+    """End this process with a message, from another thread than the one that waits."""
     text = (
         f"jaxstack: process {place.index} waited {seconds} s (resilience.connect_seconds) at {place.coordinator}, but "
-        f"not all {place.count} processes came. Are all of them started, can they reach this address, and do they have "
-        "the same certificates?\n"
+        f"not all {place.count} processes connected. Check that all are started, can reach this address, and have the "
+        "same certificates.\n"
     )
     os.write(2, text.encode())
     os._exit(1)
 
 
-def _keep_cpu_on_loopback(place: Place) -> None:
-    """CPU collectives between processes: jax has one implementation without further software, Gloo.
+def _use_gloo(place: Place) -> None:
+    """Select Gloo for collectives between CPU processes, on the loopback interface if the coordinator is there.
 
-    It listens on the address that the host's name stands for, and jax has no setting for that.
+    Gloo is jax's only implementation without further software. By default it listens on the address of the host name.
     """
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if is_loopback(place.coordinator):
@@ -105,125 +125,145 @@ def _keep_cpu_on_loopback(place: Place) -> None:
 
 
 def _client() -> CoordinationClient:
-    """Return the connection with the coordinator, which `join` made."""
+    """Return the connection with the coordinator, which `connect` made."""
     client = coordination_state().client
-    assert client is not None, "this process has not joined others"
+    assert client is not None, "this process is not connected to others"
     return client
 
 
-def position() -> tuple[int, int]:
-    """(index, count) of this process, known before any device is."""
+def process_position() -> tuple[int, int]:
+    """Return the index of this process and the number of processes, which are known before any device is used."""
     state = coordination_state()
     return state.process_id, state.num_processes
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes what is written once, and reports."""
-    return position()[0] == 0
+    """Return True on process 0, which reports, and writes the files that exist once per run."""
+    return process_position()[0] == 0
 
 
-def publish(key: str, value: Any) -> None:
-    """Lets the other processes read plain JSON under `key`; a later value takes the place of an earlier."""
+def publish(key: str, value: Json) -> None:
+    """Store a value that the other processes can read under `key`, replacing an earlier one."""
     _client().key_value_set(f"jaxstack/{key}", json.dumps(value), allow_overwrite=True)
 
 
-def peek(key: str) -> Any:
-    """What was published under `key`; None where nothing was."""
+def try_read(key: str) -> Json:
+    """Return the value published under `key`, or None if there is none yet."""
     try:
         return json.loads(_client().key_value_try_get(f"jaxstack/{key}"))
     except (RuntimeError, ValueError):
         return None
 
 
-def await_value(key: str, timeout_seconds: float) -> Any:
-    """Waits for what is published under `key`. Raises TimeoutError."""
+def wait_for_value(key: str, timeout_seconds: float) -> Json:
+    """Wait until a value is published under `key`, and return it.
+
+    Raises:
+      TimeoutError: none was published in time.
+    """
     try:
         return json.loads(_client().blocking_key_value_get(f"jaxstack/{key}", int(1000 * timeout_seconds)))
     except RuntimeError as error:
         raise TimeoutError(str(error).splitlines()[0]) from None
 
 
-def exchange(name: str, value: Any, timeout_seconds: float = 300) -> list[Any]:
-    """Every process's `value`, in their order. Each name serves once.
+def all_gather(name: str, value: Json, timeout_seconds: float = 300) -> list[Json]:
+    """Return every process's `value`, in the order of the processes.
+
+    Args:
+      name: name of this exchange, which all processes pass; it must not be used a second time.
+      value: this process's value.
+      timeout_seconds: time limit for all values to arrive.
 
     Raises:
-      JaxstackError: a process does not say its value in time; the message names it.
+      JaxstackError: a process does not publish its value in time; the message names it.
     """
-    index, count = position()
+    index, count = process_position()
     if count == 1:
         return [value]
     publish(f"{name}/{index}", value)
     deadline = time.monotonic() + timeout_seconds
-    found = [_answer(other, name, deadline, timeout_seconds) for other in range(count)]
-    # Nobody leaves, and takes the store with it, before all have read.
-    meet(f"{name}-read", timeout_seconds)
-    return found
+    values = [_wait_for_process(other, name, deadline, timeout_seconds) for other in range(count)]
+    # Process 0 keeps the store, so it must not leave before all have read.
+    barrier(f"{name}-read", timeout_seconds)
+    return values
 
 
-def _answer(other: int, name: str, deadline: float, timeout_seconds: float) -> Any:
+def _wait_for_process(other: int, name: str, deadline: float, timeout_seconds: float) -> Json:
     try:
-        return await_value(f"{name}/{other}", max(0.1, deadline - time.monotonic()))
+        return wait_for_value(f"{name}/{other}", max(0.1, deadline - time.monotonic()))
     except TimeoutError:
         raise JaxstackError(
-            f"process {other} of {position()[1]} did not answer ({name}) within {timeout_seconds:.0f} s; look at its "
-            "log."
+            f"process {other} of {process_position()[1]} did not answer ({name}) within {timeout_seconds:.0f} s; "
+            "see its log."
         ) from None
 
 
-_turns = itertools.count()
-_PATIENCE_SECONDS = 3600
-"""One may still hash a large checkpoint. A dead process is noticed by its heartbeat, a stuck one by the launcher."""
+_calls = itertools.count()
+_AGREE_SECONDS = 3600
+"""Time limit of agreements; long, because a process may be hashing a large checkpoint. Dead processes are detected by
+their heartbeat, stuck ones by the launcher."""
 
 
 def all_true(value: bool) -> bool:
-    """Whether `value` holds on every process. All of them ask alike, in the same order, from one thread.
+    """Return True if `value` is True on every process.
+
+    All processes must make the same sequence of calls to this function and `broadcast_from_first`, from one thread.
 
     Raises:
-      JaxstackError: as `exchange`.
+      JaxstackError: a process does not answer in time.
     """
-    return all(exchange(f"all-{next(_turns)}", value, _PATIENCE_SECONDS))
+    return all(all_gather(f"all-{next(_calls)}", value, _AGREE_SECONDS))
 
 
-def first_says(value: Any) -> Any:
-    """The first process's `value`, plain JSON, on all. Asked as `all_true` is."""
-    if position()[1] == 1:
+def broadcast_from_first(value: Json) -> Json:
+    """Return process 0's `value` on all processes, which must call it as described for `all_true`."""
+    if process_position()[1] == 1:
         return value
-    name = f"first-{next(_turns)}"
+    name = f"first-{next(_calls)}"
     if is_first():
         publish(f"{name}/0", value)
         return value
-    return _answer(0, name, time.monotonic() + _PATIENCE_SECONDS, _PATIENCE_SECONDS)
+    return _wait_for_process(0, name, time.monotonic() + _AGREE_SECONDS, _AGREE_SECONDS)
 
 
-def meet(name: str, timeout_seconds: float = 300) -> None:
-    """Waits until all processes are here. Each name serves once. Raises JaxstackError."""
-    if position()[1] == 1:
+def barrier(name: str, timeout_seconds: float = 300) -> None:
+    """Wait until all processes have reached this call.
+
+    Args:
+      name: name of this barrier, which all processes pass; it must not be used a second time.
+      timeout_seconds: time limit.
+
+    Raises:
+      JaxstackError: not all processes came in time.
+    """
+    if process_position()[1] == 1:
         return
     try:
         _client().wait_at_barrier(f"jaxstack/{name}", int(1000 * timeout_seconds))
     except RuntimeError as error:
-        raise JaxstackError(f"not all processes came to {name}: {str(error).splitlines()[0]}") from None
+        raise JaxstackError(f"not all processes reached the barrier {name}: {str(error).splitlines()[0]}") from None
 
 
-_LOST = re.compile(r"gloo|nccl|unavailable|coordination|connection|deadline|heartbeat", re.IGNORECASE)
+_LOST_PEER = re.compile(r"gloo|nccl|unavailable|coordination|connection|deadline|heartbeat", re.IGNORECASE)
 
 
-def explain_loss(error: Exception) -> JaxstackError | None:
-    """The error as one of a peer that has gone, where it reads like one and there are peers."""
+def as_lost_peer(error: Exception) -> JaxstackError | None:
+    """Return the error of a collective as a message that another process is lost, or None if it is another error."""
     first = str(error).splitlines()[0] if str(error) else ""
     if (
         coordination_state().client is None
         or not isinstance(error, jax.errors.JaxRuntimeError)
-        or not _LOST.search(str(error))
+        or not _LOST_PEER.search(str(error))
     ):
         return None
     return JaxstackError(f"process {coordination_state().process_id} lost another process of the run: {first}")
 
 
-def end(code: int) -> int:
-    """The last thing that a command does: returns `code`, or, after a failure among several processes, ends here.
+def exit_process(code: int) -> int:
+    """Return `code`; after a failure among several processes, exit at once instead.
 
-    At its usual end jax waits for the others, which may be waiting for this one in a collective.
+    At a normal exit jax waits for the other processes, which may be waiting for this one in a collective.
     """
     if code in (0, 130, 143) or coordination_state().client is None:
         return code

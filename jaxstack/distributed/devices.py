@@ -1,4 +1,4 @@
-"""What must be set before JAX touches a device: simulated devices, memory, a private compilation cache."""
+"""Settings that JAX needs before it uses a device: simulated devices, memory, a private compilation cache."""
 
 import contextlib
 import ctypes
@@ -7,20 +7,22 @@ from pathlib import Path
 
 import jax
 
-from jaxstack.distributed.coordination import position
+from jaxstack.distributed.coordination import process_position
 from jaxstack.errors import ConfigError
 
 
 def start_devices(simulate: int | None = None) -> int:
-    """Brings up the devices (simulated CPU devices where asked for) and returns their number in the whole run.
+    """Initialize the devices and return their number in the whole run.
 
-    The processes of a run divide the simulated devices, so that the run is the same on any number of them.
+    Args:
+      simulate: number of simulated CPU devices of the run, which its processes share evenly, so that the run is the
+        same on any number of processes. None: the real devices.
 
     Raises:
-      ConfigError: the backend cannot be brought up, or is up already with another number of simulated devices.
+      ConfigError: the backend cannot be initialized, or is already, with another number of simulated devices.
     """
     if simulate is not None:
-        _, processes = position()
+        _, processes = process_position()
         if simulate % processes:
             raise ConfigError(
                 f"parallel.simulate_devices ({simulate}) must be divisible by the number of processes ({processes})."
@@ -31,11 +33,11 @@ def start_devices(simulate: int | None = None) -> int:
         except RuntimeError:
             if jax.device_count() != simulate:
                 raise ConfigError(
-                    f"parallel.simulate_devices ({simulate}) must be set before JAX is used in this process; it runs "
-                    f"on {jax.device_count()} devices already."
+                    f"parallel.simulate_devices ({simulate}) must be set before JAX is used in this process, which "
+                    f"already has {jax.device_count()} devices."
                 ) from None
     if simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/proc/driver/nvidia").exists():
-        keep_freed_memory()  # before the backend's threads have arenas of their own
+        keep_freed_memory()  # before the backend's threads allocate arenas
     use_whole_memory()
     try:
         return jax.device_count()
@@ -45,14 +47,15 @@ def start_devices(simulate: int | None = None) -> int:
 
 DEVICE_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 DEVICE_FRACTION = 0.92
+"""Share of a GPU's memory that XLA may allocate; the rest is for CUDA, NCCL and code."""
 HOST_MEMORY = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def use_whole_memory() -> None:
-    """Lets XLA have nearly all memory of the GPUs, where it takes three quarters, and of the host what there is, where
-    it takes 64 GiB: `model.remat: offload` at a million tokens holds as much there for each device.
+    """Raise XLA's limits to nearly all memory of the GPUs and all memory of the host, unless the user set them.
 
-    What is left of a GPU's memory is for CUDA, NCCL and code. The user's own settings win.
+    Their defaults are three quarters of a GPU's memory and 64 GiB of the host's. `model.remat: offload` at a million
+    tokens needs more of the host's for each device.
     """
     os.environ.setdefault(DEVICE_MEMORY, str(DEVICE_FRACTION))
     memory = host_memory()
@@ -83,11 +86,10 @@ def memory_per_device() -> int | None:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory instead of giving it back to the kernel.
+    """Tell glibc to keep freed memory instead of returning it to the kernel; without glibc, do nothing.
 
-    XLA's CPU backend allocates a step's temporaries anew at every call; blocks over 32 MB, and those in the arenas of
-    its threads, would cost their page faults again each step (a quarter of a small model's step time). Elsewhere than
-    on glibc it does nothing.
+    XLA's CPU backend allocates the temporaries of a step anew at every call. Blocks over 32 MB, and those in the arenas
+    of its threads, would cause page faults in each step: a quarter of a small model's step time.
     """
     trim_threshold, mmap_max, arena_max = -1, -4, -8
     with contextlib.suppress(OSError, AttributeError):
@@ -98,10 +100,16 @@ def keep_freed_memory() -> None:
 
 
 def cache_compilations(directory: str | Path | None = None) -> Path | None:
-    """Turns on JAX's persistent compilation cache in a private directory; returns it, or None where it cannot be had.
+    """Enable JAX's persistent compilation cache in a private directory.
 
-    The cache holds native code, so the directory must belong to us and be closed to others (mode 0700). A setting of
-    the user's own (`JAX_COMPILATION_CACHE_DIR`) wins.
+    The cache holds native code, so the directory must belong to this user and be closed to others (mode 0700). The
+    user's own setting, `JAX_COMPILATION_CACHE_DIR`, takes precedence.
+
+    Args:
+      directory: directory of the cache; default: `jaxstack/compiled` in the user's cache directory.
+
+    Returns:
+      The directory, or None if it cannot be made private.
     """
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(chosen)

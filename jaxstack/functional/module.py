@@ -4,9 +4,10 @@ The train state holds dicts, not modules: they flatten fast, checkpoint without 
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
+import optax
 from flax import linen as nn
 from flax import nnx
 
@@ -17,7 +18,9 @@ from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, update_scaling
 from jaxstack.tree_rules import ADAPTER
 
+State = TypeVar("State")
 Dict = dict[str, Any]
+"""Nested dicts with arrays, or something for each array, as leaves."""
 NNXFactory = Callable[[nnx.Rngs], nnx.Module]
 
 
@@ -55,6 +58,28 @@ class FunctionalModule:
     def _set_non_params(self, non_params: Any) -> None:
         self._non_params = non_params
         self.abstract_non_params = _nested(non_params)
+
+    @property
+    def plain(self) -> "FunctionalModule":
+        """The module whose parameters checkpoints hold: in the model's order, which a pipeline's are not."""
+        return self
+
+    @property
+    def stores_plain(self) -> bool:
+        """True if this module's train state is that of `plain` as it is."""
+        return True
+
+    def stage_parameters(self, params: Dict) -> Dict:
+        """Return the parameters of `plain` in the order in which this module stores them. Traceable."""
+        return params
+
+    def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
+        """Return this module's train state as that of `plain`. Traceable."""
+        return state
+
+    def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
+        """Return a train state of `plain` as that of this module. Traceable."""
+        return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         """(parameters, everything else: statistics, random states) of a fresh module."""

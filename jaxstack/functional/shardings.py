@@ -1,60 +1,60 @@
-"""Where every parameter lies on the mesh, and what a device holds of the state; no device is needed to tell."""
+"""Describes how parameters and train state are sharded over the mesh, without needing a device."""
 
 import math
 import re
 from typing import Any
 
 import jax
-import optax
+import numpy as np
 
 from jaxstack.checkpoint.leaves import name_leaves
-from jaxstack.functional.module import FunctionalModule
+from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.parallel.rules import AxisRules, axes_of, is_matrix
-from jaxstack.state import TrainState, abstract_state
 
 
 def describe_shardings(
-    module: FunctionalModule,
-    optimizer: optax.GradientTransformation,
-    rules: AxisRules,
-    shardings: TrainState,
-    zero: int,
+    module: FunctionalModule, params: Dict, optimizer: Any, others: Any, *, rules: AxisRules, zero: int
 ) -> dict[str, Any]:
-    """The layout of the train state as plain JSON, for `environment.json`, the report and `jaxstack plan`.
+    """Return the layout of the train state as plain JSON, for `environment.json`, the report and `jaxstack plan`.
 
     Args:
-      shardings: of the state, by `state_shardings`; a mesh without devices (`jax.sharding.AbstractMesh`) will do.
+      module: the module, which knows the logical axes of its parameters.
+      params: `jax.ShapeDtypeStruct` with shardings of the parameters; a mesh without devices
+        (`jax.sharding.AbstractMesh`) will do.
+      optimizer: the same of the optimizer's state.
+      others: the same of everything else, which is replicated.
+      rules: the mapping of logical axes onto the mesh.
+      zero: `StepLayout.zero`.
 
     Returns:
-      `mesh`: axis -> degree where above 1; `parameters`: a row for each, those that differ in the number of their layer
-      alone in one; `device_bytes`: what a device holds between steps of parameters, optimizer state and all else;
-      `unsplit`: by axis that should split all matrices, those whose dims it does not divide, see `describe_unsplit`.
+      `mesh`: axis -> degree where above 1; `parameters`: a row for each parameter, one row for those that differ only
+      in the number of their layer; `device_bytes`: bytes on each device between steps of parameters, optimizer state
+      and everything else; `unsplit`: for each axis that should split all matrices, those that it does not divide, see
+      `describe_unsplit`.
     """
-    abstract = abstract_state(module, optimizer)
     names = module.map_parameters(lambda names, shape, _: tuple(names or (None,) * len(shape)), rules)
     logical = jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple))
-    leaves, _ = name_leaves(abstract.params)
+    leaves, _ = name_leaves(params)
     total = sum(math.prod(leaf.shape) for leaf in leaves.values())
     rows: dict[Any, dict[str, Any]] = {}
     lacking: dict[str, list[tuple[int, ...]]] = {}
     splitting = (*rules.weight_axes, *(["data"] if zero and rules.mesh.shape["data"] > 1 else []))
-    for (path, leaf), axes, sharding in zip(leaves.items(), logical, jax.tree.leaves(shardings.params), strict=True):
-        row = _row(leaf, axes, sharding)
+    for (path, leaf), axes in zip(leaves.items(), logical, strict=True):
+        row = _row(leaf, axes)
         known = rows.setdefault((re.sub(r"\d+", "*", path), str(row)), {"parameter": path, "arrays": 0, **row})
         known["arrays"] += 1
         if is_matrix(axes, leaf.shape):
-            for axis in rules.lacking(sharding.spec, splitting):
+            for axis in rules.lacking(leaf.sharding.spec, splitting):
                 lacking.setdefault(axis, []).append(leaf.shape)
     for (path, _), row in rows.items():
         if row["arrays"] > 1:
             row["parameter"] = path
-    others = (abstract.step, abstract.non_params, abstract.key, abstract.history)
     return {
         "mesh": {axis: size for axis, size in rules.mesh.shape.items() if size > 1},
         "parameters": list(rows.values()),
         "device_bytes": {
-            "parameters": _device_bytes(abstract.params, shardings.params),
-            "optimizer": _device_bytes(abstract.optimizer, shardings.optimizer),
+            "parameters": _device_bytes(params),
+            "optimizer": _device_bytes(optimizer),
             "other": sum(_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(others)),
         },
         "unsplit": {
@@ -65,7 +65,11 @@ def describe_shardings(
 
 
 def describe_unsplit(sharding: dict[str, Any]) -> list[str]:
-    """A sentence for each axis that leaves a tenth or more of the parameters whole which it should split."""
+    """Return a sentence for each axis that leaves a tenth or more of the parameters replicated which it should split.
+
+    Args:
+      sharding: as `describe_shardings` returns.
+    """
     found = []
     for axis, row in sharding.get("unsplit", {}).items():
         if row["share"] >= 0.1:
@@ -78,7 +82,8 @@ def describe_unsplit(sharding: dict[str, Any]) -> list[str]:
     return found
 
 
-def _row(leaf: Any, logical: tuple[str | None, ...], sharding: Any) -> dict[str, Any]:
+def _row(leaf: jax.ShapeDtypeStruct, logical: tuple[str | None, ...]) -> dict[str, Any]:
+    sharding = leaf.sharding
     shape = sharding.shard_shape(leaf.shape)
     spec = [list(axes_of(part)) for part in sharding.spec]
     return {
@@ -90,10 +95,9 @@ def _row(leaf: Any, logical: tuple[str | None, ...], sharding: Any) -> dict[str,
     }
 
 
-def _device_bytes(tree: Any, shardings: Any) -> int:
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
-    return sum(_bytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in pairs)
+def _device_bytes(tree: Any) -> int:
+    return sum(_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree))
 
 
-def _bytes(shape: Any, dtype: Any) -> int:
+def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return math.prod(shape) * dtype.itemsize

@@ -31,8 +31,8 @@ class GradientSums:
     def plus(self, other: "GradientSums") -> "GradientSums":
         """Return the sums of two microbatches, with the larger of their amax values."""
         gradients = jax.tree.map(jnp.add, self.gradients, other.gradients)
-        maxima = jax.tree.map(jnp.maximum, self.maxima, other.maxima)
-        return GradientSums(gradients, self.loss + other.loss, self.count + other.count, maxima)
+        loss, count = self.loss + other.loss, self.count + other.count
+        return GradientSums(gradients, loss, count, jax.tree.map(jnp.maximum, self.maxima, other.maxima))
 
 
 class Gradients(Protocol):

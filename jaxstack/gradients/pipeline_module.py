@@ -1,6 +1,6 @@
-"""A Transformer whose layers are stored in the order of the pipeline's stages, so that a device holds its own alone.
+"""A Transformer whose layers are stored in the order of the pipeline's stages, so that a device holds only its own.
 
-On disk, and for whoever asks for the model itself, the layers are in the model's order, whatever the layout: state is
+In checkpoints and in merged models the layers are in the model's order, independent of the layout: a train state is
 converted when it is saved and restored, leaf by leaf, by name.
 """
 
@@ -16,14 +16,14 @@ from flax import nnx
 
 from jaxstack.checkpoint.leaves import name_leaves
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import Dict, FunctionalModule
+from jaxstack.functional.module import Dict, FunctionalModule, State
 from jaxstack.models import Transformer, in_fp8
 from jaxstack.parallel.pipeline.stages import StageLayout
 from jaxstack.state import abstract_state
 from jaxstack.tree_rules import path_name
 
 _LAYER = re.compile(r"^(|.*/)decoder/layers/(\d+)/(.*)$")
-"""The name of a leaf of a layer, also within an optimizer's state."""
+"""Name of a leaf of a layer, also inside an optimizer's state."""
 
 
 class StagedModule(FunctionalModule):
@@ -37,7 +37,7 @@ class StagedModule(FunctionalModule):
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], stages: int, chunks: int = 1):
-        self.plain = FunctionalModule(make)
+        self._plain = FunctionalModule(make)
         model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         if not isinstance(model, Transformer):
             raise ConfigError(
@@ -46,7 +46,7 @@ class StagedModule(FunctionalModule):
             )
         config, dtype = model.config, model.dtype
         self.unrolled = not config.scan_layers
-        """Whether the layers of a stage are unrolled: then every plain layer has leaves of its own."""
+        """True if the layers of a stage are unrolled: every layer of the plain module then has leaves of its own."""
         scanned, precision = config.model_copy(update={"scan_layers": True}), model.precision
         stacked = lambda rngs: in_fp8(Transformer(scanned, rngs, dtype=dtype), precision)  # noqa: E731
         super().__init__(stacked if self.unrolled else make)
@@ -56,6 +56,11 @@ class StagedModule(FunctionalModule):
         rows = self.layout.order.size
         self._set_params(_with_rows(self._params, rows))
         self._set_non_params(_with_rows(self._non_params, rows))
+
+    @property
+    def plain(self) -> FunctionalModule:
+        """The module with its layers in the model's order, which checkpoints hold."""
+        return self._plain
 
     def freeze(self, is_frozen: Callable[[str], bool]) -> None:
         for path in (path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(self.plain.abstract_params)):
@@ -69,14 +74,14 @@ class StagedModule(FunctionalModule):
         super().freeze(is_frozen)
 
     def stage_parameters(self, params: Dict) -> Dict:
-        """The plain module's parameters in the order of the stages. Traceable."""
+        """Return the plain module's parameters in the order of the stages. Traceable."""
         return self._to_stages(params, self.abstract_params)
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:
         return self._staged(*self.plain.init(key))
 
     def merge(self, params: Dict, non_params: Dict) -> Any:
-        """The plain model."""
+        """Return the model with its layers in the model's order."""
         plain = self.plain
         return plain.merge(
             self._to_plain(params, plain.abstract_params), self._to_plain(non_params, plain.abstract_non_params)
@@ -89,24 +94,24 @@ class StagedModule(FunctionalModule):
         return self.stage_parameters(params), self._to_stages(non_params, self.abstract_non_params)
 
     def merge_stage(self, params: Dict, non_params: Dict) -> Any:
-        """The model with the rows of one stage as its stacked layers."""
+        """Return the model with the rows of one stage as its stacked layers."""
         return super().merge(params, non_params)
 
     def split_stage(self, module: nnx.Module) -> tuple[Dict, Dict]:
-        """The parameters of a model made by `merge_stage`, and all else."""
+        """Return the parameters of a model made by `merge_stage`, and its other variables."""
         return super().split(module)
 
     @property
     def stores_plain(self) -> bool:
-        """Whether its state is that of the plain module as it is."""
+        """True if its train state is that of the plain module as it is."""
         return self.layout.is_canonical and not self.unrolled
 
-    def to_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
-        """A train state as that of the plain module, which checkpoints hold. Traceable."""
+    def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
+        """Return this module's train state as that of the plain module. Traceable."""
         return self._to_plain(state, abstract_state(self.plain, optimizer))
 
-    def from_plain(self, optimizer: optax.GradientTransformation, state: Any) -> Any:
-        """The inverse of `to_plain`."""
+    def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
+        """Return a train state of the plain module as that of this module. Traceable."""
         return self._to_stages(state, abstract_state(self, optimizer))
 
     def _to_plain(self, tree: Any, wanted: Any) -> Any:
@@ -125,7 +130,7 @@ class StagedModule(FunctionalModule):
         leaves, _ = name_leaves(tree)
         names, structure = name_leaves(wanted)
         sources: dict[str, list[Any]] = {}
-        for name, x in leaves.items():  # of unrolled layers in the order of their groups
+        for name, x in leaves.items():  # leaves of unrolled layers in the order of their groups
             sources.setdefault(self._staged_name(name)[0], []).append((self._staged_name(name)[1], x))
         order, found = self.layout.order.reshape(-1), []
         for name, shape in names.items():
@@ -133,7 +138,7 @@ class StagedModule(FunctionalModule):
             if group is not None and self._is_stack(x, shape, self.layout.groups):
                 if self.unrolled:
                     by_group = dict(sources[name])
-                    # Rows without a layer, and layers that are in FP8 only here, where no scaling was seen yet.
+                    # Zeros for rows without a layer, and for the scaling states of layers that are in FP8 only here.
                     x = jnp.stack([by_group[g] if g in by_group else jnp.zeros_like(x) for g in order.tolist()])
                 else:
                     x = _pick_rows(x, order)
@@ -141,11 +146,11 @@ class StagedModule(FunctionalModule):
         return structure.unflatten(found)
 
     def _is_stack(self, x: Any, wanted: Any, rows: int) -> bool:
-        """Whether a leaf of stacked layers, to be converted, has a value for each: an optimizer's may have none."""
+        """Return True if a leaf of stacked layers has a value for each layer; an optimizer may have one for all."""
         return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
 
     def _staged_name(self, name: str) -> tuple[str, int | None]:
-        """For a leaf of the plain state: the leaf here, and its group of layers (0 for a stack; None: not stacked)."""
+        """Return a plain leaf's name here and its group of layers (0 for a stack; None: not stacked)."""
         match = _LAYER.match(name)
         if match is None:
             return name, None
@@ -162,7 +167,7 @@ class StagedModule(FunctionalModule):
 
 
 def _pick_rows(x: Any, rows: np.ndarray) -> Any:
-    """x[rows] with zeros where a row is -1, in pieces of neighbouring rows: XLA's partitioner fails on the gather."""
+    """Return x[rows], zeros for a row of -1, by slices of adjacent rows: XLA's partitioner fails on a gather."""
     empty = rows < 0
     goes_on = np.where(empty[1:], empty[:-1], ~empty[:-1] & (np.diff(rows) == 1))
     parts = []
@@ -178,7 +183,7 @@ def _is_stacked(variable: Any) -> bool:
 
 
 def _with_rows(flat: Any, rows: int) -> list[Any]:
-    """Paths and abstract variables with so many entries in those of stacked layers."""
+    """Return paths and abstract variables, those of stacked layers resized to `rows` entries."""
 
     def resize(variable: Any) -> Any:
         if not _is_stacked(variable):

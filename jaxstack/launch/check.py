@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxstack.cli import run_command
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.distributed.cluster import find_place
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
 from jaxstack.resilience.preflight import check_devices, check_program
@@ -30,21 +30,21 @@ def check() -> None:
     place = find_place()
     warnings = []
     if place is not None:
-        processes.join(place, connect_seconds=_SECONDS)
+        coordination.connect(place, connect_seconds=_SECONDS)
         warnings = check_program("", _SECONDS)
     signs.note()
     if place is not None:
         check_devices(_SECONDS)
     devices = jax.local_devices()
     seen = f"{socket.gethostname()}: {len(devices)} x {devices[0].device_kind}"
-    lines = [f"process {index} on {text}" for index, text in enumerate(processes.exchange("seen", seen, _SECONDS))]
+    lines = [f"process {index} on {text}" for index, text in enumerate(coordination.all_gather("seen", seen, _SECONDS))]
     lines += [f"warning: {line}" for line in warnings]
     local = int(os.environ.get("JAX_LOCAL_DEVICE_IDS", "0").split(",")[0])
-    reports = processes.exchange("gpus", describe_gpus() if local == 0 else "", _SECONDS)
+    reports = coordination.all_gather("gpus", describe_gpus() if local == 0 else "", _SECONDS)
     lines += [text for text in dict.fromkeys(reports) if text]
     signs.note()
     lines.append(measure_sum())
-    if processes.position()[0] == 0:
+    if coordination.process_position()[0] == 0:
         print("\n".join(lines), flush=True)
     signs.note("end")
 
@@ -89,7 +89,7 @@ def main() -> int:
         with ExitOnSignal("jaxstack launch --preflight"):
             check()
 
-    return processes.end(run_command("jaxstack launch --preflight", body))
+    return coordination.exit_process(run_command("jaxstack launch --preflight", body))
 
 
 if __name__ == "__main__":

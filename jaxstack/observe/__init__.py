@@ -1,1 +1,1 @@
-"""What a run shows: progress, metrics, throughput, memory, environment, collectives, profiles, report."""
+"""Reports on a run: metrics, throughput, memory, the compiled program, `report.html`."""

@@ -1,16 +1,15 @@
 """Counts the collectives (in bytes per device) and matmuls of a compiled XLA module, from its text.
 
-The forms of scheduled GPU modules that count as one collective each:
+Each of these forms in a scheduled GPU module counts as one collective:
 
-- `all-gather-start` with its `all-gather-done` (and the same of the other kinds): asynchronous;
+- `all-gather-start` with its `all-gather-done` (likewise for the other kinds): asynchronous;
 - a plain `all-gather`, or a start with `"is_sync":true`: the scheduler found nothing to overlap it with;
-- `async-start ... calls=%wrapped`, the long form of the first, with the collective in the wrapped
-  computation;
-- `fusion ... calls=%dynamic-slice-fusion` and `fusion-start ... calls=%fused_all-reduce`, with it inside the
+- `async-start ... calls=%wrapped`, the long form of the first, with the collective in the wrapped computation;
+- `fusion ... calls=%dynamic-slice-fusion` and `fusion-start ... calls=%fused_all-reduce`, with the collective in the
   fusion.
 
-The CPU backend prints all-reduce + slice for a reduce-scatter and widens bfloat16 to float32: check bytes on
-text that was compiled for the GPU.
+The CPU backend prints all-reduce + slice for a reduce-scatter and widens bfloat16 to float32: check bytes on text that
+was compiled for the GPU.
 """
 
 import re
@@ -21,7 +20,7 @@ from typing import Any
 from jaxstack.observe.hlo import Execution, Instruction, Module, parse_module
 from jaxstack.observe.replica_groups import mesh_axes_of, permute_pairs, replica_groups
 
-# What one device has to send with a ring, as a multiple of (n - 1) / n of the payload.
+# Bytes that one device sends with a ring, as a multiple of (n - 1) / n of the payload.
 _RING_PASSES = {
     "all-reduce": 2,
     "all-gather": 1,
@@ -43,37 +42,37 @@ class Collective:
     kind: str
     """One of `KINDS`."""
     dtype: str
-    """XLA's name of the element type, several joined by `+` where one instruction combines them."""
+    """XLA's name of the element type; several joined by `+` if one instruction combines them."""
     payload_bytes: int
-    """Size of the tensor, whole over the group: what an all-gather gives, a reduce-scatter takes."""
+    """Size of the tensor, unsharded over the group: the result of an all-gather, the operand of a reduce-scatter."""
     wire_bytes: int
     """Bytes that one device sends with a ring; for a ragged all-to-all an upper bound."""
     group_size: int
     device_ids: tuple[int, ...]
     """The first group: positions in the mesh, row-major."""
     axes: tuple[str, ...]
-    """Mesh axes along which a group varies; empty where no mesh was given."""
+    """Mesh axes along which a group varies; empty if no mesh was given."""
     asynchronous: bool
-    """Started and awaited separately, so that something else can run meanwhile."""
+    """True if it is started and awaited by separate instructions, so that other work can overlap."""
     calls: int
-    """Times that one run of the program executes it: the trip counts of the loops around it, multiplied."""
+    """Number of times that one run of the program executes it: the product of the trip counts of its loops."""
     exact: bool
-    """False where `calls` is a guess: in a conditional, or in a loop of unknown length, which counts once."""
+    """False if `calls` is a guess: in a conditional, or in a loop of unknown length, which counts once."""
     in_loop: bool
     name: str
     op_name: str
-    """The jax path that it comes from, e.g. `jit(step)/while/body/psum`."""
+    """The jax path of its origin, e.g. `jit(step)/while/body/psum`."""
 
 
 def collectives(text: str | Module, mesh_axes: Mapping[str, int] | None = None) -> list[Collective]:
-    """The collectives of a compiled module, in the order of the schedule.
+    """Return the collectives of a compiled module, in the order of the schedule.
 
     Args:
-        text: `compiled.as_text()`, or what `parse_module` made of it.
-        mesh_axes: name -> size of the mesh that the program was compiled for, in the mesh's order
-        (`mesh.shape`).
+      text: `compiled.as_text()`, or the result of `parse_module`.
+      mesh_axes: name -> size of the mesh that the program was compiled for, in the mesh's order (`mesh.shape`).
+
     Raises:
-        ValueError: the text is no XLA module, or its device ids do not fit `mesh_axes`.
+      ValueError: the text is not an XLA module, or its device ids do not fit `mesh_axes`.
     """
     module = _module(text)
     return [
@@ -95,7 +94,7 @@ def _collective(execution: Execution, num_devices: int, mesh_axes: Mapping[str, 
     instruction, kind = execution.instruction, _kind(execution)
     arrays = execution.operand_arrays
     if kind in ("ragged-all-to-all", "send"):
-        arrays = arrays[:1]  # the others are the output buffer, offsets and sizes; a token
+        arrays = arrays[:1]  # the others are the output buffer, offsets and sizes, or a token
     groups = replica_groups(instruction.attributes, num_devices)
     first = groups[0] if groups else ()
     size = max(len(first), 1)
@@ -131,11 +130,11 @@ def _is_asynchronous(execution: Execution) -> bool:
 
 
 def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
-    """A small table: collectives grouped by kind, dtype, axes, place and mode, heaviest on the wire first.
+    """Return a small table: collectives grouped by kind, dtype, axes, loop and mode, most wire bytes first.
 
     Each row has `kind, dtype, axes` ("data+fsdp", or "n devices" without a mesh), `in_loop, asynchronous,
-    instructions, calls, payload_bytes, wire_bytes` (both over all calls of one run of the program, per
-    device) and `exact`.
+    instructions, calls, payload_bytes, wire_bytes` (both over all calls of one run of the program, per device) and
+    `exact`.
     """
     table: dict[tuple, dict[str, Any]] = {}
     for row in rows:
@@ -155,15 +154,15 @@ def summarise(rows: Iterable[Collective]) -> list[dict[str, Any]]:
 
 
 def matmuls(text: str | Module) -> int:
-    """Matmuls that one run of a compiled module executes: dots and cuBLAS calls, loops multiplied out.
+    """Return the number of matmuls that one run of a compiled module executes: dots and cuBLAS calls, times loops.
 
-    Other kernels than that for FP8 count as none: what they multiply inside is not visible.
+    Of the kernels only the FP8 one counts: the matmuls inside other kernels are not visible.
     """
     return sum(execution.calls for execution in _module(text).executions if _is_matmul(execution))
 
 
 def fp8_matmuls(text: str | Module) -> int:
-    """How many of `matmuls(text)` multiply in FP8: cuBLAS's calls, our own kernel's, and dots of two FP8 operands."""
+    """Return how many of `matmuls(text)` are in FP8: cuBLAS calls, calls of our kernel, dots of two FP8 operands."""
     executions = _module(text).executions
     return sum(execution.calls for execution in executions if _is_matmul(execution) and _is_fp8(execution))
 
@@ -183,5 +182,5 @@ def _is_fp8(execution: Execution) -> bool:
 
 
 def _is_our_fp8(instruction: Instruction) -> bool:
-    """Whether it is the kernel of `pallas_kernels.fp8` for products with blockwise scales."""
+    """Return True for the kernel of `pallas_kernels.fp8` that multiplies with blockwise scales."""
     return 'custom_call_target="mosaic_gpu' in instruction.attributes and "/fp8_block_product/" in instruction.op_name

@@ -1,4 +1,4 @@
-"""What a run reports, how often, and to whom."""
+"""The configuration of metrics, trackers, profile and progress."""
 
 from typing import Literal
 
@@ -11,14 +11,14 @@ class ObserveConfig(Component):
     """Section `observe` of a run's configuration."""
 
     log_every: int = Field(default=10, ge=1)
-    """Steps between two logged lines; throughput is the mean over them."""
+    """Number of steps between two logged lines; throughput is the mean over them."""
     trackers: tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow"], ...] = ("jsonl", "tensorboard")
-    """Where the metrics go: `metrics.jsonl`, `tensorboard/`, Weights & Biases, MLflow."""
+    """Destinations of the metrics: `metrics.jsonl`, `tensorboard/`, Weights & Biases, MLflow."""
     profile_steps: tuple[int, int] | None = None
-    """First and last step of a `jax.profiler` trace, written to `profile/` in the run directory, with the devices'
-    memory after the last."""
+    """First and last step of a `jax.profiler` trace, written to `profile/` in the run directory, with the memory of the
+    devices after the last step."""
     fail_on_fallback: bool = False
-    """Make it an error when a kernel backend is passed over that would normally be taken."""
+    """Raise an error if a kernel backend that normally runs is passed over."""
     progress: bool = True
     """Print the progress: a live line on a terminal, plain lines elsewhere."""
 

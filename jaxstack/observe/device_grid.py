@@ -1,4 +1,4 @@
-"""Which devices hold which part of an array: the numbers behind the pictures of a mesh and of shardings."""
+"""Devices that hold each part of an array: the numbers for pictures of a mesh and of shardings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,18 +6,19 @@ from typing import Any
 import numpy as np
 
 Mesh = Mapping[str, int]
-"""Axis -> degree, slowest first. A device's number is its place in this order."""
+"""Axis -> degree, slowest first. A device's number is its position in this order."""
 
 
 def device_grid(mesh: Mesh, mesh_axes: Sequence[Sequence[str]]) -> np.ndarray:
-    """The devices that hold each part of an array.
+    """Return the devices that hold each part of an array.
 
     Args:
-      mesh_axes: of every dim of the array the axes that split it.
+      mesh: axis -> degree.
+      mesh_axes: for each dim of the array, the axes that shard it.
 
     Returns:
-      An object array with a dim for each dim of the array, as long as the parts that it is split into; each element is
-      the tuple of the numbers of the devices that hold this part (copies of it).
+      An object array with a dim for each dim of the array, whose size is the number of parts along it. Each element is
+      the tuple of the numbers of the devices that hold this part (replicas of it).
     """
     sizes = [int(np.prod([mesh[axis] for axis in axes], dtype=int)) for axes in mesh_axes]
     parts: dict[tuple[int, ...], list[int]] = {}
@@ -32,7 +33,7 @@ def device_grid(mesh: Mesh, mesh_axes: Sequence[Sequence[str]]) -> np.ndarray:
 
 
 def _index(places: Sequence[tuple[int, int]]) -> int:
-    """The place of (index, size) pairs, slowest first, in one count."""
+    """Return the flat index of (index, size) pairs, slowest first."""
     number = 0
     for index, size in places:
         number = number * size + index
@@ -40,8 +41,9 @@ def _index(places: Sequence[tuple[int, int]]) -> int:
 
 
 def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
-    """`device_grid` of a row of `describe_shardings` as [panels, rows, columns] of a picture: the last two dims that
-    are split go down and across, those before them make panels.
+    """Return `device_grid` of a row of `describe_shardings` as [panels, rows, columns] of a picture.
+
+    The last two sharded dims become rows and columns, those before them panels.
     """
     grid = device_grid(mesh, row["mesh_axes"])
     split = [size for size in grid.shape if size > 1]
@@ -50,27 +52,27 @@ def split_panels(row: Mapping[str, Any], mesh: Mesh) -> np.ndarray:
 
 
 def panels_name(row: Mapping[str, Any]) -> str:
-    """The dims that `split_panels` makes panels of."""
+    """Return the names of the dims that `split_panels` turns into panels."""
     dims = zip(row["logical_axes"], row["mesh_axes"], strict=True)
     split = [f"{name or 'dim'} / {' x '.join(axes)}" for name, axes in dims if axes]
     return ", ".join(split[:-2])
 
 
-def axes_of_copies(row: Mapping[str, Any], mesh: Mesh) -> list[str]:
-    """The mesh axes that do not split the array: along them every device has a copy."""
+def replicating_axes(row: Mapping[str, Any], mesh: Mesh) -> list[str]:
+    """Return the mesh axes that do not shard the array: devices along them hold replicas."""
     used = {axis for axes in row["mesh_axes"] for axis in axes}
     return [axis for axis in mesh if axis not in used]
 
 
 def describe_dims(row: Mapping[str, Any]) -> str:
-    """`embed / fsdp, mlp / tensor`: the dims of an array with the axes that split them."""
+    """Return the dims of an array with the axes that shard them: `embed / fsdp, mlp / tensor`."""
     names = (name or str(size) for name, size in zip(row["logical_axes"], row["shape"], strict=True))
     parts = zip(names, row["mesh_axes"], strict=True)
     return ", ".join(f"{name} / {' x '.join(axes)}" if axes else name for name, axes in parts) or "a number"
 
 
 def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], int]]:
-    """One row of every way in which arrays are split, the largest array of each, with the number of the others."""
+    """Return one row for each distinct sharding, its largest array, with the number of other arrays sharded alike."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(str([axes for axes in row["mesh_axes"] if axes]), []).append(row)
@@ -79,7 +81,7 @@ def distinct_layouts(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[st
 
 
 def number_ranges(numbers: Sequence[int]) -> str:
-    """`0-3, 8, 12, 13`."""
+    """Format numbers with ranges: `0-3, 8, 12, 13`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

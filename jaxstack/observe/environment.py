@@ -1,4 +1,4 @@
-"""What a run ran on: the content of `environment.json`."""
+"""The environment of a run: versions, devices, flags. The content of `environment.json`."""
 
 import datetime
 import importlib.metadata
@@ -20,7 +20,7 @@ import jaxstack
 from jaxstack.files import write_file
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tokenizers")
-# Only these variables are recorded, never the whole environment: it holds keys and tokens.
+# Only these variables are recorded, never the whole environment, which contains keys and tokens.
 _VARIABLES = re.compile(
     r"XLA_FLAGS|XLA_PYTHON_CLIENT_\w+|JAX_\w+|NCCL_\w+|CUDA_VISIBLE_DEVICES|TF_CPP_MIN_LOG_LEVEL|OMP_NUM_THREADS"
     r"|LIBTPU_INIT_ARGS|SLURM_(JOB_ID|JOB_NAME|JOB_NUM_NODES|NNODES|NTASKS|JOB_PARTITION)"
@@ -33,10 +33,10 @@ HIDDEN = "(hidden)"
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, devices, host, commit, flags and command line of this process, as plain JSON.
+    """Return versions, devices, host, commit, flags and command line of this process, as plain JSON.
 
-    Initialises the JAX backend. Secrets stay out: of the environment only listed variables are taken, and
-    values of arguments that look like a key, a token or a password are replaced by `(hidden)`.
+    Initializes the JAX backend. Secrets are left out: only listed environment variables are recorded, and values of
+    arguments that look like a key, a token or a password are replaced by `(hidden)`.
     """
     devices = jax.devices()
     kinds = sorted({device.device_kind for device in devices})
@@ -62,10 +62,15 @@ def describe_environment() -> dict[str, Any]:
 
 
 def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
-    """Write `environment.json` with `describe_environment()` and the given sections; returns what it wrote.
+    """Write `environment.json`.
 
-    Sections that the report knows: `ran` (what actually ran) and `schedule` (pairs of step and learning
-    rate).
+    Args:
+      run_dir: the run directory.
+      **sections: added to `describe_environment()`. The report shows `ran` (what actually ran) and draws `schedule`
+        (pairs of step and learning rate).
+
+    Returns:
+      The content that was written.
     """
     content = describe_environment() | sections
     path = Path(run_dir) / "environment.json"
@@ -75,7 +80,7 @@ def write_environment(run_dir: str | Path, **sections: Any) -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Name -> version of Python, jaxstack and those of `PACKAGES` that are installed."""
+    """Return name -> version of Python, jaxstack and the installed ones of `PACKAGES`."""
     versions = {"jaxstack": jaxstack.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -86,7 +91,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def git_commit(directory: str | Path = ".") -> str | None:
-    """Commit of the working directory, with `-dirty` where tracked files differ; None without git."""
+    """Return the commit of a directory, with `-dirty` if tracked files differ; None without git."""
     commit = _git(directory, "rev-parse", "HEAD") or os.environ.get("GIT_COMMIT")
     if not commit:
         return None
@@ -104,7 +109,7 @@ def _git(directory: str | Path, *arguments: str) -> str | None:
 
 
 def hide_secrets(arguments: Sequence[str]) -> list[str]:
-    """Command line arguments with secret-looking values replaced: `--token X`, `api_key=X`, `://user:X@host`."""
+    """Replace the values of secret-looking command line arguments: `--token X`, `api_key=X`, `://user:X@host`."""
     shown: list[str] = []
     hide_next = False
     for argument in arguments:
@@ -120,7 +125,7 @@ def hide_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def read_environment(run_dir: str | Path) -> Mapping[str, Any]:
-    """The content of `environment.json`, empty where it is missing or not a JSON object."""
+    """Return the content of `environment.json`; empty if it is missing or not a JSON object."""
     try:
         content = json.loads((Path(run_dir) / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

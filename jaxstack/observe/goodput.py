@@ -1,4 +1,4 @@
-"""Goodput: the share of a run's wall time, over all its starts, that went into training steps which count."""
+"""Goodput: the fraction of a run's wall time, over all its starts, that was spent on training steps that count."""
 
 import json
 import time
@@ -12,15 +12,17 @@ FILE = "sessions.json"
 
 
 class Goodput:
-    """Keeps the starts of a run in `sessions.json` and adds up the time of its steps.
+    """Records the starts of a run in `sessions.json` and adds up the time of its steps.
 
-    Wall time runs from the first start to now, with compiling, saving, evaluating, steps that a crash made to be
-    repeated, and the time between a crash or a stop and the next start. Only the time after a run that had all its
-    steps is left out. Used by the first process; `run_dir` None keeps nothing.
+    Wall time runs from the first start to now. It includes compiling, saving, evaluating, steps that were repeated
+    after a crash, and the time between a crash or a stop and the next start, but not the time after a run had all its
+    steps. The first process uses it.
 
     Args:
-      train_seconds: time of the steps before this start which still count.
-      clock: seconds since 1970; by default of a clock that nobody sets while the process runs.
+      run_dir: the run directory; None: nothing is recorded.
+      step: number of steps done at this start.
+      train_seconds: time of the steps before this start that still count.
+      clock: returns seconds since 1970; default: a clock that nobody can set while the process runs.
     """
 
     def __init__(self, run_dir: Path | None, step: int, train_seconds: float, clock: Callable[[], float] | None = None):
@@ -29,21 +31,21 @@ class Goodput:
         if run_dir is not None:
             run_dir.mkdir(parents=True, exist_ok=True)
         before = read_sessions(self._path)
-        self._train_seconds = train_seconds if before else 0.0  # of a time that is known
+        self._train_seconds = train_seconds if before else 0.0  # without records, wall time is counted from now
         self._sessions = [*before, {"began": clock(), "step": step}]
         self._write()
 
     def add(self, seconds: float) -> None:
-        """Time of steps that are done."""
+        """Add the time of finished steps."""
         self._train_seconds += seconds
 
     def read(self) -> dict[str, float]:
-        """The keys of a metrics line: `train_seconds` and `goodput`, a fraction of 1."""
+        """Return the keys of a metrics line: `train_seconds` and `goodput`, a fraction of 1."""
         wall = wall_seconds(self._sessions, self._clock())
         return {"train_seconds": self._train_seconds, "goodput": min(1.0, self._train_seconds / max(wall, 1e-9))}
 
     def close(self, finished: bool) -> None:
-        """Note the end of this start, and whether the run has all its steps."""
+        """Record the end of this start, and whether the run has all its steps."""
         self._sessions[-1] |= {"ended": self._clock(), "finished": finished}
         self._write()
 
@@ -54,15 +56,15 @@ class Goodput:
 
 
 def steady_clock() -> Callable[[], float]:
-    """Seconds since 1970 as they are told now, and from now on by the monotonic clock."""
+    """Return a clock of seconds since 1970 that is read once and then follows the monotonic clock."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
 
 def wall_seconds(sessions: list[dict[str, Any]], now: float) -> float:
-    """From the first start to `now`, without the time after a start that finished the run.
+    """Return the time from the first start to `now`, without the time after a start that finished the run.
 
-    Where the clock was set back between two starts, the time between them is not known and counts as none.
+    If the clock was set back between two starts, the time between them is unknown and counts as 0.
     """
     total = 0.0
     for number, session in enumerate(sessions):
@@ -72,7 +74,7 @@ def wall_seconds(sessions: list[dict[str, Any]], now: float) -> float:
 
 
 def read_sessions(path: Path | None) -> list[dict[str, Any]]:
-    """The starts of a run so far; none where the file is missing or damaged."""
+    """Return the starts of a run so far; none if the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path is not None else []
         return [one for one in found if _is_session(one)]

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA module: its instructions, and how often each of them runs."""
+"""Parses the text of a compiled XLA module: its instructions, and how often each of them runs."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _LONGEST = 20_000
-"""Characters of an instruction's attributes."""
+"""Largest number of characters of an instruction's attributes."""
 
 
 class ArrayType(NamedTuple):
@@ -23,7 +23,7 @@ class ArrayType(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array; sub-byte types are packed, tokens and opaque values are nothing."""
+        """Bytes of the array; sub-byte types are packed, tokens and opaque values have none."""
         return -(-_bits(self.dtype) * math.prod(self.dims) // 8)
 
 
@@ -36,7 +36,7 @@ def _bits(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """One instruction, a line of a computation."""
 
     name: str
     type: str
@@ -46,23 +46,23 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[ArrayType, ...]:
-        """The arrays of its type, tuples flattened, layouts dropped."""
+        """The arrays of its type, with tuples flattened and layouts removed."""
         return _arrays(self.type)
 
     @property
     def op_name(self) -> str:
-        """The jax path that it comes from, or an empty string."""
+        """The jax path of its origin, or an empty string."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def trip_count(self) -> int | None:
-        """How often a while loop runs, where the compiler knows it."""
+        """Number of iterations of a while loop, if the compiler knows it."""
         found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found[1]) if found else None
 
     def computations(self, *attributes: str) -> list[str]:
-        """Names of the computations that these attributes (`calls`, `body`, ...) refer to."""
+        """Return the names of the computations that these attributes (`calls`, `body`, ...) refer to."""
         names = []
         for attribute in attributes:
             found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
@@ -80,17 +80,17 @@ def _arrays(text: str) -> tuple[ArrayType, ...]:
 
 @dataclass(frozen=True)
 class Execution:
-    """An instruction together with how it is reached from the entry computation."""
+    """An instruction with its context: how it is reached from the entry computation."""
 
     instruction: Instruction
     computation: dict[str, Instruction]
     calls: int = 1
-    """Times that it runs in one run of the program: the trip counts of the loops around it, multiplied."""
+    """Number of times that it runs in one run of the program: the product of the trip counts of the loops around it."""
     exact: bool = True
-    """False inside a conditional, or a loop whose trip count is not known (which counts once)."""
+    """False inside a conditional, or a loop of unknown trip count (which counts once)."""
     in_loop: bool = False
     asynchronous: bool = False
-    """It sits in a wrapper that the scheduler starts and awaits separately."""
+    """True inside a wrapper that the scheduler starts and awaits by separate instructions."""
     wrapper: Instruction | None = None
 
     @property
@@ -102,7 +102,7 @@ class Execution:
 
 @dataclass(frozen=True)
 class Module:
-    """The computations of a compiled module; the order within each is the schedule."""
+    """The computations of a compiled module. The order of instructions is the schedule."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
@@ -110,7 +110,7 @@ class Module:
 
     @functools.cached_property
     def executions(self) -> tuple[Execution, ...]:
-        """Every instruction that a run of the program reaches, also inside fusions and async wrappers."""
+        """Every instruction that a run of the program executes, including those inside fusions and async wrappers."""
         return tuple(self._walk(self.entry, Execution(_NOTHING, {})))
 
     def _walk(self, name: str, context: Execution) -> Iterator[Execution]:
@@ -126,7 +126,7 @@ _NOTHING = Instruction("", "", "", (), "")
 
 
 def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
-    """The computations that an instruction runs, each with the context of its instructions."""
+    """Yield the computations that an instruction runs, each with the context of its instructions."""
     instruction = here.instruction
     if instruction.opcode == "while":
         trips = instruction.trip_count
@@ -144,14 +144,18 @@ def _callees(here: Execution) -> Iterator[tuple[str, Execution]]:
     elif instruction.opcode == "call":
         for name in instruction.computations("to_apply"):
             yield name, here
-    elif not instruction.opcode.endswith(("-done", "-update")):  # which name their start's computation again
+    elif not instruction.opcode.endswith(("-done", "-update")):  # these name the computation of their start again
         for name in instruction.computations("calls"):
             started = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
             yield name, replace(here, asynchronous=here.asynchronous or started, wrapper=instruction)
 
 
 def parse_module(text: str) -> Module:
-    """Parse `compiled.as_text()`; a text without an entry computation raises ValueError."""
+    """Parse `compiled.as_text()`.
+
+    Raises:
+      ValueError: the text has no entry computation.
+    """
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -170,7 +174,7 @@ def parse_module(text: str) -> Module:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    """`ROOT %name = type opcode(operands), attributes`, or None for a line of another form."""
+    """Parse `ROOT %name = type opcode(operands), attributes`; None for a line of another form."""
     name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
     if not equals:
         return None
@@ -182,12 +186,12 @@ def _parse_instruction(line: str) -> Instruction | None:
     operands = () if literal else tuple(_NAME.findall(_COMMENT.sub("", rest[opening:end])))
     attributes = rest[end:]
     if len(attributes) > _LONGEST:
-        attributes = attributes.partition(", backend_config=")[0]  # a kernel's code, half a megabyte of it
+        attributes = attributes.partition(", backend_config=")[0]  # half a megabyte of a kernel's code
     return Instruction(name.lstrip("%"), type_, opcode, operands, attributes)
 
 
 def _bracket_end(text: str, start: int) -> int:
-    """The index behind the bracket that closes the one at `start`; quoted parts are skipped."""
+    """Return the index after the bracket that closes the one at `start`; brackets in quotes are skipped."""
     depth, quoted = 0, False
     for index in range(start, len(text)):
         character = text[index]

@@ -7,10 +7,10 @@ import jax
 
 
 def peak_memory_bytes() -> int:
-    """The highest number of bytes in use so far: on accelerators the largest over the local devices.
+    """Return the largest number of bytes in use so far; on accelerators the maximum over the local devices.
 
-    The CPU backend keeps no such statistics; there it is the peak resident set of the whole process (all
-    simulated devices, Python and the compiler included), as the operating system reports it.
+    The CPU backend has no such statistics. There it is the peak resident set of the whole process (all simulated
+    devices, Python and the compiler included), as the operating system reports it.
     """
     peaks = [
         stats["peak_bytes_in_use"]

@@ -3,19 +3,23 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 
 class StepProfiler:
-    """Traces steps (counted from 1, first and last included) into `directory`.
+    """Traces the steps `first` to `last`, inclusive and counted from 1, into `directory`.
 
-    It leaves `plugins/profile/TIME/*.xplane.pb` for xprof and TensorBoard, `*.trace.json.gz` beside it for
-    https://ui.perfetto.dev, and `memory.pb.gz`: what the devices held after the last step, by the line that allocated
-    it, for `pprof`. Only files are written: no profiler server is started, no port opened. With `steps=None` it does
-    nothing. A run that resumes behind `first` traces what is left of the window; one that resumes behind `last`,
-    nothing.
+    Writes `plugins/profile/TIME/*.xplane.pb` for xprof and TensorBoard, `*.trace.json.gz` next to it for
+    https://ui.perfetto.dev, and `memory.pb.gz` for `pprof`: the devices' memory after the last step, by the line that
+    allocated it. Only files are written: no profiler server is started, and no port is opened. A run that resumes after
+    `first` traces the remaining steps of the window; one that resumes after `last` traces nothing.
+
+    Args:
+      steps: (first, last); None: trace nothing.
+      directory: for the files.
+      report: called with a line of text when the trace is written.
     """
 
     def __init__(
@@ -31,9 +35,9 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Surround the dispatch of one step, so that the trace shows it under its number.
+        """Return a context for the dispatch of one step, which the trace shows under its number.
 
-        Starts the trace before the first step of the window. A trace that is running ends with `finish_step`.
+        Starts the trace before the first step of the window; `finish_step` ends it.
         """
         if not self.active and self._first <= step <= self._last:
             jax.profiler.start_trace(str(self._directory))
@@ -42,14 +46,14 @@ class StepProfiler:
         with annotation if self.active else contextlib.nullcontext():
             yield
 
-    def finish_step(self, step: int, results: Any = None) -> None:
+    def finish_step(self, step: int, results: PyTree = None) -> None:
         """End the trace after its last step, once `results` (arrays of that step) are computed."""
         if self.active and step >= self._last:
             jax.block_until_ready(results)
             self.close()
 
     def close(self) -> None:
-        """End a running trace, also when the run ends inside the window."""
+        """End a running trace, including one of a run that ends inside the window."""
         if self.active:
             self.active = False
             jax.profiler.stop_trace()

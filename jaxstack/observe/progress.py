@@ -9,9 +9,11 @@ from jaxstack.observe.units import byte_size, duration, short_number
 
 
 def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None) -> list[str]:
-    """The readable parts of a progress line, most important first; what is missing or None is left out.
+    """Return the readable parts of a progress line, most important first, without those that are missing or None.
 
-    `values` are those of a `metrics.jsonl` line.
+    Args:
+      values: the values of a `metrics.jsonl` line.
+      eta_seconds: remaining time.
     """
 
     def number(key: str) -> float | None:
@@ -37,14 +39,15 @@ def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None)
 class Progress:
     """Shows step, loss, tokens/s, TFLOP/s, MFU, memory and ETA. A context manager.
 
-    On a terminal one live line with a bar, above which messages scroll; elsewhere (a file, a pipe, TERM=dumb)
-    a plain line for each update, `step 100/2000 | loss 2.3450 | 12.3k tok/s | ... | ETA 3m20s`, without any
-    control codes. It takes plain numbers and never touches a device. With `enabled=False` it prints nothing.
+    On a terminal it is one live line with a bar, above which messages scroll. Elsewhere (a file, a pipe, TERM=dumb) it
+    is a plain line for each update, `step 100/2000 | loss 2.3450 | 12.3k tok/s | ... | ETA 3m20s`, without control
+    codes. It takes plain numbers and never touches a device.
 
     Args:
-        total_steps: steps of the whole run, those before a resume included.
-        start_step: completed steps that the run goes on from.
-        stream: where to print; standard output by default.
+      total_steps: number of steps of the whole run, including those before a resume.
+      start_step: number of completed steps that the run resumes from.
+      enabled: False: print nothing.
+      stream: where to print; standard output by default.
     """
 
     def __init__(self, total_steps: int, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None):
@@ -69,14 +72,14 @@ class Progress:
             self._print(" | ".join([f"step {step}/{self._total}", *fields]))
 
     def say(self, text: str) -> None:
-        """Print a message, above the live line where there is one."""
+        """Print a message, above the live line if there is one."""
         if self._live:
             self._live.say(text)
         elif self._enabled:
             self._print(text)
 
     def close(self) -> None:
-        """End the live line; it stays visible as it was last. Later messages are plain lines."""
+        """End the live line, which stays visible. Later messages are plain lines."""
         if self._live:
             self._live.close()
             self._live = None
@@ -86,7 +89,7 @@ class Progress:
 
 
 class _LiveLine:
-    """A bar with fields behind it, redrawn in place. On a narrow terminal the last fields give way."""
+    """A bar followed by fields, redrawn in place. On a narrow terminal the last fields are left out."""
 
     def __init__(self, total: int, start: int, stream: TextIO):
         # Imported here: a run whose output goes to a file never needs it.

@@ -1,7 +1,6 @@
-"""Which devices a collective of a compiled XLA module connects.
+"""Finds the devices that a collective of a compiled XLA module connects.
 
-Device ids are positions in the program's device assignment, which for a jitted program is the mesh in
-row-major order.
+Device ids are positions in the program's device assignment, which for a jitted program is the mesh in row-major order.
 """
 
 import math
@@ -15,11 +14,11 @@ _SPELLINGS = re.compile(r"replica_groups=(mesh\[.*?\].*?\{.*?\}|\[.*?\]<=\[[\d,]
 
 
 def replica_groups(attributes: str, num_devices: int) -> Groups:
-    """The groups of device ids of a collective, from its attributes; all in one group where it names none.
+    """Parse the groups of device ids from the attributes of a collective; one group of all if it names none.
 
-    Four spellings: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` (an iota, reshaped and transposed), `mesh['a'=2,'b'=2]
-    {'a'}` (mesh axes, or pieces of them as `'a':(offset)size`) and `{}`. For the `source_target_pairs` of a
-    permute a group is a set of devices that the pairs connect.
+    There are four spellings: `{{0,1},{2,3}}`, `[2,2]<=[4]T(1,0)` (an iota, reshaped and transposed), `mesh['a'=2,'b'=2]
+    {'a'}` (mesh axes, or pieces of them as `'a':(offset)size`) and `{}`. For the `source_target_pairs` of a permute, a
+    group is a set of devices that the pairs connect.
     """
     if "source_target_pairs=" in attributes:
         return _connected(permute_pairs(attributes))
@@ -35,14 +34,14 @@ def replica_groups(attributes: str, num_devices: int) -> Groups:
 
 
 def permute_pairs(attributes: str) -> list[tuple[int, int]]:
-    """The (source, target) device ids of a permute or send, those from a device to itself left out."""
+    """Return the (source, target) device ids of a permute or send, without those from a device to itself."""
     found = re.search(r'source_target_pairs="?\{(.*?)\}\}', attributes)
     pairs = re.findall(r"(\d+),(\d+)", found[1]) if found else []
     return [(int(a), int(b)) for a, b in pairs if a != b]
 
 
 def mesh_axes_of(groups: Sequence[Sequence[int]], mesh_axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Names of the mesh axes (name -> size, in the mesh's order) along which the ids of a group vary."""
+    """Return the mesh axes (name -> size, in the mesh's order) along which the ids of a group vary."""
     sizes = tuple(mesh_axes.values())
     if any(max(group, default=0) >= math.prod(sizes) for group in groups):
         raise ValueError(f"device ids of {groups} do not fit a mesh of {dict(mesh_axes)}")
@@ -59,7 +58,7 @@ def _rows(array: np.ndarray) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: count up to 8, reshape to [4,2], transpose, reshape to [2,4]."""
+    """Evaluate `[2,4]<=[4,2]T(1,0)`: count up to 8, reshape to [4,2], transpose, reshape to [2,4]."""
     found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     assert found, text
     shape, source, order = ([int(i) for i in part.split(",")] if part else None for part in found.groups())
@@ -68,12 +67,12 @@ def _iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(text: str) -> Groups:
-    """Groups that vary along the axes in braces: split the mesh into those and all others, and list rows."""
+    """Return the groups that vary along the axes in braces: one row for each index along all other axes."""
     mesh_text, axes_text = text[: text.rindex("{")], text[text.rindex("{") :]
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh_text)}
     ids = _mesh_ids(mesh_text, math.prod(sizes.values()))
-    pieces: list[tuple[str, int, int]] = []  # of every axis, in order: name, start, size
-    chosen: dict[tuple[str, int], int] = {}  # (name, start) -> place in the group's order
+    pieces: list[tuple[str, int, int]] = []  # for every axis, in order: name, start, size
+    chosen: dict[tuple[str, int], int] = {}  # (name, start) -> position in the group's order
     cuts: dict[str, set[int]] = {name: {1, size} for name, size in sizes.items()}
     for place, (name, start, size) in enumerate(re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes_text)):
         first, length = int(start or 1), int(size or sizes[name])
@@ -90,7 +89,7 @@ def _mesh_groups(text: str) -> Groups:
 
 
 def _mesh_ids(text: str, count: int) -> np.ndarray:
-    """Device ids of a mesh in row-major order: 0, 1, ... unless it lists others in `device_ids=(...)`."""
+    """Return the device ids of a mesh in row-major order: 0, 1, ... unless it lists others in `device_ids=(...)`."""
     found = re.search(r"device_ids=\((.*)\)", text)
     if not found:
         return np.arange(count)

@@ -1,16 +1,15 @@
 """Tokens per second, model FLOP/s and MFU of training steps.
 
-One convention for FLOPs: the caller gives model FLOPs per token (6 x matmul parameters + causal attention),
-which do not count recomputation. MFU divides by the device's dense bfloat16 peak, for FP8 runs too.
+The caller gives model FLOPs per token (6 x matmul parameters + causal attention), which do not count recomputation. MFU
+is relative to the device's dense bfloat16 peak, for FP8 runs too.
 """
 
 import re
 import time
 from collections.abc import Callable
 
-# Dense bfloat16 tensor-core TFLOP/s, from NVIDIA's data sheets (where those print the rate with 2:4 sparsity:
-# half of it). The first pattern found in jax's `device_kind` wins, so that special boards stand before their
-# family.
+# Dense bfloat16 tensor-core TFLOP/s from NVIDIA's data sheets (half of the rates that are printed for 2:4 sparsity).
+# The first pattern found in jax's `device_kind` wins, so that special boards precede their family.
 DENSE_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"GB300", 2500.0),
     (r"GB200", 2500.0),
@@ -36,7 +35,7 @@ DENSE_BF16_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def dense_bf16_peak(device_kind: str) -> float | None:
-    """Dense bfloat16 peak in TFLOP/s of a device kind as jax names it; None for CPUs and unknown devices."""
+    """Return the dense bfloat16 peak in TFLOP/s of a device kind of jax; None for CPUs and unknown devices."""
     for name, tflops in DENSE_BF16_TFLOPS:
         if re.search(rf"\b{name}\b", device_kind):
             return tflops
@@ -46,10 +45,18 @@ def dense_bf16_peak(device_kind: str) -> float | None:
 def throughput(
     tokens: float, seconds: float, devices: int, flops_per_token: float, device_kind: str, steps: int = 1
 ) -> dict[str, float | None]:
-    """The throughput keys of a `metrics.jsonl` line for `steps` steps with `tokens` tokens in `seconds`.
+    """Return the throughput keys of a `metrics.jsonl` line.
 
-    `tokens` counts all devices together. `mfu` is a fraction of 1, None where the peak of `device_kind` is
-    not known.
+    Args:
+      tokens: number of tokens on all devices.
+      seconds: duration of the steps.
+      devices: number of devices.
+      flops_per_token: model FLOPs per token.
+      device_kind: name of the device in jax.
+      steps: number of steps.
+
+    Returns:
+      The values by key. `mfu` is a fraction of 1, None if the peak of `device_kind` is unknown.
     """
     seconds = max(seconds, 1e-9)
     tflops = tokens * flops_per_token / seconds / devices / 1e12
@@ -64,10 +71,9 @@ def throughput(
 
 
 class Meter:
-    """Adds up completed steps and gives the throughput since it was last read.
+    """Adds up completed steps and computes the throughput since the last read. Never touches a device.
 
-    Time that is not training (evaluation, a blocking save) is taken out with `exclude`. Never touches a
-    device.
+    Time that is not training (evaluation, a blocking save) is taken out with `exclude`.
     """
 
     def __init__(
@@ -82,20 +88,23 @@ class Meter:
         self._device_kind = device_kind
         self._clock = clock
         self.step_seconds: float | None = None
-        """Of a step at the recent pace."""
+        """Duration of a step at the recent pace."""
         self.total_seconds = 0.0
-        """Time of all steps that were read."""
+        """Duration of all steps that were read."""
         self.restart()
 
     def restart(self) -> None:
-        """Begin a window now and forgets what was added, e.g. after compiling."""
+        """Begin a new window now, without what was added before, e.g. after compiling."""
         self._began = self._ended = self._clock()
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
 
     def add(self, tokens: float, waited_seconds: float = 0.0, at: float | None = None) -> None:
-        """One step with `tokens` tokens (all devices) completed at time `at` (default: now).
+        """Add one completed step.
 
-        `waited_seconds` is how long the loop waited for that step's data.
+        Args:
+          tokens: number of tokens on all devices.
+          waited_seconds: time that the loop waited for the step's data.
+          at: time of completion; default: now.
         """
         self._ended = self._clock() if at is None else at
         self._steps += 1
@@ -103,13 +112,13 @@ class Meter:
         self._waited += waited_seconds
 
     def exclude(self, seconds: float) -> None:
-        """Take `seconds` out of the running window."""
+        """Take `seconds` out of the current window."""
         self._excluded += seconds
 
     def read(self) -> dict[str, float | None]:
-        """Throughput keys and `data_wait_fraction` of the steps since the last read; begins the next window.
+        """Return throughput and `data_wait_fraction` of the steps since the last read, and begin a new window.
 
-        Empty where no step was added.
+        Empty if no step was added.
         """
         if not self._steps:
             return {}
@@ -118,16 +127,16 @@ class Meter:
         values["data_wait_fraction"] = min(1.0, self._waited / seconds)
         self.total_seconds += seconds
         step_seconds = seconds / self._steps
-        # The estimate follows a change of pace within a few windows, and one slow window does not throw it.
+        # The estimate follows a change of pace within a few windows; a single slow window changes it little.
         self.step_seconds = step_seconds if self.step_seconds is None else 0.7 * self.step_seconds + 0.3 * step_seconds
         self._began = self._ended
         self._steps, self._tokens, self._waited, self._excluded = 0, 0.0, 0.0, 0.0
         return values
 
     def forget_pace(self) -> None:
-        """Leaves the windows read so far out of the estimate, e.g. a first step that loaded kernels."""
+        """Leave the windows read so far out of the estimate, e.g. a first step that loaded kernels."""
         self.step_seconds = None
 
     def eta_seconds(self, steps_left: int) -> float | None:
-        """Seconds that `steps_left` more steps will take at the recent pace; None before the first read."""
+        """Return the seconds for `steps_left` more steps at the recent pace; None before the first read."""
         return None if self.step_seconds is None else max(0, steps_left) * self.step_seconds

@@ -1,5 +1,6 @@
-"""Where metrics go: a table of trackers behind one small protocol."""
+"""Trackers, the destinations of metrics: one small protocol and a table of implementations."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -14,22 +15,25 @@ from jaxstack.files import replacing
 
 
 class Tracker(Protocol):
-    """Takes the values of a step. Steps count completed training steps and grow from call to call."""
+    """A destination of metrics. Steps count completed training steps and grow from call to call."""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Record `values` (plain numbers, None for unknown, short strings) under `step`."""
 
     def close(self) -> None:
-        """Write what is buffered. Nothing may be logged afterwards."""
+        """Write buffered values. Nothing may be logged afterwards."""
 
 
 class JsonLines:
-    """Appends one JSON object a line, `{"step": ..., **values}`, written out at once.
+    """Appends one JSON object per line, `{"step": ..., **values}`, without buffering.
 
-    Every line is strict JSON: a value that is not finite becomes the string "NaN", "Infinity" or "-Infinity",
-    which `float` takes back. Opening a file drops its lines with a step after `start_step`, which the run is
-    about to repeat, and a last line that a kill has torn; the file is replaced as a whole, so that a kill
-    meanwhile loses nothing.
+    Every line is strict JSON: a value that is not finite becomes the string "NaN", "Infinity" or "-Infinity", which
+    `float` parses. Opening a file drops its lines after `start_step`, which the run repeats, and an incomplete last
+    line; the file is replaced atomically, so that a kill at this moment loses nothing.
+
+    Args:
+      path: the file.
+      start_step: number of completed steps that the run resumes from.
     """
 
     def __init__(self, path: str | Path, start_step: int = 0):
@@ -41,7 +45,7 @@ class JsonLines:
         self._pending = b""
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Lines that a full disk refuses are kept, and written with the first one that it takes again."""
+        """Append a line. Lines that do not fit on a full disk are kept, and written as soon as there is room."""
         record = {"step": int(step)} | {key: _plain(value) for key, value in values.items()}
         self._pending += json.dumps(record, allow_nan=False).encode() + b"\n"
         self._write()
@@ -66,7 +70,7 @@ class JsonLines:
 
 
 def _plain(value: Any) -> Any:
-    """A value of Python's own types, safe for strict JSON."""
+    """Convert a value to Python's own types, safe for strict JSON."""
     if hasattr(value, "item"):  # a NumPy or JAX scalar
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -97,7 +101,7 @@ def _drop_lines(path: Path, keep: Callable[[bytes], bool]) -> None:
 class TensorBoard:
     """Writes scalars as TensorBoard event files, with TensorBoard's own writer (no TensorFlow, no torch).
 
-    A resumed run marks its start in the event file, so that TensorBoard drops what an earlier process wrote
+    A resumed run marks its start in the event file, so that TensorBoard drops the values that an earlier process wrote
     after `start_step`.
     """
 
@@ -139,8 +143,8 @@ def _import_for(tracker: str, module: str, package: str) -> Any:
         ) from error
 
 
-def _kept_id(directory: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
-    """The id under which the tracker knows this run, and whether it was made just now."""
+def _run_id(directory: Path, tracker: str, make: Callable[[], str]) -> tuple[str, bool]:
+    """Return the tracker's id of this run, and True if it is new."""
     file = directory / f"{tracker}_id.txt"
     if file.exists():
         return file.read_text().strip(), False
@@ -151,11 +155,13 @@ def _kept_id(directory: Path, tracker: str, make: Callable[[], str]) -> tuple[st
 
 
 class WandB:
-    """Logs to Weights & Biases under one run id, kept in the run directory for a resumed run to go on in.
+    """Logs to Weights & Biases under one run id, stored in the run directory, so that a resumed run continues it.
 
     Project, entity and mode come from wandb's own environment variables (`WANDB_PROJECT` falls back to
     `jaxstack`).
-    Raises ConfigError where the package is not installed.
+
+    Raises:
+      ConfigError: the package is not installed.
     """
 
     def __init__(
@@ -166,7 +172,7 @@ class WandB:
         settings: Mapping[str, Any] | None = None,
     ):
         wandb = _import_for("wandb", "wandb", "wandb")
-        run_id, _ = _kept_id(Path(directory), "wandb", lambda: os.urandom(8).hex())
+        run_id, _ = _run_id(Path(directory), "wandb", lambda: os.urandom(8).hex())
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "jaxstack"),
             id=run_id,
@@ -188,11 +194,13 @@ class WandB:
 
 
 class MLflow:
-    """Logs to MLflow under one run id, kept in the run directory for a resumed run to go on in.
+    """Logs to MLflow under one run id, stored in the run directory, so that a resumed run continues it.
 
     Server and experiment come from mlflow's own environment variables (`MLFLOW_TRACKING_URI`; without it a folder or
     file of mlflow's choice; `MLFLOW_EXPERIMENT_NAME` falls back to `jaxstack`). A value that is not finite is left out.
-    Raises ConfigError where the package is not installed.
+
+    Raises:
+      ConfigError: the package is not installed.
     """
 
     def __init__(
@@ -203,7 +211,7 @@ class MLflow:
         settings: Mapping[str, Any] | None = None,
     ):
         self._client = _import_for("mlflow", "mlflow.tracking", "mlflow-skinny (or mlflow)").MlflowClient()
-        self._run_id, is_new = _kept_id(Path(directory), "mlflow", lambda: self._create_run(name))
+        self._run_id, is_new = _run_id(Path(directory), "mlflow", lambda: self._create_run(name))
         if not is_new:
             self._client.update_run(self._run_id, status="RUNNING")
             return
@@ -228,7 +236,7 @@ class MLflow:
 
 
 TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
-    # First the file that everything else can be made from: it is written even when a later tracker fails.
+    # First the file from which everything else can be made: it is written even if a later tracker fails.
     "jsonl": lambda run_dir, start, name, settings: JsonLines(run_dir / "metrics.jsonl", start),
     "tensorboard": lambda run_dir, start, name, settings: TensorBoard(run_dir / "tensorboard", start),
     "wandb": lambda run_dir, start, name, settings: WandB(run_dir, start, name, settings),
@@ -237,7 +245,7 @@ TRACKERS: dict[str, Callable[[Path, int, str, Mapping[str, Any]], Tracker]] = {
 
 
 class Trackers:
-    """Several trackers as one. What the disk refuses is said once and does not end the run."""
+    """Several trackers as one. An error of the disk is reported once and does not stop the run."""
 
     def __init__(self, trackers: Mapping[str, Tracker], say: Callable[[str], None] = print):
         self._trackers, self._say = dict(trackers), say
@@ -255,7 +263,7 @@ class Trackers:
                 self._failing.discard(name)
 
     def close(self) -> None:
-        """Close every tracker, also when one of them fails; raises the first failure then."""
+        """Close every tracker, even if one of them fails; then raise the first failure."""
         failures: list[Exception] = []
         for tracker in self._trackers.values():
             try:
@@ -277,11 +285,14 @@ def open_trackers(
     """Open the named trackers of `TRACKERS`, in the table's order, for the run in `run_dir`.
 
     Args:
-        start_step: completed steps that the run goes on from; what was logged after it is dropped.
-        settings: the run's configuration, for trackers that show it.
-        say: takes warnings.
+      names: keys of `TRACKERS`.
+      run_dir: the run directory.
+      start_step: number of completed steps that the run resumes from; later values are dropped.
+      settings: the run's configuration, for trackers that show it.
+      say: called with warnings.
+
     Raises:
-        ConfigError: a tracker's package is not installed. Trackers opened before it are closed.
+      ConfigError: a tracker's package is not installed. Trackers opened before it are closed.
     """
     opened: dict[str, Tracker] = {}
     try:
@@ -292,3 +303,17 @@ def open_trackers(
         Trackers(opened).close()
         raise
     return Trackers(opened, say)
+
+
+def last_logged(run_dir: Path | None) -> dict[str, Any]:
+    """Return the values of the last training line in a run's metrics.jsonl; empty if there is none."""
+    try:
+        lines = (Path(run_dir or "") / "metrics.jsonl").read_bytes().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):  # a line that a kill cut off, or of another program
+            values = json.loads(line)
+            if isinstance(values, dict) and "loss" in values:
+                return values
+    return {}

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Formats numbers for people."""
 
 import math
 
 
 def short_number(value: float, digits: int = 3) -> str:
-    """`12.3k`, `1.05M`, `0.0032`, `3e-07`: `digits` significant digits."""
+    """Format a number with `digits` significant digits: `12.3k`, `1.05M`, `0.0032`, `3e-07`."""
     if not math.isfinite(value):
         return str(value)
     for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -23,7 +23,7 @@ def _significant(value: float, digits: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45s`, `3m20s`, `2h05m`, `3d04h`."""
+    """Format a duration: `45s`, `3m20s`, `2h05m`, `3d04h`."""
     total = max(0, round(seconds))
     if total < 60:
         return f"{total}s"
@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 def byte_size(count: float) -> str:
-    """`512 B`, `1.5 MiB`, `80.2 GiB`."""
+    """Format a number of bytes: `512 B`, `1.5 MiB`, `80.2 GiB`."""
     for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(count) >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -14,13 +14,13 @@ from pallas_kernels.dispatch import Choice
 def describe_program(
     compiled: jax.stages.Compiled, choices: Sequence[Choice], mesh_axes: Mapping[str, int], fp8_expected: int = 0
 ) -> dict[str, Any]:
-    """Sections for `environment.json` and the report, as plain JSON.
+    """Describe a compiled step as sections for `environment.json` and the report, in plain JSON.
 
     Args:
       compiled: the compiled train step.
-      choices: what `pallas_kernels.record_choices` collected while it was traced.
+      choices: the choices of kernels that `pallas_kernels.record_choices` collected during tracing.
       mesh_axes: axis name -> size.
-      fp8_expected: how many FP8 matmuls the step should have at least.
+      fp8_expected: smallest number of FP8 matmuls that the step should have.
     """
     sections: dict[str, Any] = {"mesh": {axis: size for axis, size in mesh_axes.items() if size > 1}}
     sections["kernels"] = [
@@ -37,14 +37,14 @@ def describe_program(
         module = parse_module(compiled.as_text() or "")
         sections["collectives"] = summarise(collectives(module, mesh_axes))
         sections["matmuls"] = {"all": matmuls(module), "fp8": fp8_matmuls(module), "fp8_expected": fp8_expected}
-    except (ValueError, AssertionError) as error:  # a form of HLO text that we cannot read must not stop a run
+    except (ValueError, AssertionError) as error:  # HLO text of an unknown form must not stop a run
         sections["collectives"] = f"not readable from this compiler's output: {error}"
     sections["memory"] = predicted_memory(compiled)
     return sections
 
 
 def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes a device needs by the compiler's account: state and batch, working memory, and their sum; host memory."""
+    """Return the compiler's bytes per device: arguments (state and batch), temporaries, their sum; host memory."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
@@ -58,33 +58,42 @@ def predicted_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 _FALLBACKS = ("xla", "xla_dense", "reference")
-"""Backends that are no GPU kernels, of the operations that have kernels; and what to do about such a fallback:"""
+"""Backends that are not GPU kernels."""
 _ATTENTION = "name a backend in model.attention_implementation"
 _FP8 = "leave the layer out in precision.fp8_rules"
-_WITH_KERNELS = {
+_WAY_OUT = {
     "flash_attention": _ATTENTION,
     "longformer_attention": _ATTENTION,
     "block_sparse_attention": _ATTENTION,
     "fp8_dot_general": _FP8,
 }
+"""Operation that has GPU kernels -> what to do about a fallback."""
 
 
 def refuse_fallbacks(choices: Sequence[Choice]) -> None:
-    """Raise ConfigError where a call for a GPU got no GPU kernel though there are some, naming call and reasons.
+    """Check that no call on a GPU fell back from a GPU kernel to another backend.
 
-    On other platforms there is nothing to fall back from.
+    Raises:
+      ConfigError: one did; the message names the call and the reasons.
     """
     for choice in choices:
-        fell_back = choice.operation in _WITH_KERNELS and choice.backend in _FALLBACKS
+        fell_back = choice.operation in _WAY_OUT and choice.backend in _FALLBACKS
         if fell_back and " on cuda" in choice.call and not choice.explicit:
             raise ConfigError(
                 f"observe.fail_on_fallback: {choice}. Change the model so that the preferred backend can run it, "
-                f"{_WITH_KERNELS[choice.operation]}, or set observe.fail_on_fallback to false."
+                f"{_WAY_OUT[choice.operation]}, or set observe.fail_on_fallback to false."
             )
 
 
 def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the compiled step has fewer FP8 matmuls than it should, by `describe_program`."""
+    """Check that the compiled step has as many FP8 matmuls as it should.
+
+    Args:
+      ran: the result of `describe_program`.
+
+    Raises:
+      ConfigError: it has fewer.
+    """
     counted = ran.get("matmuls")
     if counted and counted["fp8"] < counted["fp8_expected"]:
         raise ConfigError(
@@ -94,8 +103,8 @@ def refuse_missing_fp8(ran: Mapping[str, Any]) -> None:
         )
 
 
-def in_short(ran: Mapping[str, Any]) -> str:
-    """One line of what the compiled step holds."""
+def summarise_program(ran: Mapping[str, Any]) -> str:
+    """Return one line about the compiled step, from the result of `describe_program`."""
     parts = []
     chosen: dict[str, list[str]] = {}
     for kernel in ran.get("kernels", ()):
@@ -109,8 +118,8 @@ def in_short(ran: Mapping[str, Any]) -> str:
     predicted = ran.get("memory", {}).get("predicted_bytes")
     if predicted:
         host = ran["memory"].get("host_bytes")
-        beside = f" and {host / 2**30:.2f} GiB of host memory" if host else ""
-        parts.append(f"{predicted / 2**30:.2f} GiB{beside} a device predicted")
+        host_part = f" and {host / 2**30:.2f} GiB of host memory" if host else ""
+        parts.append(f"{predicted / 2**30:.2f} GiB{host_part} a device predicted")
     rows = ran.get("collectives")
     if isinstance(rows, list):
         count = sum(row["calls"] for row in rows)

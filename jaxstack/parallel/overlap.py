@@ -21,7 +21,7 @@ from jaxstack.parallel.context import ShardingContext, current_context
 from jaxstack.parallel.rules import AxisRules, axes_of
 from pallas_kernels import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.collective_matmul.api import reason_against_kernels
-from pallas_kernels.collective_matmul.request import Request
+from pallas_kernels.collective_matmul.request import CollectiveRequest
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.target import current_target
 
@@ -32,7 +32,7 @@ AXIS = "tensor"
 class _Call:
     """The matmuls of one call with their all-gather, reduce-scatter, or both, and what speaks against the kernels."""
 
-    products: Request
+    products: CollectiveRequest
     unsuitable: str | None
     always: bool
 
@@ -188,7 +188,7 @@ def _context_for(
     sizes = [math.prod(kernel.shape[1:]) for kernel in gathering] or [math.prod(k.shape[:-1]) for k in scattering]
     batch = shape[0] // rules.degree(_batch_axes(rules, shape[0]))
     inner = tuple(size // devices for size in sizes)
-    request = Request(batch * shape[1] // devices, shape[2], inner, devices, AXIS, dtype, current_target())
+    request = CollectiveRequest(batch * shape[1] // devices, shape[2], inner, devices, AXIS, dtype, current_target())
     named = "compiler" if overlap == "never" else None
     chosen = select(operation, _BACKENDS, named, _Call(request, unsuitable, overlap == "always"))
     return context if chosen.name == "overlapped" else None

@@ -1,1 +1,1 @@
-"""What a configuration would do on a cluster that need not be there."""
+"""Planning of layouts: the rules of what fits, the choice, and plans for clusters that need not be there."""

@@ -1,4 +1,4 @@
-"""`python -m jaxstack.plan --config FILE`: what a configuration would do on a cluster, without having it."""
+"""The command `python -m jaxstack.plan --config FILE`: lay out a configuration on a cluster without using it."""
 
 import argparse
 import json
@@ -10,23 +10,25 @@ from jaxstack.errors import ConfigError
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="jaxstack plan",
-        description="Show how a configuration lies on a mesh: the devices, the bytes that each holds between steps, "
-        "model FLOPs, the schedule of a pipeline. No device is used and nothing is computed. With --rehearse the real "
-        "train step is compiled for GPUs that need not be there: what memory it takes, and whether it fits.",
+        description="Show how a configuration is laid out on a mesh: the devices, the bytes that each holds between "
+        "steps, model FLOPs, and the schedule of a pipeline. Nothing is computed and no device is used. With "
+        "--rehearse, compile the real train step for GPUs that need not be there, and show whether its memory fits.",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="set single values over the file's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="devices of the cluster (default: what the degrees multiply to)"
+        "--devices", type=int, metavar="N", help="devices of the cluster (default: product of the degrees)"
     )
     parser.add_argument(
-        "--show-sharding", action="store_true", help="also list every parameter, and draw which device holds what"
+        "--show-sharding",
+        action="store_true",
+        help="also list every parameter, and draw which device holds which shard",
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="compile the train step (minutes) and tell its memory and kernels"
+        "--rehearse", action="store_true", help="compile the train step (minutes) and show its memory and kernels"
     )
     parser.add_argument("--device", choices=("h200",), default="h200", help="kind of GPU to compile for")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -39,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Run the command and return its exit code."""
     args = make_parser().parse_intermixed_args(argv)
 
     def body() -> None:

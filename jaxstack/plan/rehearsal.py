@@ -1,30 +1,59 @@
-"""The real train step compiled for GPUs that are not there: its memory on each, and its kernels."""
+"""Compile the real train step for GPUs that need not be there, to learn its memory and its kernels."""
 
 import math
 import time
-from typing import Any
+from typing import TypedDict
 
 import jax
 import numpy as np
 
-from jaxstack.data.batch_source import abstract_batch
+from jaxstack.data.device import abstract_batch
 from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
 from jaxstack.observe.what_ran import predicted_memory
 from jaxstack.parallel import make_mesh
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile, device_memory
-from jaxstack.plan.describe import resolve_plan
+from jaxstack.plan.resolve import resolve_plan
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig
 from pallas_kernels import lowering_platform
 
 
-def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") -> dict[str, Any]:
-    """What `trainer.compile` finds for this configuration on `devices` GPUs, as plain JSON.
+class Rehearsal(TypedDict):
+    """Memory of a compiled train step on each device, as plain JSON.
+
+    Attributes:
+      kind: kind of GPU.
+      arguments_bytes: bytes of state and batch.
+      temporary_bytes: bytes of temporaries.
+      predicted_bytes: bytes of everything on the device.
+      host_bytes: bytes in host memory.
+      usable_bytes: bytes of the GPU that XLA may allocate.
+      fits: True if `predicted_bytes` is at most `usable_bytes`.
+      compile_seconds: time of compilation.
+      kernels: `operation: backend` of each chosen kernel.
+      jax: version of jax.
+    """
+
+    kind: str
+    arguments_bytes: int
+    temporary_bytes: int
+    predicted_bytes: int
+    host_bytes: int
+    usable_bytes: int
+    fits: bool
+    compile_seconds: float
+    kernels: list[str]
+    jax: str
+
+
+def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") -> Rehearsal:
+    """Compile the train step of this configuration for `devices` GPUs and return what the compiler found.
 
     Args:
-      devices: as of `describe_plan`.
-      kind: a file of `jaxstack/plan/targets`.
+      config: configuration of the run.
+      devices: number of GPUs; default: `parallel.simulate_devices`, or the product of the degrees.
+      kind: kind of GPU, the name of a file in `jaxstack/plan/targets`.
 
     Raises:
       ConfigError: the CUDA plugin is not installed, or the configuration cannot run.
@@ -40,13 +69,16 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     began = time.perf_counter()
     with lowering_platform("cuda"):
         compiled = trainer.compile(abstract_batch(batch, trainer.rules, rows))
-    found, usable = predicted_memory(compiled), int(DEVICE_FRACTION * device_memory(kind))
+    memory, usable = predicted_memory(compiled), int(DEVICE_FRACTION * device_memory(kind))
     kernels = dict.fromkeys((choice.operation, choice.backend) for choice in trainer.choices)
     return {
         "kind": kind,
-        **found,
+        "arguments_bytes": memory["arguments_bytes"],
+        "temporary_bytes": memory["temporary_bytes"],
+        "predicted_bytes": memory["predicted_bytes"],
+        "host_bytes": memory["host_bytes"],
         "usable_bytes": usable,
-        "fits": found["predicted_bytes"] <= usable,
+        "fits": memory["predicted_bytes"] <= usable,
         "compile_seconds": time.perf_counter() - began,
         "kernels": [": ".join(kernel) for kernel in kernels],
         "jax": jax.__version__,

@@ -54,8 +54,11 @@ def _gather_whole(own: jax.Array, context: ShardingContext, names: Names | None,
         ((axes, dim),) = dims_of(spec, rules.weight_axes)
         amax = jax.lax.pmax(absolute_maximum(own), axes)
         values, inverse_scale = quantize(own, E4M3, amax)
-        whole = on_tensor_shards(lambda x: gather(x, axes, dim, peer_copies=context.layout.peer_copies), spec, rules)
-        return Quantized(whole(values), inverse_scale)
+
+        def whole_shard(x: jax.Array) -> jax.Array:
+            return gather(x, axes, dim, peer_copies=context.layout.peer_copies)
+
+        return Quantized(on_tensor_shards(whole_shard, spec, rules)(values), inverse_scale)
     stored, whole = restrict(spec, rules.free), restrict(spec, set(rules.free) - set(rules.weight_axes))
     # Both constraints are needed, as for a plain all-gather: without them XLA moves the values before it rounds them.
     values, inverse_scale = quantize(jax.lax.with_sharding_constraint(own, placed(rules, stored)), E4M3)

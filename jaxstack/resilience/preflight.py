@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 import jaxstack
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import ConfigError
 from jaxstack.observe.environment import PACKAGES, git_commit
 
@@ -34,13 +34,13 @@ def check_program(settings: str, timeout_seconds: float = 300) -> list[str]:
       ConfigError: the processes differ; the message names the values, and the processes that have each.
       JaxstackError: a process does not answer.
     """
-    processes.meet("clocks", timeout_seconds)
+    coordination.barrier("clocks", timeout_seconds)
     facts: dict[str, Any] = {"host": socket.gethostname(), "clock": time.time(), "python": platform.python_version()}
     facts |= {name: _version(name) for name in PACKAGES}
     facts["jaxstack"] = jaxstack.__version__
     facts["commit"] = git_commit(Path(__file__).parent) or "unknown"
     facts["configuration"] = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    everyone = processes.exchange("program", facts, timeout_seconds)
+    everyone = coordination.all_gather("program", facts, timeout_seconds)
     _refuse(disagreements(everyone, ignore=("host", "clock")))
     return _skew(everyone)
 
@@ -53,7 +53,7 @@ def check_devices(timeout_seconds: float = 300) -> None:
     """
     local = jax.local_devices()
     facts = {"host": socket.gethostname(), "devices a process": len(local), "device kind": local[0].device_kind}
-    _refuse(disagreements(processes.exchange("devices", facts, timeout_seconds), ignore=("host",)))
+    _refuse(disagreements(coordination.all_gather("devices", facts, timeout_seconds), ignore=("host",)))
 
 
 def disagreements(facts: Sequence[Mapping[str, Any]], ignore: Sequence[str] = ()) -> list[str]:

@@ -18,7 +18,7 @@ class StepHistory(NamedTuple):
 
     values: jax.Array
     """[2, WINDOW] float32: ring buffer of losses and norms."""
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride] - its name is part of saved checkpoints
     """[] int32: number of steps, without skipped ones."""
 
     @classmethod

@@ -6,7 +6,7 @@ import threading
 import time
 from types import FrameType
 
-from jaxstack.distributed import coordination as processes
+from jaxstack.distributed import coordination
 from jaxstack.errors import JaxstackError
 from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 
@@ -36,7 +36,7 @@ class StopRequest:
         self.signum: int | None = None
         self._heard = 0.0
         self._before: dict[int, object] = {}
-        self._index, self._count = processes.position()
+        self._index, self._count = coordination.process_position()
         self._name = f"stop-{next(_numbers)}"
         self._lock = threading.Lock()
         self._ticks = 0
@@ -61,7 +61,7 @@ class StopRequest:
             self._thread.join()
             if self._announced is None:
                 # Another process may have been asked at its last tick, and waits for the answer of this one.
-                processes.publish(f"{self._name}/at/{self._index}", _NEVER)
+                coordination.publish(f"{self._name}/at/{self._index}", _NEVER)
 
     def reached(self) -> bool:
         """Count a tick. Returns True if the run stops here. All processes call it after the same pieces of work.
@@ -86,7 +86,7 @@ class StopRequest:
         Raises:
           JaxstackError: another process does not answer for two minutes.
         """
-        self.signum = max(processes.exchange(f"{self._name}/last", self.signum or 0, _AGREE_SECONDS)) or None
+        self.signum = max(coordination.all_gather(f"{self._name}/last", self.signum or 0, _AGREE_SECONDS)) or None
         return self.signum is not None
 
     def _receive(self, signum: int, _: FrameType | None) -> None:
@@ -98,9 +98,9 @@ class StopRequest:
     def _watch(self) -> None:
         try:
             while not self._over.wait(_POLL_SECONDS):
-                asked = processes.peek(self._name)
+                asked = coordination.try_read(self._name)
                 if asked is None and self.signum is not None:
-                    processes.publish(self._name, asked := self.signum)
+                    coordination.publish(self._name, asked := self.signum)
                 if asked is not None:
                     self._agree(asked)
                     return
@@ -110,9 +110,9 @@ class StopRequest:
     def _agree(self, signum: int) -> None:
         with self._lock:
             self._announced = self._ticks + 1
-        processes.publish(f"{self._name}/at/{self._index}", self._announced)
+        coordination.publish(f"{self._name}/at/{self._index}", self._announced)
         wanted = (f"{self._name}/at/{other}" for other in range(self._count))
-        latest = max(processes.await_value(key, _AGREE_SECONDS) for key in wanted)
+        latest = max(coordination.wait_for_value(key, _AGREE_SECONDS) for key in wanted)
         # All processes exit with the code of the first signal, even those that received none.
         self.signum, self._agreed = signum, latest
         self._known.set()

@@ -1,1 +1,1 @@
-"""A training run as an object: built from a configuration, trained, loaded from its directory, evaluated, converted."""
+"""Functions on training runs: build from a configuration, train, load, evaluate, generate, convert."""

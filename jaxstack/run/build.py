@@ -2,9 +2,8 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -83,7 +82,7 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
 def make_trainer(
     config: RunConfig,
     data: BatchSource,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Trainer:
     """Return the trainer of a run whose layout and vocabulary are resolved.

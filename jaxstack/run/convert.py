@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import operator
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def import_checkpoint(
     source: str | Path,
     output: str | Path,
     ignore: Sequence[str] = (),
-    warn: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> ImportedRun:
     """Make a run directory from a Hugging Face checkpoint; its weights become the checkpoint of step 0.
 
@@ -116,7 +117,7 @@ def export_checkpoint(
     dtype: str = "float32",
     model_type: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    warn: Callable[[str], None] = lambda text: None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> ExportedCheckpoint:
     """Make a Hugging Face checkpoint from a run; parameters are read and written one at a time.
 

@@ -118,7 +118,7 @@ def evaluate(
       step: step of the checkpoint to evaluate; default: the newest.
       text: held-out text to compute the loss on; default: the run's own, unless `tasks` are given.
       tasks: harness tasks to run.
-      report: called with each line of progress while data is prepared.
+      report: called with each warning, and each line of progress while data is prepared.
 
     Raises:
       ConfigError: an argument is wrong, or the harness is not installed or has no such task.
@@ -135,7 +135,7 @@ def evaluate(
         chosen, loss = _text_loss(config, Path(directory), text, step, sets_layout(overrides), report)
         result = Evaluation(chosen, loss)
     if tasks is not None and harness is not None:
-        found = _run_tasks(harness, directory, overrides, tasks, step)
+        found = _run_tasks(harness, directory, overrides, tasks, step, report)
         result = found if result is None else dataclasses.replace(found, text=result.text)
     assert result is not None
     return result
@@ -161,7 +161,9 @@ def _text_loss(
             "tokenizer is another model's."
         )
     trainer = make_trainer(config, data, jax.devices()[: math.prod(config.parallel.degrees.values())])
-    params, non_params, step = restore_parameters(directory, config.model, trainer.module, trainer.rules, step)
+    params, non_params, step = restore_parameters(
+        directory, config.model, trainer.module, trainer.rules, step=step, report=report
+    )
     values = trainer.evaluator.run(params, non_params, text.max_tokens)
     if values is None:
         raise JaxstackError("there is no held-out text to evaluate on; give some with --data.")
@@ -200,10 +202,15 @@ def _open_text(config: RunConfig, directory: Path, text: TextOptions, report: Ca
 
 
 def _run_tasks(
-    harness: ModuleType, directory: str | Path, overrides: Sequence[str], tasks: TaskOptions, step: int | None
+    harness: ModuleType,
+    directory: str | Path,
+    overrides: Sequence[str],
+    tasks: TaskOptions,
+    step: int | None,
+    report: Callable[[str], None],
 ) -> Evaluation:
     manager = harness.find_tasks(tasks.names, tasks.include_path)
-    run = load(directory, overrides, step=step)
+    run = load(directory, overrides, step=step, report=report)
     longest = run.config.model.max_position_embeddings
     length = tasks.max_length or default_max_length(run.config)
     if longest is not None and length > longest:

@@ -13,7 +13,7 @@ _DEFAULT_TOKENS = 200
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedText:
-    """One generated text.
+    """A generated text.
 
     Attributes:
       prompt: the prompt as given.

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -122,13 +122,20 @@ class Run:
         )
 
 
-def load(directory: str | Path, overrides: Sequence[str] = (), *, step: int | None = None) -> Run:
+def load(
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    report: Callable[[str], None] = warnings.warn,
+) -> Run:
     """Load a run or a Hugging Face checkpoint for generation and evaluation tasks.
 
     Args:
       directory: run directory, or directory of a Hugging Face checkpoint.
       overrides: `parallel.key=value` and `precision.key=value`; see `read_config`.
       step: step of the checkpoint to load; default: the newest.
+      report: called with each warning, such as one about a damaged checkpoint that is passed over.
 
     Raises:
       ConfigError: the directory holds no model or no tokenizer, or an override does not fit.
@@ -136,7 +143,7 @@ def load(directory: str | Path, overrides: Sequence[str] = (), *, step: int | No
     """
     config = read_config(directory, overrides)
     tokenizer = read_tokenizer(directory)
-    decoder, chosen = load_decoder(directory, overrides, step=step, vocab_size=tokenizer.vocab_size)
+    decoder, chosen = load_decoder(directory, overrides, step=step, vocab_size=tokenizer.vocab_size, report=report)
     stop_tokens = frozenset({tokenizer.document_start, *read_stop_tokens(directory)})
     return Run(Path(directory), config, chosen, tokenizer, decoder, stop_tokens)
 
@@ -252,11 +259,25 @@ def check_tokenizer(folder: Path, step: int, extra: object) -> None:
 
 
 def restore_parameters(
-    directory: str | Path, model: ModelConfig, module: FunctionalModule, rules: AxisRules, step: int | None
+    directory: str | Path,
+    model: ModelConfig,
+    module: FunctionalModule,
+    rules: AxisRules,
+    *,
+    step: int | None = None,
+    report: Callable[[str], None] = warnings.warn,
 ) -> tuple[Params, Params, int]:
     """Read the parameters of a run's checkpoint or of Hugging Face files, laid out on the mesh of `rules`.
 
     The optimizer state is not read.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      model: configuration of the stored model.
+      module: functional form of the model.
+      rules: sharding rules of the mesh.
+      step: step of the run's checkpoint; default: the newest.
+      report: called with each warning.
 
     Returns:
       Parameters, other variables, and the step of the checkpoint (0 for Hugging Face files).
@@ -267,7 +288,7 @@ def restore_parameters(
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
         return read_parameters(directory, model, shardings), non_params, 0
-    manager = CheckpointManager(Path(directory) / "checkpoints", report=lambda text: print(text, file=sys.stderr))
+    manager = CheckpointManager(Path(directory) / "checkpoints", report=report)
     chosen = choose_step(manager, step)
     stored = module.plain if isinstance(module, StagedModule) else module
     specs = stored.parameter_specs(rules)
@@ -287,12 +308,17 @@ def restore_parameters(
 
 
 def load_decoder(
-    directory: str | Path, overrides: Sequence[str] = (), *, step: int | None = None, vocab_size: int | None = None
+    directory: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    vocab_size: int | None = None,
+    report: Callable[[str], None] = warnings.warn,
 ) -> tuple[Decoder, int]:
     """Load the model of a run or a Hugging Face checkpoint, without its tokenizer.
 
     Args:
-      directory, overrides, step: as of `load`.
+      directory, overrides, step, report: as of `load`.
       vocab_size: number of ids that may be generated; default: all rows of the model's vocabulary.
 
     Returns:
@@ -307,7 +333,7 @@ def load_decoder(
     unrolled = config.model.model_copy(update={"scan_layers": False})
     stored = config.model if is_run(directory) else unrolled  # a run stores its layers stacked as in training
     module = FunctionalModule(build_model(config.model_copy(update={"model": stored}), dtype))
-    params, non_params, chosen = restore_parameters(directory, stored, module, rules, step)
+    params, non_params, chosen = restore_parameters(directory, stored, module, rules, step=step, report=report)
     if config.adapters.rules:
         plain = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))

@@ -1,9 +1,9 @@
-"""Refuses a run whose train state cannot fit the memory of its devices, before anything is allocated."""
+"""Check that the train state fits the memory of the devices, before anything is allocated."""
 
 import math
-from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from jaxstack.distributed.devices import memory_per_device
 from jaxstack.errors import ConfigError
@@ -15,7 +15,7 @@ from jaxstack.parallel import ParallelConfig
 from jaxstack.trainer import Trainer
 
 _TIGHT = 0.8
-"""Share of the memory above which the activations seldom have room beside the state."""
+"""Share of the memory above which there is rarely room for activations in addition to the state."""
 _BYTES_PER_PARAMETER = 16
 """Float32 weight and gradient, and the two moments of AdamW."""
 
@@ -23,11 +23,11 @@ _BYTES_PER_PARAMETER = 16
 def check_memory(trainer: Trainer) -> str | None:
     """Compare what every step needs with what the devices have.
 
-    Counted are the train state and one float32 gradient for each trained parameter, as they are sharded. Activations
-    come on top, so a run that passes may still be too large.
+    Counts the shards of the train state and of one float32 gradient per trained parameter. Activations are not counted,
+    so a run that passes may still be too large.
 
     Returns:
-      A warning where little is left for activations; None where there is enough, or the memory is not known.
+      A warning if little is left for activations; None if there is enough, or if the memory is not known.
 
     Raises:
       ConfigError: the state and the gradients alone exceed the memory of a device.
@@ -60,9 +60,9 @@ def check_memory(trainer: Trainer) -> str | None:
 
 
 def looks_too_large(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """True if weights, gradients and two moments in float32 would take most of a device's memory.
+    """Return True if weights, gradients and two moments in float32 would take most of a device's memory.
 
-    A quick look before the data is prepared; `check_memory` then counts exactly.
+    A quick estimate before data is prepared; `check_memory` counts exactly.
     """
     available = memory_per_device()
     if model.vocab_size is None or available is None:
@@ -72,7 +72,7 @@ def looks_too_large(model: ModelConfig, parallel: ParallelConfig) -> bool:
     return count_parameters(model).total * _BYTES_PER_PARAMETER > _TIGHT * available * shards
 
 
-def _bytes_per_device(tree: Any, shardings: Any) -> int:
+def _bytes_per_device(tree: PyTree[jax.ShapeDtypeStruct], shardings: PyTree[jax.sharding.Sharding]) -> int:
     def size(x: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> int:
         return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
 

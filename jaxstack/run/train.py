@@ -13,7 +13,7 @@ from jaxstack.data.build_shards import available_cores
 from jaxstack.data.byte_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
-from jaxstack.distributed.coordination import join
+from jaxstack.distributed.coordination import connect
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import cannot_write
 from jaxstack.evaluation import bits_per_byte
@@ -74,10 +74,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # reports a wrong directory before data is prepared
     warnings = _connect(config)
-    devices = start_devices(config.parallel.simulate_devices)
-    if jax.process_count() > 1:
-        check_devices(config.resilience.connect_seconds)
-    config = training_layout(config, devices)
+    config = training_layout(config, _start_devices(config))
     cache_compilations()
     first = jax.process_index() == 0
     say = report if first and config.observe.progress else (lambda text: None)
@@ -91,12 +88,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     trainer = make_trainer(config, data)
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
-    frozen = trainer.frozen_parameters()
-    flops = model_flops_per_token(config.model, config.train.sequence_length)
-    flops -= flops_saved_per_token(config.model, frozen)
-    say(_describe_run(config, data, flops, bool(frozen)))
-    if frozen:
-        say(_describe_frozen(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
+    flops = _describe(config, data, trainer, say)
     baselines, tasks = _ByteBaselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
@@ -120,6 +112,25 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     return TrainedRun(config.directory, config, values)
 
 
+def _start_devices(config: RunConfig) -> int:
+    """Initialize the devices, check that those of several processes work together, and return their number."""
+    devices = start_devices(config.parallel.simulate_devices)
+    if jax.process_count() > 1:
+        check_devices(config.resilience.connect_seconds)
+    return devices
+
+
+def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
+    """Report what will run, and return the model FLOPs per token."""
+    frozen = trainer.frozen_parameters()
+    flops = model_flops_per_token(config.model, config.train.sequence_length)
+    flops -= flops_saved_per_token(config.model, frozen)
+    say(_describe_run(config, data, flops, bool(frozen)))
+    if frozen:
+        say(_describe_frozen(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
+    return flops
+
+
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
     """Load the parameters of `run.init_from`, if it is set, into the trainer of a new run."""
     source = config.run.init_from
@@ -137,7 +148,7 @@ def _connect(config: RunConfig) -> list[str]:
     place, limits = find_place(), config.resilience
     if place is None:
         return []
-    join(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
+    connect(place, heartbeat_seconds=limits.heartbeat_seconds, connect_seconds=limits.connect_seconds)
     return check_program(dump_yaml(config), limits.connect_seconds)
 
 

@@ -1,4 +1,4 @@
-"""Attention by our own Hopper kernels: every mask skips tiles, in the forward and in the backward."""
+"""Backend of the Hopper attention kernels, which skip the tiles that a mask hides, in the forward and the backward."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ INTERPRET = False
 
 
 def unsupported_reason(request: AttentionRequest) -> str | None:
-    """The first rule that the request breaks."""
+    """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -40,36 +40,36 @@ def _unsupported_mask(request: AttentionRequest) -> str | None:
 
 
 def lower_priority_reason(request: AttentionRequest) -> str | None:
-    """cuDNN is faster for wide heads, where it can compute the call (docs/performance.md)."""
+    """Return why cuDNN goes first: it is faster for wide heads, if it can compute the call (docs/performance.md)."""
     if request.head_dim != 256 or cudnn.unsupported_reason(request):
         return None
     return f"cuDNN was measured faster at head dim {request.head_dim}"
 
 
 def attend_deterministic(request: AttentionRequest) -> tuple[jax.Array, jax.Array]:
-    """`attend` with the backward in two kernels, whose gradients are bit-equal in every run."""
+    """Compute `attend` with the backward in two kernels, whose gradients are bit-equal in every run."""
     return attend(request, dataclasses.replace(_tiling(request), fused_queries=0))
 
 
 def attend(request: AttentionRequest, tiling: Tiling | None = None) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T], in blocks of `tiling` (default: what the tables say)."""
+    """Compute out [B, T, N, H] and lse [B, N, T] in blocks of `tiling` (default: from the tables)."""
     return mosaic_call.attend(_plan(request, tiling), request.q, request.k, request.v, request.segments)
 
 
 def gradients(request: AttentionRequest, *rows: jax.Array, tiling: Tiling | None = None) -> tuple:
-    """dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
+    """Compute dQ, dK and dV from d_out, and lse and delta of all keys (see `dispatch.Backend.gradients`)."""
     plan = _plan(request, tiling)
     return mosaic_call.gradients(plan, request.q, request.k, request.v, request.segments, rows)
 
 
 def gradients_deterministic(request: AttentionRequest, *rows: jax.Array) -> tuple:
-    """`gradients` that are bit-equal in every run."""
+    """Compute `gradients` that are bit-equal in every run."""
     return gradients(request, *rows, tiling=dataclasses.replace(_tiling(request), fused_queries=0))
 
 
-def _plan(request: AttentionRequest, tiling: Tiling | None) -> mosaic_call.Plan:
+def _plan(request: AttentionRequest, tiling: Tiling | None) -> mosaic_call.AttentionPlan:
     tiling = tiling or _tiling(request)
-    return mosaic_call.Plan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
+    return mosaic_call.AttentionPlan(request.options, request.query_length, request.key_length, tiling, INTERPRET)
 
 
 def _tiling(request: AttentionRequest) -> Tiling:
@@ -77,6 +77,6 @@ def _tiling(request: AttentionRequest) -> Tiling:
     tiling = choose_tiling(request.head_dim, mask_kind(mask, request.segments is not None), request.key_length)
     if mask.layout is None:
         return tiling
-    # `_unsupported_mask` promises that no border goes through a tile.
+    # `_unsupported_mask` makes sure that no border goes through a tile.
     keys = tiling.forward_keys if _LARGEST_BLOCK % tiling.forward_keys == 0 else 64
     return dataclasses.replace(tiling, forward_warpgroups=2, forward_keys=keys)

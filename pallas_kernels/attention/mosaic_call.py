@@ -1,4 +1,4 @@
-"""One call of the Hopper kernels, differentiable: lengths filled up to whole blocks, and which kernels compute what."""
+"""Differentiable call of the Hopper attention kernels: pads lengths to whole blocks and chooses the kernels."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels.attention.mosaic_backward import (
     NO_KEY,
@@ -14,19 +15,29 @@ from pallas_kernels.attention.mosaic_backward import (
     key_value_gradient,
     query_gradient,
 )
+from pallas_kernels.attention.mosaic_config import KernelConfig
 from pallas_kernels.attention.mosaic_forward import forward
-from pallas_kernels.attention.mosaic_pieces import LOG2E, ROWS, Config
+from pallas_kernels.attention.mosaic_scores import LOG2E
 from pallas_kernels.attention.remat import name_outputs
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tiles import Blocks, key_schedule, query_schedule
 from pallas_kernels.attention.tilings import Tiling
+from pallas_kernels.hopper.wgmma import ROWS
 from pallas_kernels.target import multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The static part of one call."""
+class AttentionPlan:
+    """Static part of one call of the kernels.
+
+    Attributes:
+        options: Mask, scale and soft cap.
+        length: T.
+        key_length: S.
+        tiling: Block sizes of all kernels.
+        interpret: True to interpret the kernels on a CPU.
+    """
 
     options: Options
     length: int
@@ -34,8 +45,9 @@ class Plan:
     tiling: Tiling
     interpret: bool
 
-    def config(self, query_block: int, key_block: int, stages: int, warpgroups: int = 2) -> Config:
-        return Config(
+    def config(self, query_block: int, key_block: int, stages: int, warpgroups: int = 2) -> KernelConfig:
+        """Return the static description of one kernel."""
+        return KernelConfig(
             self.options,
             self.length,
             self.key_length,
@@ -47,7 +59,8 @@ class Plan:
             interpret=self.interpret,
         )
 
-    def blocks(self, config: Config) -> Blocks:
+    def blocks(self, config: KernelConfig) -> Blocks:
+        """Return the lengths and block sizes that a schedule of tiles is made for."""
         return Blocks(self.length, self.key_length, config.query_block, config.key_block)
 
 
@@ -57,8 +70,8 @@ def _pad(x: jax.Array, block: int, dim: int = 1) -> jax.Array:
     return jnp.pad(x, widths) if missing else x
 
 
-def _pad_segments(segments: Segments | None, config: Config) -> Segments | None:
-    """Segment numbers of whole blocks, with the global tokens in the lowest bit where the mask has some."""
+def _pad_segments(segments: Segments | None, config: KernelConfig) -> Segments | None:
+    """Pad segment numbers to whole blocks, with global tokens in the lowest bit if the mask has some."""
     if segments is None:
         return None
     marks = segments.global_tokens(config.options.mask)
@@ -67,19 +80,19 @@ def _pad_segments(segments: Segments | None, config: Config) -> Segments | None:
     return Segments(_pad(segments.query, config.query_block), _pad(segments.key, config.key_block))
 
 
-@functools.partial(jax.jit, static_argnums=0)  # equal calls, one a layer, are traced and lowered once
+@functools.partial(jax.jit, static_argnums=0)  # Equal calls, one a layer, are traced and lowered once.
 def _attend(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
+    plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T]."""
+    """Compute out [B, T, N, H] and lse [B, N, T]."""
     tiling = plan.tiling
     config = plan.config(
         64 * tiling.forward_warpgroups, tiling.forward_keys, tiling.forward_stages, tiling.forward_warpgroups
     )
     config = dataclasses.replace(config, turns=tiling.forward_turns)
     schedule = key_schedule(plan.options.mask, plan.blocks(config), segments)
-    # Copies of one dim (log-sum-exp, segments) know no end of an array, others do. So a warpgroup's rows are all
-    # queries, or all beyond them: those read zeros and store nothing.
+    # TMA copies with one dim (log-sum-exp, segments) do not stop at the end of an array, others do. So a warpgroup's
+    # rows are either all queries, or all beyond them; the latter read zeros and store nothing.
     if segments is not None or plan.length % ROWS:
         q = _pad(q, config.query_block)
     out, lse = forward(
@@ -93,26 +106,41 @@ def _attend(
     return out[:, : plan.length], lse[..., : plan.length]
 
 
-def _forward_rule(plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
+def _forward_rule(plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None) -> tuple:
     out, lse = name_outputs(*_attend(plan, q, k, v, segments))
     return (out, lse), (q, k, v, segments, out, lse)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _backward_rule(plan: Plan, saved: tuple, cotangents: tuple) -> tuple:
+def _backward_rule(plan: AttentionPlan, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, segments, out, lse = saved
     d_out, d_lse = cotangents
     return *gradients(plan, q, k, v, segments, (d_out, lse, row_delta(out, d_out, d_lse))), None
 
 
 def gradients(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments | None, rows: tuple
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dQ, dK and dV from `rows`: d_out, and lse and delta [B, N, T], which may be those of more keys than these."""
+    plan: AttentionPlan,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    segments: Segments | None,
+    rows: tuple[jax.Array, ...],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """Compute dQ, dK and dV.
+
+    Args:
+        plan: Static part of the call.
+        q: [B, T, N, H].
+        k: [B, S, K, H].
+        v: [B, S, K, H].
+        segments: Segment numbers of queries and keys, or None.
+        rows: d_out [B, T, N, H], lse [B, N, T] and delta [B, N, T] (row sums of out * d_out less the gradient of lse).
+            lse and delta may be those of more keys than these.
+    """
     d_out, lse, delta = rows
     lse = jnp.where(lse == -jnp.inf, NO_KEY, lse * LOG2E)
 
-    def padded(config: Config) -> Residuals:
+    def padded(config: KernelConfig) -> Residuals:
         rows = config.query_block
         return Residuals(
             _pad(q, rows),
@@ -125,16 +153,16 @@ def gradients(
 
     mask = plan.options.mask
 
-    def of_keys(queries: int, stages: int) -> tuple[Config, tuple]:
+    def key_arguments(queries: int, stages: int) -> tuple[KernelConfig, tuple]:
         config = plan.config(queries, 128, stages)
         schedule = query_schedule(mask, plan.blocks(config), segments)
         return config, (padded(config), schedule, _pad_segments(segments, config))
 
     tiling = plan.tiling
     if tiling.fused_queries:
-        config, arrays = of_keys(tiling.fused_queries, tiling.fused_stages)
+        config, arrays = key_arguments(tiling.fused_queries, tiling.fused_stages)
         copies = copies_of_query_gradient(config)
-        # Zeros that need the rows: XLA makes those of all calls at once, long before, if it can.
+        # The zeros depend on the rows: otherwise XLA makes those of all calls at once, long before they are needed.
         zero, lse = lax.optimization_barrier((jnp.float32(0), arrays[0].lse))
         arrays = (arrays[0]._replace(lse=lse), *arrays[1:])
         sums = jax.new_ref(jnp.broadcast_to(zero, (copies, *arrays[0].q.shape)))
@@ -144,7 +172,7 @@ def gradients(
         config = plan.config(128, tiling.query_keys, tiling.query_stages)
         schedule = key_schedule(mask, plan.blocks(config), segments)
         d_q = query_gradient(config, padded(config), schedule, _pad_segments(segments, config))
-        config, arrays = of_keys(tiling.key_queries, tiling.key_stages)
+        config, arrays = key_arguments(tiling.key_queries, tiling.key_stages)
         launches = (("d_k", "d_v"),) if tiling.key_value_together else (("d_k",), ("d_v",))
         d_k, d_v = (gradient for wanted in launches for gradient in key_value_gradient(config, *arrays, wanted=wanted))
     return d_q[:, : plan.length], d_k[:, : plan.key_length], d_v[:, : plan.key_length]

@@ -1,105 +1,133 @@
-"""The forward of attention for Hopper: wgmma, TMA, one warpgroup that loads and others that compute.
+"""The forward of attention for Hopper: a persistent kernel of one producer and two or three consumer warpgroups.
 
-One program runs on each multiprocessor and takes blocks of queries in turn, the ones with the most keys first. Its
-loading warpgroup streams the queries and the visible blocks of keys and values into rings of shared memory buffers,
-well ahead of the others; each of those keeps 64 queries' running maximum, sum and output in registers. The softmax of
-a tile runs beside the product of the weights and values of the tile before (FlashAttention-3, Shah et al.,
-arXiv:2407.08608). A run of blocks is visited from its last to its first, so that the block that a causal mask cuts
-comes before the loop.
+Every program computes one block of queries after the other, the ones with the most keys first. The producer streams the
+queries and the visible blocks of keys and values into rings of shared-memory buffers, well ahead of the consumers; each
+of those keeps the running maximum, sum and output of 64 queries in registers. The softmax of a tile runs at the same
+time as the product of the weights and values of the tile before (FlashAttention-3, Shah et al., arXiv:2407.08608). A
+run of blocks is visited from its last to its first, so that the block that a causal mask cuts comes before the loop.
+
+A consumer has a loop of its own, and not `Ring.sum_products`: the softmax stands between its two products.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
-from pallas_kernels.attention import mosaic_pieces as pieces
-from pallas_kernels.attention.mosaic_pieces import ROWS, Config, Visits
+from pallas_kernels.attention import mosaic_scores as scoring
+from pallas_kernels.attention.mosaic_config import KernelConfig, Visits, read_visits
 from pallas_kernels.attention.request import Segments
-from pallas_kernels.mosaic_api import pl, plgpu
+from pallas_kernels.hopper import pipeline, scheduler, wgmma
+from pallas_kernels.hopper.pipeline import Ring
+from pallas_kernels.hopper.wgmma import ROWS, Accumulator
+from pallas_kernels.mosaic_api import Index, Ref, pl, plgpu
 
-_TILE_BYTES = 220 * 2**10  # Of 227 KiB shared memory; the rest is for the small arrays.
-_PARTS = 8  # A row's sum is kept in as many parts, two in each of its threads, and added up across them at the end.
+_TILE_BYTES = 220 * 2**10
+"""Shared memory for tiles, of 227 KiB; the small arrays have what is left."""
+_PARTS = 8
+"""Parts of a row's sum, two in each of its threads, which are added up across the threads at the end."""
 
 
 class _Inputs(NamedTuple):
-    q: Any
-    k: Any
-    v: Any
-    schedule: Any
-    ids: Any
+    """Arrays in global memory; the fields of `ids` are those of `Segments`."""
+
+    q: Ref
+    k: Ref
+    v: Ref
+    schedule: tuple[Ref, ...]
+    ids: Segments | None
+
+
+class _Outputs(NamedTuple):
+    out: Ref
+    lse: Ref
 
 
 class _Buffers(NamedTuple):
-    """Shared memory and its barriers; the leading dimension counts stages, of `q` also warpgroups."""
+    """Shared memory and its barriers; the leading dim counts stages, the second dim of `q` and `lse` warpgroups."""
 
-    q: Any
-    lse: Any
-    k: Any
-    v: Any
-    query_ids: Any
-    key_ids: Any
-    q_full: Any
-    k_full: Any
-    v_full: Any
-    q_empty: Any
-    k_empty: Any
-    v_empty: Any
-    turn: Any
+    q: Ref
+    lse: Ref
+    k: Ref
+    v: Ref
+    query_ids: Ref | None
+    key_ids: Ref | None
+    q_full: Ref
+    k_full: Ref
+    v_full: Ref
+    q_empty: Ref
+    k_empty: Ref
+    v_empty: Ref
+    turn: Ref | None
 
 
 class _Item(NamedTuple):
-    """One block of queries of one head: the `number`-th of this program, which visited `before` tiles until then."""
+    """A block of queries of one head: the `number`-th of this program, which visited `before` tiles before it."""
 
-    number: Any
-    before: Any
-    batch: Any
-    head: Any
-    block: Any
+    number: Index
+    before: Index
+    batch: Index
+    head: Index
+    block: Index
     visits: Visits
 
 
+def _query_ring(buffers: _Buffers) -> Ring:
+    return Ring(buffers.q.shape[0])
+
+
 def forward(
-    config: Config, q: jax.Array, k: jax.Array, v: jax.Array, schedule: tuple, segments: Segments | None
-) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, H] and lse [B, N, T] (natural logarithm, -inf for rows without a visible key).
+    config: KernelConfig,
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    schedule: tuple[jax.Array, ...],
+    segments: Segments | None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
+    """Compute attention and its log-sum-exp (natural logarithm, -inf for rows without a visible key).
 
     Args:
+        config: Static description of the kernel.
         q: [B, T, N, H] with T a multiple of the query block, or of a warpgroup's rows.
-        k, v: [B, S, K, H] with S a multiple of the key block.
-        schedule: that of `tiles.key_schedule`.
+        k: [B, S, K, H] with S a multiple of the key block.
+        v: [B, S, K, H].
+        schedule: Tiles that each block of queries visits, from `tiles.key_schedule`.
         segments: int32 [B, T] and [B, S], or None.
+
+    Returns:
+        out [B, T, N, H] and lse [B, N, T].
     """
     batch, length, num_heads, _ = q.shape
     items = num_heads * batch * pl.cdiv(length, config.query_block)
     kernel = config.kernel(
         "attention_forward",
         functools.partial(_body, config),
+        programs=min(items, config.programs),
         out_type=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32),
         ),
-        grid=(min(items, config.programs),),
-        grid_names=("program",),
         scratch_types=_scratch(config, q, segments is not None),
     )
-    return kernel(_Inputs(q, k, v, schedule, segments))
+    return kernel(_Inputs(q, k, v, schedule, segments))  # pyright: ignore[reportArgumentType]
 
 
-def _scratch(config: Config, q: jax.Array, packed: bool) -> _Buffers:
+def _scratch(config: KernelConfig, q: jax.Array, packed: bool) -> _Buffers:
     head_dim, groups, stages = q.shape[-1], config.warpgroups, config.stages
     row_bytes = head_dim * q.dtype.itemsize
     left = _TILE_BYTES - 2 * stages * config.key_block * row_bytes
     query_stages = 2 if 2 * groups * ROWS * row_bytes <= left else 1
     arrivals = 2 if packed else 1
     return _Buffers(
-        q=pieces.tiled_smem(config, (query_stages, groups, ROWS, head_dim), q.dtype),
+        q=config.tiled_smem((query_stages, groups, ROWS, head_dim), q.dtype),
         lse=plgpu.SMEM((query_stages, groups, ROWS), jnp.float32),
-        k=pieces.tiled_smem(config, (stages, config.key_block, head_dim), q.dtype),
-        v=pieces.tiled_smem(config, (stages, config.key_block, head_dim), q.dtype),
+        k=config.tiled_smem((stages, config.key_block, head_dim), q.dtype),
+        v=config.tiled_smem((stages, config.key_block, head_dim), q.dtype),
         query_ids=plgpu.SMEM((query_stages, groups, ROWS), jnp.int32) if packed else None,
         key_ids=plgpu.SMEM((stages, config.key_block), jnp.int32) if packed else None,
         q_full=plgpu.Barrier(num_arrivals=arrivals * groups, num_barriers=query_stages),
@@ -112,255 +140,250 @@ def _scratch(config: Config, q: jax.Array, packed: bool) -> _Buffers:
     )
 
 
-def _body(config: Config, inputs: _Inputs, out: Any, lse: Any, *scratch: Any) -> None:
+def _body(config: KernelConfig, inputs: _Inputs, out: Ref, lse: Ref, *scratch: Ref) -> None:
     buffers = _Buffers(*scratch)
+
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup < config.warpgroups)
-    def _():
-        config.share_registers(computing=True)
+    def consume() -> None:
         _pass_turn(buffers, warpgroup, warpgroup == config.warpgroups - 1)
-        items, _ = _for_each_item(config, inputs, functools.partial(_compute, config, inputs, (out, lse), buffers))
+        compute = functools.partial(_compute, config, _Outputs(out, lse), buffers)
+        items, _ = _for_each_item(config, inputs, compute)
         _free_queries(buffers, items)
         plgpu.wait_smem_to_gmem(0)
-        # No barrier ends with a phase that nobody has waited for.
+        # No barrier may be left in a phase that nobody has waited for.
         _wait_turn(buffers, warpgroup, warpgroup == 0)
 
-    @pl.when(warpgroup == config.warpgroups)
-    def _():
-        config.share_registers(computing=False)
+    def produce() -> None:
         items, tiles = _for_each_item(config, inputs, functools.partial(_load, config, inputs, buffers))
-        pieces.drain(buffers.q.shape[0], items, buffers.q_empty)
-        pieces.drain(config.stages, tiles, buffers.k_empty, buffers.v_empty)
+        _query_ring(buffers).drain(items, buffers.q_empty)
+        config.ring.drain(tiles, buffers.k_empty, buffers.v_empty)
+
+    pipeline.specialize(warpgroup, config.warpgroups, consume, produce)
 
 
-def _for_each_item(config: Config, inputs: _Inputs, visit: Any) -> tuple[Any, Any]:
-    """Calls visit(item) for this program's blocks; returns how many they were and how many tiles they visited."""
+def _for_each_item(config: KernelConfig, inputs: _Inputs, visit: Callable[[_Item], None]) -> tuple[Index, Index]:
+    """Call visit(item) for this program's blocks; return how many they were and how many tiles they visited."""
     batches, length, heads, _ = inputs.q.shape
     blocks = pl.cdiv(length, config.query_block)
-    programs = min(heads * batches * blocks, config.programs)
-    program = lax.axis_index("program")
+    total = heads * batches * blocks
 
-    def step(number: jax.Array, before: jax.Array) -> jax.Array:
-        index = number * programs + program
+    def step(number: Index, index: Index, before: jax.Array) -> jax.Array:
         # The last blocks of queries have the most causal work: they come first.
         block = blocks - 1 - lax.div(index, heads * batches)
         batch = lax.rem(lax.div(index, heads), batches)
-        visits = pieces.read_visits(inputs.schedule, batch, block, descending=True)
+        visits = read_visits(inputs.schedule, batch, block, descending=True)
         visit(_Item(number, before, batch, lax.rem(index, heads), block, visits))
-        return before + visits.count
+        return before + visits.total
 
-    items = lax.div(heads * batches * blocks - 1 - program, programs) + 1
-    return items, lax.fori_loop(0, items, step, jnp.int32(0))
+    return scheduler.deal(total, min(total, config.programs), step, jnp.int32(0))
 
 
-def _load(config: Config, inputs: _Inputs, buffers: _Buffers, item: _Item) -> None:
-    """Queries, then the key and value blocks that they see."""
+def _load(config: KernelConfig, inputs: _Inputs, buffers: _Buffers, item: _Item) -> None:
+    """Load the queries of an item, then the blocks of keys and values that they see."""
     kv_head = lax.div(item.head, inputs.q.shape[2] // inputs.k.shape[2])
-    stages = buffers.q.shape[0]
-    slot = lax.rem(item.number, stages)
-
-    @pl.when(item.number >= stages)
-    def _():
-        plgpu.barrier_wait(buffers.q_empty.at[slot])
-
+    queries = _query_ring(buffers)
+    query_slot = queries.slot(item.number)
+    queries.acquire(item.number, buffers.q_empty)
     for group in range(config.warpgroups):
         rows = pl.ds(item.block * config.query_block + group * ROWS, ROWS)
-        full = buffers.q_full.at[slot]
-        plgpu.copy_gmem_to_smem(inputs.q.at[item.batch, rows, item.head], buffers.q.at[slot, group], full)
-        if buffers.query_ids is not None:
-            plgpu.copy_gmem_to_smem(inputs.ids.query.at[item.batch, rows], buffers.query_ids.at[slot, group], full)
+        full = buffers.q_full.at[query_slot]
+        plgpu.copy_gmem_to_smem(inputs.q.at[item.batch, rows, item.head], buffers.q.at[query_slot, group], full)
+        if inputs.ids is not None and buffers.query_ids is not None:
+            ids = inputs.ids.query.at[item.batch, rows]
+            plgpu.copy_gmem_to_smem(ids, buffers.query_ids.at[query_slot, group], full)
 
-    def step(index: jax.Array, _: None) -> None:
-        count = item.before + index
-        slot = lax.rem(count, config.stages)
+    def load(index: Index, slot: Index, acquire: Callable[..., None]) -> None:
         part = item.batch, pl.ds(item.visits.tile(index) * config.key_block, config.key_block), kv_head
-
-        @pl.when(count >= config.stages)
-        def _():
-            plgpu.barrier_wait(buffers.k_empty.at[slot])
-
+        acquire(buffers.k_empty)
         plgpu.copy_gmem_to_smem(inputs.k.at[part], buffers.k.at[slot], buffers.k_full.at[slot])
-        if buffers.key_ids is not None:
+        if inputs.ids is not None and buffers.key_ids is not None:
             plgpu.copy_gmem_to_smem(inputs.ids.key.at[part[:2]], buffers.key_ids.at[slot], buffers.k_full.at[slot])
-
-        @pl.when(count >= config.stages)
-        def _():
-            plgpu.barrier_wait(buffers.v_empty.at[slot])
-
+        acquire(buffers.v_empty)
         plgpu.copy_gmem_to_smem(inputs.v.at[part], buffers.v.at[slot], buffers.v_full.at[slot])
 
-    lax.fori_loop(0, item.visits.count, step, None)
+    config.ring.produce(item.before, item.visits.total, load)
 
 
-def _wait_turn(buffers: _Buffers, warpgroup: Any, when: Any = True) -> None:
-    """Until it is this warpgroup's turn to give the tensor cores work: while one computes, others do their softmax."""
+def _wait_turn(buffers: _Buffers, warpgroup: Index, when: bool | jax.Array = True) -> None:
+    """Wait until it is this warpgroup's turn to give the tensor cores work, while the others compute their softmax."""
     if buffers.turn is not None:
-        pl.when(when)(lambda: plgpu.barrier_wait(buffers.turn.at[warpgroup]))
+        turn = buffers.turn.at[warpgroup]
+        pl.when(when)(lambda: plgpu.barrier_wait(turn))
 
 
-def _pass_turn(buffers: _Buffers, warpgroup: Any, when: Any = True) -> None:
+def _pass_turn(buffers: _Buffers, warpgroup: Index, when: bool | jax.Array = True) -> None:
+    """Give the turn to the next warpgroup."""
     if buffers.turn is not None:
-        groups = buffers.q.shape[1]
-        pl.when(when)(lambda: plgpu.barrier_arrive(buffers.turn.at[lax.rem(warpgroup + 1, groups)]))
+        turns, groups = buffers.turn, buffers.q.shape[1]
+        pl.when(when)(lambda: plgpu.barrier_arrive(turns.at[lax.rem(warpgroup + 1, groups)]))
 
 
-def _free_queries(buffers: _Buffers, number: Any) -> None:
-    """Gives the buffer of the item before the `number`-th back, from which its output is stored meanwhile."""
+def _free_queries(buffers: _Buffers, number: Index) -> None:
+    """Release the buffer of the item before the `number`-th, from which that item's output has been stored."""
 
     @pl.when(number > 0)
     def _():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(buffers.q_empty.at[lax.rem(number - 1, buffers.q.shape[0])])
+        plgpu.barrier_arrive(buffers.q_empty.at[_query_ring(buffers).slot(number - 1)])
 
 
 class _Rows(NamedTuple):
-    """What a warpgroup knows of its 64 queries."""
+    """The 64 queries of a warpgroup."""
 
-    q: Any
-    first_query: jax.Array
+    q: Ref
+    first_query: Index
     query_ids: jax.Array | None
     item: _Item
 
 
 class _State(NamedTuple):
-    """The softmax of the tiles seen so far; the product of `weights` with its values is still to be added."""
+    """The softmax of the tiles visited so far; the product of `weights` with its values is still to be added.
+
+    Attributes:
+        acc: Sum of the weighted values, [rows, H].
+        maximum: Maximum of each row's scores, in base 2.
+        total: Sum of each row's weights in parts, [rows, _PARTS].
+        weights: Weights of the last tile, [rows, keys].
+    """
 
     acc: jax.Array
     maximum: jax.Array
-    total: jax.Array  # [rows, _PARTS]
+    total: jax.Array
     weights: jax.Array
 
 
-def _compute(config: Config, inputs: _Inputs, outputs: Any, buffers: _Buffers, item: _Item) -> None:
-    """One warpgroup's 64 queries against all the blocks that they see."""
+def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _Item) -> None:
+    """Attend from this warpgroup's 64 queries to all the blocks of keys that they see."""
     warpgroup = lax.axis_index("warpgroup")
-    slot = lax.rem(item.number, buffers.q.shape[0])
+    slot = _query_ring(buffers).slot(item.number)
     first_query = item.block * config.query_block + warpgroup * ROWS
     q = buffers.q.at[slot, warpgroup]
     _free_queries(buffers, item.number)
     plgpu.barrier_wait(buffers.q_full.at[slot])
     query_ids = None
     if buffers.query_ids is not None:
-        query_ids = plgpu.load(buffers.query_ids.at[slot, warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
-    mine = _Rows(q, first_query, query_ids, item)
+        query_ids = wgmma.load_rows(buffers.query_ids.at[slot, warpgroup])
+    rows = _Rows(q, first_query, query_ids, item)
     state = _State(
-        pieces.zeros(ROWS, q.shape[-1]),
-        pieces.row_values(pieces.fill(config) * pieces.late_factor(config), ROWS),
-        pieces.zeros(ROWS, _PARTS),
-        pieces.zeros(ROWS, config.key_block).astype(q.dtype),
+        wgmma.zeros(ROWS, q.shape[-1]),
+        wgmma.row_values(scoring.fill(config) * scoring.late_factor(config), ROWS),
+        wgmma.zeros(ROWS, _PARTS),
+        wgmma.zeros(ROWS, config.key_block).astype(q.dtype),
     )
-    some = jnp.minimum(item.visits.count, 1)
-    state = lax.fori_loop(0, some, functools.partial(_first_tile, config, buffers, mine), state)
-    state = item.visits.fold(functools.partial(_attend_tile, config, buffers, mine), state, some)
-    state = lax.fori_loop(0, some, functools.partial(_last_product, config, buffers, mine), state)
-    _store(config, outputs, buffers, mine, state)
+    some = jnp.minimum(item.visits.total, 1)
+    state = lax.fori_loop(0, some, functools.partial(_first_tile, config, buffers, rows), state)
+    state = item.visits.fold(functools.partial(_attend_tile, config, buffers, rows), state, some)
+    state = lax.fori_loop(0, some, functools.partial(_last_product, config, buffers, rows), state)
+    _store(config, outputs, buffers, rows, state)
 
 
-def _scores(config: Config, products: jax.Array) -> jax.Array:
-    """Scores less the factor of the softmax, which has to be positive for a row's maximum to commute with it."""
-    scores = pieces.cap(config, products)
-    return scores if config.factor > 0 else scores * config.factor
+def _scores(config: KernelConfig, products: jax.Array) -> jax.Array:
+    """Return the scores less the softmax's factor, which must be positive for a row's maximum to commute with it."""
+    scores, factor = scoring.cap(config, products), scoring.base2_factor(config)
+    return scores if factor > 0 else scores * factor
 
 
 def _masked(
-    config: Config, buffers: _Buffers, mine: _Rows, index: jax.Array, slot: jax.Array, scores: jax.Array
+    config: KernelConfig, buffers: _Buffers, rows: _Rows, index: Index, slot: Index, scores: jax.Array
 ) -> jax.Array:
     ids = None
-    if mine.query_ids is not None:
-        key_ids = plgpu.load(buffers.key_ids.at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
-        ids = pieces.along_rows(mine.query_ids, scores), pieces.along_columns(key_ids, scores)
-    first_key = mine.item.visits.tile(index) * config.key_block
-    return pieces.mask_tile(config, scores, pieces.fill(config), mine.first_query, first_key, ids)
+    if rows.query_ids is not None and buffers.key_ids is not None:
+        key_ids = wgmma.load_columns(buffers.key_ids.at[slot])
+        ids = wgmma.along_rows(rows.query_ids, scores), wgmma.along_columns(key_ids, scores)
+    first_key = rows.item.visits.tile(index) * config.key_block
+    return scoring.mask_tile(config, scores, scoring.fill(config), rows.first_query, first_key, ids)
 
 
 def _softmax(
-    config: Config, scores: jax.Array, maximum: jax.Array, total: jax.Array
+    config: KernelConfig, scores: jax.Array, maximum: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """New maximum and total, the factor for what was summed before, and the float32 weights of the tile."""
+    """Return new maximum and total, the factor for what was summed before, and the float32 weights of the tile."""
     # A weight is one fused multiply-add and one exponential.
-    factor = pieces.late_factor(config)
+    factor = scoring.late_factor(config)
     new_maximum = jnp.maximum(maximum, scores.max(axis=1) * factor)
     shrink = jnp.exp2(maximum - new_maximum)
-    weights = jnp.exp2(scores * factor - pieces.along_rows(new_maximum, scores))
+    weights = jnp.exp2(scores * factor - wgmma.along_rows(new_maximum, scores))
     parts = [weights[:, first : first + _PARTS] for first in range(0, weights.shape[1], _PARTS)]
-    total = total * pieces.along_rows(shrink, total) + functools.reduce(jnp.add, parts)
+    total = total * wgmma.along_rows(shrink, total) + functools.reduce(jnp.add, parts)
     return new_maximum, total, shrink, weights
 
 
-def _first_tile(config: Config, buffers: _Buffers, mine: _Rows, index: jax.Array, state: _State) -> _State:
-    slot = lax.rem(mine.item.before + index, config.stages)
+def _first_tile(config: KernelConfig, buffers: _Buffers, rows: _Rows, index: Index, state: _State) -> _State:
+    """Compute the softmax of the first tile, which no product runs at the same time as."""
+    slot = config.ring.slot(rows.item.before + index)
     plgpu.barrier_wait(buffers.k_full.at[slot])
 
-    def issue(accumulator: Any) -> None:
-        plgpu.wgmma(accumulator, mine.q, buffers.k.at[slot].transpose((1, 0)))
+    def start(accumulator: Accumulator) -> None:
+        accumulator.add(rows.q, buffers.k.at[slot].transpose((1, 0)))
 
-    scores = _scores(config, pieces.multiply((ROWS, config.key_block), issue))
-    scores = _masked(config, buffers, mine, index, slot, scores)
-    pieces.release(config, buffers.k_empty.at[slot])
+    scores = _scores(config, wgmma.multiply((ROWS, config.key_block), start))
+    scores = _masked(config, buffers, rows, index, slot, scores)
+    config.ring.release(slot, buffers.k_empty)
     maximum, total, _, weights = _softmax(config, scores, state.maximum, state.total)
     plgpu.barrier_wait(buffers.v_full.at[slot])
     return _State(state.acc, maximum, total, weights.astype(state.weights.dtype))
 
 
 def _attend_tile(
-    config: Config, buffers: _Buffers, mine: _Rows, masked: bool, index: jax.Array, state: _State
+    config: KernelConfig, buffers: _Buffers, rows: _Rows, masked: bool, index: Index, state: _State
 ) -> _State:
-    """The softmax of this tile while the tensor cores add the product of the one before."""
-    count = mine.item.before + index
-    slot, slot_before = lax.rem(count, config.stages), lax.rem(count - 1, config.stages)
+    """Compute the softmax of this tile while the tensor cores add the product of the tile before."""
+    count = rows.item.before + index
+    slot, slot_before = config.ring.slot(count), config.ring.slot(count - 1)
     warpgroup = lax.axis_index("warpgroup")
     plgpu.barrier_wait(buffers.k_full.at[slot])
     _wait_turn(buffers, warpgroup)
 
-    def issue_scores(scores: Any) -> None:
-        plgpu.wgmma(scores, mine.q, buffers.k.at[slot].transpose((1, 0)))
-
-    def consume(products: jax.Array) -> tuple:
+    def softmax(products: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         scores = _scores(config, products)
         if masked:
-            scores = _masked(config, buffers, mine, index, slot, scores)
-        pieces.release(config, buffers.k_empty.at[slot])
-        softmax = lax.optimization_barrier(_softmax(config, scores, state.maximum, state.total))
+            scores = _masked(config, buffers, rows, index, slot, scores)
+        config.ring.release(slot, buffers.k_empty)
+        result = lax.optimization_barrier(_softmax(config, scores, state.maximum, state.total))
         # The next tile needs the values of this one. Waiting here, and not there, also keeps the compiler from
         # waiting for the product before the softmax: it moves nothing past the loop of a wait.
         plgpu.barrier_wait(buffers.v_full.at[slot])
-        return softmax
+        return result
 
-    (maximum, total, shrink, weights), acc = pieces.multiply_while_adding(
-        config,
-        (ROWS, config.key_block),
-        issue_scores,
-        (state.acc, state.weights, buffers.v.at[slot_before]),
-        functools.partial(_pass_turn, buffers, warpgroup),
-        consume,
+    def multiply(scores: Accumulator, sums: Accumulator) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        scores.add(rows.q, buffers.k.at[slot].transpose((1, 0)))
+        sums.add(state.weights, buffers.v.at[slot_before])
+        _pass_turn(buffers, warpgroup)
+        result = softmax(scores.load(pending=1))
+        return result, sums.load()
+
+    (maximum, total, shrink, weights), acc = wgmma.accumulate(
+        multiply, (ROWS, config.key_block), state.acc, interpret=config.interpret
     )
-    pieces.release(config, buffers.v_empty.at[slot_before])
-    acc = acc * pieces.along_rows(shrink, acc)
+    config.ring.release(slot_before, buffers.v_empty)
+    acc = acc * wgmma.along_rows(shrink, acc)
     return _State(acc, maximum, total, weights.astype(state.weights.dtype))
 
 
-def _last_product(config: Config, buffers: _Buffers, mine: _Rows, _: jax.Array, state: _State) -> _State:
-    slot = lax.rem(mine.item.before + mine.item.visits.count - 1, config.stages)
-    (acc,) = pieces.add_products(config, (state.acc,), (lambda: state.weights, buffers.v.at[slot]))
-    pieces.release(config, buffers.v_empty.at[slot])
+def _last_product(config: KernelConfig, buffers: _Buffers, rows: _Rows, _: Index, state: _State) -> _State:
+    """Add the product of the last tile's weights and values."""
+    slot = config.ring.slot(rows.item.before + rows.item.visits.total - 1)
+    operands = (lambda: state.weights), buffers.v.at[slot]
+    (acc,) = wgmma.add_products((state.acc,), operands, interpret=config.interpret)
+    config.ring.release(slot, buffers.v_empty)
     return state._replace(acc=acc)
 
 
-def _store(config: Config, outputs: Any, buffers: _Buffers, mine: _Rows, state: _State) -> None:
-    """Output and log-sum-exp, by way of the queries' buffer, which `_free_queries` gives back."""
-    (out, lse), item = outputs, mine.item
+def _store(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, rows: _Rows, state: _State) -> None:
+    """Store output and log-sum-exp through the buffer of the queries, which `_free_queries` releases later."""
+    (out, lse), item = outputs, rows.item
     acc, maximum, total = state.acc, state.maximum, state.total.sum(axis=1)
-    empty = maximum < pieces.empty_below(config)
+    empty = maximum < scoring.empty_below(config)
     inverse = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
-    mine.q[...] = (acc * pieces.along_rows(inverse, acc)).astype(out.dtype)
-    logarithm = (maximum + jnp.log2(jnp.where(empty, 1.0, total))) * (1.0 / pieces.LOG2E)
-    sums = buffers.lse.at[lax.rem(item.number, buffers.q.shape[0]), lax.axis_index("warpgroup")]
+    rows.q[...] = (acc * wgmma.along_rows(inverse, acc)).astype(out.dtype)
+    logarithm = (maximum + jnp.log2(jnp.where(empty, 1.0, total))) * (1.0 / scoring.LOG2E)
+    sums = buffers.lse.at[_query_ring(buffers).slot(item.number), lax.axis_index("warpgroup")]
     sums[...] = jnp.where(empty, -math.inf, logarithm)
     plgpu.commit_smem()
-    rows = pl.ds(mine.first_query, ROWS)
+    stored = pl.ds(rows.first_query, ROWS)
 
-    @pl.when(mine.first_query < config.length)
+    @pl.when(rows.first_query < config.length)
     def _():
-        plgpu.copy_smem_to_gmem(mine.q, out.at[item.batch, rows, item.head])
-        plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, rows])
+        plgpu.copy_smem_to_gmem(rows.q, out.at[item.batch, stored, item.head])
+        plgpu.copy_smem_to_gmem(sums, lse.at[item.batch, item.head, stored])

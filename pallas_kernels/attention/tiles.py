@@ -1,12 +1,12 @@
-"""Which tiles of the score matrix a mask leaves anything of: schedules, known while tracing or cheap to compute.
+"""Schedules of the tiles of the score matrix that a mask leaves visible, known while tracing or cheap to compute.
 
-A tile is a pair of a query block and a key block. It is whole where every query of it sees every key, cut where a
-mask or the end of the keys goes through it, and skipped where nothing is visible.
+A tile is a pair of a query block and a key block. It is whole if every query of it sees every key, cut if a mask or the
+end of the keys goes through it, and skipped if nothing is visible.
 """
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,12 @@ from pallas_kernels.attention.request import Segments
 
 _FAR = 2**62
 
+Visible = np.ndarray | jax.Array
+"""Booleans of tiles: known while tracing (numpy), or computed from segments (jax)."""
+
 
 class Blocks(NamedTuple):
-    """Real lengths (T, S) and block sizes."""
+    """Lengths T and S before padding, and block sizes."""
 
     length: int
     key_length: int
@@ -30,34 +33,35 @@ class Blocks(NamedTuple):
 def visible_pairs(
     mask: Mask, length: int, key_length: int, query_block: int, key_block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The whole and the cut tiles, each int32 [tiles, 2] of (query block, key block), by query blocks."""
+    """Return the whole and the cut tiles, each int32 [tiles, 2] of (query block, key block), by query blocks."""
     some, every = _visibility(mask, Blocks(length, key_length, query_block, key_block))
     return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
 
 
 def key_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
-    """For each query block, the key blocks to visit: int32 [B or 1, query blocks, 4]. For masks that are a band.
+    """Return the range of key blocks that each query block visits, for masks that are a band.
 
-    The four numbers are (first, first whole, end of the whole, end): blocks in [first whole, end of the whole) need
-    no mask, the others of [first, end) do. With segments the range spans all blocks that share a segment number
-    with the query block, which for documents in order is exactly those that are visible.
+    The result is int32 [B or 1, query blocks, 4]. The four numbers are (first, first whole, end of the whole, end):
+    blocks in [first whole, end of the whole) need no mask, the others of [first, end) do. With segments the range
+    spans all blocks that share a segment number with the query block, which for documents in order is exactly those
+    that are visible.
     """
     return _ranges(*visible_tiles(mask, blocks, segments))
 
 
 def query_ranges(mask: Mask, blocks: Blocks, segments: Segments | None) -> jax.Array:
-    """For each key block, the query blocks to visit: int32 [B or 1, key blocks, 4], as in `key_ranges`."""
+    """Return the range of query blocks that each key block visits: int32 [B or 1, key blocks, 4], as `key_ranges`."""
     some, every = visible_tiles(mask, blocks, segments)
     return _ranges(some.swapaxes(-1, -2), every.swapaxes(-1, -2))
 
 
 def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
-    """For each query block, the key blocks to visit, for any mask: the blocks need not be neighbours.
+    """Return the key blocks that each query block visits, for any mask: they need not be neighbours.
 
     Returns:
         tiles: int32 [B or 1, query blocks, most], block numbers: the whole ones, then the cut ones, each in ascending
-            order; what follows is 0.
-        counts: int32 [B or 1, query blocks, 2], how many are whole, and how many there are in all.
+            order, then zeros.
+        counts: int32 [B or 1, query blocks, 2], numbers of whole tiles and of all tiles.
     """
     some, every = visible_tiles(mask, blocks, segments)
     most = possible_tiles(mask, blocks, segments is not None).sum(axis=1).max()
@@ -65,31 +69,31 @@ def key_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> t
 
 
 def query_lists(mask: Mask, blocks: Blocks, segments: Segments | None = None) -> tuple[jax.Array, jax.Array]:
-    """For each key block, the query blocks to visit, as in `key_lists`: int32 [B or 1, key blocks, ...]."""
+    """Return the query blocks that each key block visits, as `key_lists`: int32 [B or 1, key blocks, ...]."""
     some, every = visible_tiles(mask, blocks, segments)
     most = possible_tiles(mask, blocks, segments is not None).sum(axis=0).max()
     return _lists(some.swapaxes(-1, -2), every.swapaxes(-1, -2), int(most))
 
 
 def key_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
-    """(`key_ranges`,) where the visible tiles are a run, else `key_lists`."""
+    """Return (`key_ranges`,) if the visible tiles are a run, else `key_lists`."""
     return (key_ranges(mask, blocks, segments),) if mask.is_band else key_lists(mask, blocks, segments)
 
 
 def query_schedule(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[jax.Array, ...]:
-    """(`query_ranges`,) where the visible tiles are a run, else `query_lists`."""
+    """Return (`query_ranges`,) if the visible tiles are a run, else `query_lists`."""
     return (query_ranges(mask, blocks, segments),) if mask.is_band else query_lists(mask, blocks, segments)
 
 
 def possible_tiles(mask: Mask, blocks: Blocks, segmented: bool) -> np.ndarray:
-    """Boolean [query blocks, key blocks]: the tiles that may hold a visible pair, whatever the segments are."""
+    """Return the tiles that may have a visible pair, whatever the segments are: bool [query blocks, key blocks]."""
     if segmented and mask.global_tokens:
         mask = dataclasses.replace(mask, window=None, window_after=None, global_tokens=0)
     return _visibility(mask, blocks)[0]
 
 
-def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Any, Any]:
-    """Boolean [B or 1, query blocks, key blocks]: whether some pair of the tile is visible, whether every pair is.
+def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tuple[Visible, Visible]:
+    """Return bool [B or 1, query blocks, key blocks]: some pair of the tile is visible; every pair is.
 
     Exact without segments (numpy). With them (jax) a tile may be called cut that is whole or hides everything.
     """
@@ -112,7 +116,7 @@ def visible_tiles(mask: Mask, blocks: Blocks, segments: Segments | None) -> tupl
 
 @functools.lru_cache(maxsize=64)
 def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """Boolean [query blocks, key blocks]: whether some pair of the tile is visible, whether every pair is.
+    """Return bool [query blocks, key blocks]: some pair of the tile is visible; every pair is.
 
     Tiles are cut further at the borders of the layout's blocks into cells, on which the layout is constant and the
     other rules are inequalities.
@@ -137,7 +141,7 @@ def _visibility(mask: Mask, blocks: Blocks) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells(length: int, block: int, size: int | None, offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of indices that no border of a tile or of the layout cuts.
+    """Return the runs of indices (cells) that no border of a tile or of the layout cuts.
 
     Returns:
         [2, cells], the first and the last index of each; [tiles], the first cell of each tile.
@@ -150,13 +154,17 @@ def _cells(length: int, block: int, size: int | None, offset: int) -> tuple[np.n
 
 
 def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether some pair, and whether every pair, of a cell keeps all rules but the layout's.
+    """Return, for each cell, if some pair and if every pair of it obeys all rules except the layout's.
 
     Args:
-        rows, columns: positions (first, last), [2, rows, 1] and [2, 1, columns].
+        mask: The rules.
+        rows: First and last query position of each cell, [2, rows, 1].
+        columns: First and last key position of each cell, [2, 1, columns].
     """
 
-    def near(first_q: Any, last_q: Any, first_k: Any, last_k: Any, band: bool) -> tuple[Any, Any]:
+    def near(
+        first_q: np.ndarray, last_q: np.ndarray, first_k: np.ndarray, last_k: np.ndarray, band: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         # The distances of a cell are all integers between its corners': one of them must lie within the limits.
         low, high = (0 if mask.causal else -_FAR), _FAR
         if band:
@@ -179,8 +187,8 @@ def _cell_visibility(mask: Mask, rows: np.ndarray, columns: np.ndarray) -> tuple
     return some, every
 
 
-def _lists(some: Any, every: Any, most: int) -> tuple[jax.Array, jax.Array]:
-    """[B or 1, rows, columns] booleans -> int32 [B or 1, rows, most] and [B or 1, rows, 2]."""
+def _lists(some: Visible, every: Visible, most: int) -> tuple[jax.Array, jax.Array]:
+    """Convert bool [B or 1, rows, columns] to lists int32 [B or 1, rows, most] and counts [B or 1, rows, 2]."""
     xp = np if isinstance(some, np.ndarray) else jnp
     rank = xp.where(every, 0, xp.where(some, 1, 2))
     counts = xp.stack([every.sum(axis=-1), some.sum(axis=-1)], axis=-1)
@@ -190,20 +198,20 @@ def _lists(some: Any, every: Any, most: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _any(marks: jax.Array, block: int) -> jax.Array:
-    """Boolean [B, T] -> [B, blocks]."""
+    """Reduce bool [B, T] to the blocks that have a marked position, [B, blocks]."""
     marks = jnp.pad(marks, ((0, 0), (0, -marks.shape[1] % block)))
     return marks.reshape(marks.shape[0], -1, block).any(axis=-1)
 
 
 def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """The smallest and the largest segment number of each block, [B, blocks]."""
+    """Return the smallest and the largest segment number of each block, [B, blocks]."""
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), mode="edge")
     ids = ids.reshape(ids.shape[0], -1, block)
     return ids.min(axis=-1), ids.max(axis=-1)
 
 
-def _ranges(some: Any, every: Any) -> jax.Array:
-    """[B or 1, rows, columns] booleans -> int32 [B or 1, rows, 4]."""
+def _ranges(some: Visible, every: Visible) -> jax.Array:
+    """Convert bool [B or 1, rows, columns] to ranges int32 [B or 1, rows, 4]."""
     xp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]
     columns = xp.arange(count)

@@ -1,4 +1,4 @@
-"""Tables of block sizes as JSON: the one that the package ships, and a user's own that stands before it.
+"""Tables of block sizes as JSON: the one that the package ships, and a user's own, which takes precedence.
 
 A table is a list of rows, each the blocks of one kernel on one device for one head dim and kind of mask:
 
@@ -22,16 +22,21 @@ SHIPPED = Path(__file__).with_name("tilings.json")
 VARIABLE = "JAXSTACK_TILINGS"
 
 Known = Mapping[str, tuple[str, ...]]
-"""Kernel -> the names of its blocks."""
+"""Names of the blocks of each kernel."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Blocks of one kernel. `device` is a part of the name by which jax calls it; None stands for any.
+    """Blocks of one kernel on one device, for one head dim.
 
     Attributes:
-        length: of the keys.
-        measured: when and how, in words.
+        device: Part of the name that jax gives the device.
+        kernel: Name of the kernel.
+        head_dim: H.
+        blocks: Block sizes by name.
+        mask: Kind of mask (`tilings.mask_kind`); None for any.
+        length: Number of keys, S; None for any.
+        measured: How it was measured, in words.
     """
 
     device: str
@@ -44,12 +49,12 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """Of two rows with one key the later replaces the earlier."""
+        """Key of the row: of two rows with the same key the later replaces the earlier."""
         return self.device, self.kernel, self.head_dim, self.mask or "", self.length or 0
 
 
 def user_table() -> Path:
-    """Where a user's own table is read and written."""
+    """Return the path at which a user's own table is read and written."""
     if chosen := os.environ.get(VARIABLE):
         return Path(chosen)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -57,9 +62,9 @@ def user_table() -> Path:
 
 
 def read_tables(known: Known) -> tuple[tuple[Row, ...], ...]:
-    """The user's rows and the shipped ones, read again where a file has changed.
+    """Return the user's rows and the shipped ones; a file is read again when it has changed.
 
-    Rows of kernels or blocks that this version does not have are passed over: a table may be older or newer.
+    Rows of kernels or blocks that this version does not have are skipped: a table may be older or newer.
 
     Raises:
         ValueError: a file is not such a table, or the one that `JAXSTACK_TILINGS` names does not exist.
@@ -74,12 +79,12 @@ def read_tables(known: Known) -> tuple[tuple[Row, ...], ...]:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when the file does; None where there is none that may be read."""
+    """Return a value that changes when the file does; None if there is no file that may be read."""
     try:
         found = path.stat()
     except OSError:
         return None
-    # A cache in a directory of somebody else's is not ours.
+    # A cache file that another user owns is not trusted.
     if path != SHIPPED and not os.environ.get(VARIABLE) and found.st_uid != os.getuid():
         return None
     return found.st_mtime_ns, found.st_size
@@ -93,7 +98,7 @@ def _read(path: Path, stamp: tuple[int, int] | None, known: tuple[tuple[str, tup
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a table.
+    """Read the rows of a table.
 
     Raises:
         ValueError: it is not a JSON list of rows.
@@ -110,13 +115,13 @@ def load(path: Path) -> list[Row]:
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """The rows of both, sorted; where keys are equal those of `new`."""
+    """Return the rows of both, sorted; of rows with equal keys those of `new`."""
     rows = {row.key: row for row in (*old, *new)}
     return [rows[key] for key in sorted(rows)]
 
 
 def save(path: Path, rows: Sequence[Row]) -> None:
-    """Writes a table, one row a line, in one step: a reader sees the old or the new one."""
+    """Write a table, one row a line, atomically: a reader sees the old or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = [
         json.dumps({name: value for name, value in dataclasses.asdict(row).items() if value is not None})

@@ -1,4 +1,4 @@
-"""Block sizes of the Hopper kernels: which there are, and those of the table's row that fits a call best.
+"""Block sizes of the Hopper attention kernels, and the choice of the table's row that fits a call best.
 
 Nothing is measured at import or in a call: `python -m pallas_kernels.tune` measures and writes a table.
 """
@@ -15,8 +15,8 @@ from pallas_kernels.attention.tiling_tables import Row, read_tables
 from pallas_kernels.target import device_kind
 
 
-def _block(default: Any, *others: Any) -> Any:
-    """A field of `Tiling`, with the other values that tuning tries."""
+def _block(default: int | bool, *others: int | bool) -> Any:
+    """Return a field of `Tiling`, with the other values that tuning tries."""
     return dataclasses.field(default=default, metadata={"values": (default, *others)})
 
 
@@ -27,13 +27,18 @@ class Tiling:
     A computing warpgroup has 64 rows: of queries, or of keys in dK and dV.
 
     Attributes:
-        forward_warpgroups, forward_keys, forward_stages: of the forward.
-        forward_turns: whether its warpgroups give the tensor cores work in turn (FlashAttention-3's ping-pong).
-        fused_queries, fused_stages: of the kernel that computes all gradients, with two computing warpgroups; 0 queries
-            where it has not the registers, then the others do.
-        query_keys, query_stages: of the dQ kernel, which has two computing warpgroups.
-        key_queries, key_stages: of the dK and dV kernel, which has two computing warpgroups.
-        key_value_together: whether one kernel computes both dK and dV; two do where the registers are too few.
+        forward_warpgroups: Computing warpgroups of the forward.
+        forward_keys: Keys of a tile of the forward.
+        forward_stages: Tiles of the forward in flight from global memory.
+        forward_turns: True if its warpgroups give the tensor cores work in turn (FlashAttention-3's ping-pong).
+        fused_queries: Queries of a tile of the kernel that computes all gradients, with two computing warpgroups; 0 to
+            use the other backward kernels, where the fused one has too few registers.
+        fused_stages: Its tiles in flight.
+        query_keys: Keys of a tile of the dQ kernel, which has two computing warpgroups.
+        query_stages: Its tiles in flight.
+        key_queries: Queries of a tile of the dK and dV kernel, which has two computing warpgroups.
+        key_stages: Its tiles in flight.
+        key_value_together: True if one kernel computes both dK and dV, False if two do, for want of registers.
     """
 
     forward_warpgroups: int = _block(2, 3)
@@ -50,11 +55,11 @@ class Tiling:
 
 
 RUNS_WITH: dict[str, dict[str, Any]] = {"query": {"fused_queries": 0}, "key": {"fused_queries": 0}}
-"""Kernel -> fields of other kernels without which it does not run."""
+"""Fields of other kernels, by kernel, without which that kernel does not run."""
 
 
 def kernels() -> dict[str, dict[str, tuple]]:
-    """Kernel -> block -> the values that tuning tries, the default first."""
+    """Return, by kernel and block, the values that tuning tries, the default first."""
     found: dict[str, dict[str, tuple]] = {}
     for field in dataclasses.fields(Tiling):
         kernel, _, block = field.name.partition("_")
@@ -63,19 +68,19 @@ def kernels() -> dict[str, dict[str, tuple]]:
 
 
 def with_blocks(tiling: Tiling, kernel: str, blocks: Mapping[str, Any]) -> Tiling:
-    """`tiling` with other blocks of one kernel."""
+    """Return `tiling` with other blocks of one kernel."""
     return dataclasses.replace(tiling, **{f"{kernel}_{block}": value for block, value in blocks.items()})
 
 
 def blocks_of(tiling: Tiling, kernel: str) -> dict[str, Any]:
-    """The blocks of one kernel, as a row of a table holds them."""
+    """Return the blocks of one kernel, as a row of a table has them."""
     return {block: getattr(tiling, f"{kernel}_{block}") for block in kernels()[kernel]}
 
 
 def mask_kind(mask: Mask, packed: bool) -> str:
-    """The word by which tables tell masks apart: they differ in how many tiles a row has and how many are cut.
+    """Return the word by which tables tell masks apart: packed, causal, full, or windowed for all others.
 
-    One of packed, causal, full, and windowed, which stands for all others.
+    Masks differ in how many tiles a row of tiles has and how many of those are cut.
     """
     if packed:
         return "packed"
@@ -85,14 +90,16 @@ def mask_kind(mask: Mask, packed: bool) -> str:
 
 
 def choose_tiling(head_dim: int, mask: str, key_length: int, device: str | None = None) -> Tiling:
-    """For each kernel the blocks of the row that fits best, or the defaults of `Tiling` where none does.
+    """Choose for each kernel the blocks of the row that fits best, or the defaults of `Tiling` if none does.
 
-    A row fits where its head dim is at least `head_dim`: what has room for a wide head has room for a narrow one. Of
-    those the nearest head dim wins, then the device, then the mask, then a user's own row, then the nearest length.
+    A row fits if its head dim is at least `head_dim`: what has room for a wide head has room for a narrow one. Of those
+    the nearest head dim wins, then the device, then the mask, then a user's own row, then the nearest length.
 
     Args:
-        mask: of `mask_kind`.
-        device: its name as jax gives it; default the one that is lowered for.
+        head_dim: H.
+        mask: Kind of mask, from `mask_kind`.
+        key_length: S.
+        device: Name of the device as jax gives it; None for the one that is lowered for.
 
     Raises:
         ValueError: a user's table cannot be read.

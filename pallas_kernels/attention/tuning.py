@@ -1,4 +1,4 @@
-"""Finds the fastest block sizes of the Hopper kernels, one kernel after the other.
+"""Search for the fastest block sizes of the Hopper attention kernels, one kernel after the other.
 
 Dims: B batch, T length of queries and keys, N query heads, K kv heads, H head dim.
 """
@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,16 @@ from pallas_kernels.attention.scores import row_delta
 from pallas_kernels.attention.tilings import RUNS_WITH, Tiling, blocks_of, kernels, mask_kind, with_blocks
 from pallas_kernels.target import current_target
 
-# Roundings to bfloat16 in another order differ by less, a race or a forgotten tile by more.
 _LARGEST_DIFFERENCE = 0.02
+"""Roundings to bfloat16 in another order differ by less, a race or a forgotten tile by more."""
 
 Measure = Callable[[str, Tiling], float]
-"""Seconds of a kernel with this tiling; an exception where it cannot be compiled or run."""
+"""Returns the seconds of a kernel with a tiling; raises an exception if it cannot be compiled or run."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A shape to tune for; `documents` packs so many of uneven length into each sequence."""
+    """A shape to tune for; with `documents`, so many of uneven length are packed into each sequence."""
 
     batch: int
     length: int
@@ -51,7 +51,7 @@ class Work:
         return f"{self.batch}, {self.length}, {self.heads}/{self.kv_heads}, {self.head_dim} {self.kind} bfloat16"
 
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Normal q [B, T, N, H], k and v [B, T, K, H] in bfloat16."""
+        """Return normally distributed q [B, T, N, H], k and v [B, T, K, H] in bfloat16."""
         keys = jax.random.split(jax.random.key(0), 3)
         heads = (self.heads, self.kv_heads, self.kv_heads)
         shapes = [(self.batch, self.length, n, self.head_dim) for n in heads]
@@ -73,8 +73,8 @@ class Work:
         options = Options(self.mask, self.head_dim**-0.5)
         return AttentionRequest(q, k, v, segments, options, False, current_target())
 
-    def refusal(self) -> str | None:
-        """Why the kernels cannot compute this here."""
+    def unsupported_reason(self) -> str | None:
+        """Return why the kernels cannot compute this here, or None."""
         reasons = []
 
         def ask(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -85,7 +85,7 @@ class Work:
 
 
 def candidates(kernel: str, start: Tiling) -> list[Tiling]:
-    """`start`, then every other combination of the values of one kernel's blocks, those that change least first."""
+    """Return `start`, then all other combinations of the values of one kernel's blocks, least changed first."""
     values = kernels()[kernel]
     start = dataclasses.replace(start, **RUNS_WITH.get(kernel, {}))
     found = [start]
@@ -93,7 +93,7 @@ def candidates(kernel: str, start: Tiling) -> list[Tiling]:
     for combination in itertools.product(*values.values()):
         blocks = dict(zip(values, combination, strict=True))
         if _is_unused(blocks):
-            # Of a kernel that does not run the other blocks mean nothing: once is enough.
+            # The other blocks of a kernel that does not run mean nothing: one candidate is enough.
             if unused:
                 continue
             unused = True
@@ -108,24 +108,25 @@ def candidates(kernel: str, start: Tiling) -> list[Tiling]:
     return sorted(found, key=changes)
 
 
-def _is_unused(blocks: dict[str, Any]) -> bool:
+def _is_unused(blocks: Mapping[str, int | bool]) -> bool:
+    """Return True if a block of zero rows or columns turns the kernel off."""
     return any(size == 0 and not isinstance(size, bool) for size in blocks.values())
 
 
 def kernel_order() -> list[str]:
-    """All kernels; those that are an alternative to another come before it, so that it is compared with their best."""
+    """Return all kernels; alternatives to another kernel come before it, so that it is compared with their best."""
     return sorted(kernels(), key=lambda kernel: kernel not in RUNS_WITH)
 
 
 class Limit:
-    """Shares `minutes` out between `parts`: what one leaves of its share the later ones have. No limit for None."""
+    """Time limit shared out between `parts`: later parts get what earlier ones leave. None for no limit."""
 
     def __init__(self, minutes: float | None, parts: int):
         self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
         self._parts = parts
 
     def next_part(self) -> float:
-        """When the next part has to end, on the monotonic clock."""
+        """Return when the next part has to end, on the monotonic clock."""
         now = time.monotonic()
         end = now + (self._end - now) / max(self._parts, 1)
         self._parts -= 1
@@ -138,16 +139,22 @@ def tune(
     measure: Measure,
     names: Sequence[str],
     limit: Limit,
-    keep: Callable[[str, dict[str, Any], str], None],
+    save: Callable[[str, dict[str, int | bool], str], None],
     report: Callable[[str], None] = print,
 ) -> int:
-    """Tunes kernels in turn, each with the best of those before it; how many of them ran.
+    """Tune kernels in turn, each with the best blocks of those before it; return how many of them ran.
 
-    Candidates that `measure` cannot run are passed over, and told of; so are those that are left when time is out,
-    which `candidates` has in the order of how much they change.
+    Candidates that `measure` cannot run are skipped and reported; so are those that are left when time is out, which
+    come in the order of how much they change (`candidates`).
 
     Args:
-        keep: is given (kernel, blocks, in words how it was measured) whenever they are the fastest so far.
+        work: Shape to tune for.
+        start: Tiling to start from.
+        measure: Measures one kernel with one tiling.
+        names: Kernels to tune.
+        limit: Time limit.
+        save: Called as save(kernel, blocks, how they were measured, in words) whenever they are the fastest so far.
+        report: Called with each line of progress.
     """
     best, ran = start, 0
     for kernel in names:
@@ -168,7 +175,7 @@ def tune(
             report(f"{words}: {1e3 * seconds[tiling]:.3f} ms")
             if seconds[tiling] == min(seconds.values()):
                 best = with_blocks(best, kernel, blocks)
-                keep(kernel, blocks, f"{1e3 * seconds[tiling]:.3f} ms for {work}, jax {jax.__version__}")
+                save(kernel, blocks, f"{1e3 * seconds[tiling]:.3f} ms for {work}, jax {jax.__version__}")
         if seconds:
             ran += 1
             report(f"{work}: {kernel}: takes {blocks_of(best, kernel)}, {1e3 * min(seconds.values()):.3f} ms")
@@ -183,7 +190,7 @@ def _first_line(error: Exception) -> str:
 
 
 class Stopwatch:
-    """Measures on the GPU at hand: the forward alone, or the backward alone with everything that it consists of."""
+    """Measures on this machine's GPU: the forward alone, or the whole backward alone."""
 
     def __init__(self, work: Work):
         self._work, self._arrays, self._segments = work, work.arrays(), work.segments()
@@ -191,11 +198,11 @@ class Stopwatch:
         self._expected: dict[bool, Any] = {}
 
     def __call__(self, kernel: str, tiling: Tiling) -> float:
-        """Median seconds of one call.
+        """Return the median seconds of one call.
 
         Raises:
-            ValueError: the result is not that of the tiling that was measured first.
-            Exception: whatever the compiler says.
+            ValueError: The result differs from that of the tiling that was measured first.
+            Exception: The compiler rejects the tiling.
         """
         function, arguments = self._attend, self._arrays
         if kernel != "forward":
@@ -209,14 +216,14 @@ class Stopwatch:
         return mosaic.attend(self._work.request(q, k, v, self._segments), tiling)
 
     def _rows_of_gradients(self, tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        """d_out, for which any numbers of its shape do, lse and delta."""
+        """Return d_out (any numbers of its shape), lse and delta."""
         out, lse = self._attend(tiling, q, k, v)
         return q, lse, row_delta(out, q, jnp.zeros_like(lse))
 
     def _differentiate(self, tiling: Tiling, q: jax.Array, k: jax.Array, v: jax.Array, *rows: jax.Array) -> tuple:
         return mosaic.gradients(self._work.request(q, k, v, self._segments), *rows, tiling=tiling)
 
-    def _compare(self, is_forward: bool, result: Any) -> None:
+    def _compare(self, is_forward: bool, result: tuple[jax.Array, ...]) -> None:
         expected = self._expected.setdefault(is_forward, result)
         for x, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
             x, wanted = x.astype(jnp.float32), wanted.astype(jnp.float32)
@@ -226,7 +233,7 @@ class Stopwatch:
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Of one call; calls are queued in batches of about 20 ms."""
+    """Return the median seconds of one call; calls are queued in batches of about 20 ms."""
     jax.block_until_ready(function(*arguments))
     begin = time.perf_counter()
     jax.block_until_ready(function(*arguments))

@@ -1,1 +1,1 @@
-"""Matrix products whose operand is gathered from, or whose result is scattered to, the devices of an axis: `api`."""
+"""All-gather times matrix, and matrix product times reduce-scatter, over the devices of an axis: `api`."""

@@ -1,18 +1,19 @@
-"""Matrix products of tensor parallelism with their communication inside: gather the rows first, or scatter the sums."""
+"""Matrix products of tensor parallelism that overlap their own all-gather or reduce-scatter."""
 
 from collections.abc import Sequence
 from typing import Any, overload
 
 import jax
+from jaxtyping import Array, Float
 
 from pallas_kernels.collective_matmul import gradients, mosaic, xla
-from pallas_kernels.collective_matmul.request import Request, make_request
+from pallas_kernels.collective_matmul.request import CollectiveRequest, make_request
 from pallas_kernels.dispatch import Backend, select
 
 BACKENDS = (
     Backend(
         "mosaic",
-        "rows and sums travel while the tensor cores work",
+        "communication overlaps with the product",
         mosaic.unsupported_reason,
         mosaic.multiplier,
         mosaic.lower_priority_reason,
@@ -35,24 +36,25 @@ def all_gather_matmul(
 
 
 def all_gather_matmul(
-    x: jax.Array, w: jax.Array | Sequence[jax.Array], *, axis_name: str, implementation: str | None = None
+    x: Float[Array, "T D"], w: jax.Array | Sequence[jax.Array], *, axis_name: str, implementation: str | None = None
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """All rows of x, of all devices of the axis, times this device's columns of w. Inside `jax.shard_map`.
+    """Gather the rows of x from all devices of an axis and multiply them with this device's columns of w.
 
-    Its gradient for x is a product and a reduce-scatter; the gathered rows are kept for the gradient of w, unless a
-    `jax.checkpoint` around has them gathered again. bfloat16 is multiplied with float32 accumulation.
+    For use inside `jax.shard_map`. The gradient for x is a product and a reduce-scatter; the gathered rows are saved
+    for the gradient of w, unless a surrounding `jax.checkpoint` gathers them again. bfloat16 is multiplied with float32
+    accumulation.
 
     Args:
-        x: [T/n, D], this device's rows.
-        w: [D, F/n], this device's columns, in x's dtype; or several such, for which the rows are gathered once.
-        axis_name: the axis of the surrounding shard_map with n devices.
-        implementation: a name of `BACKENDS`; None takes the first that fits. A named one never falls back.
+        x: This device's rows, [T/n, D].
+        w: This device's columns, [D, F/n] in the dtype of x; or several such, for which the rows are gathered once.
+        axis_name: Axis of the surrounding shard_map, with n devices.
+        implementation: Name in `BACKENDS`; None for the first that fits. A named one never falls back.
 
     Returns:
-        [T, F/n] in x's dtype, the rows in the order of the devices; a tuple of them for several w.
+        [T, F/n] in the dtype of x, the rows in the order of the devices; a tuple of them for several w.
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an implementation that is unknown or
+        ValueError: An argument breaks a rule; `NotSupported` (a ValueError) for an implementation that is unknown or
             cannot compute this.
     """
     single = hasattr(w, "shape")
@@ -64,24 +66,24 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, *, axis_name: str, implementation: str | None = None
-) -> jax.Array:
-    """The sum over the devices of the axis of x @ w, of which each gets its rows. Inside `jax.shard_map`.
+    x: Float[Array, "T F"], w: Float[Array, "F D"], *, axis_name: str, implementation: str | None = None
+) -> Float[Array, "T_local D"]:
+    """Sum x @ w over the devices of an axis and scatter the rows of the sum among them.
 
-    Partial sums travel in x's dtype. Its gradient for x is a gather and a product, and the rows gathered there also
-    give the gradient of w.
+    For use inside `jax.shard_map`. Partial sums travel in the dtype of x. The gradient for x is an all-gather and a
+    product, and the rows gathered there also give the gradient of w.
 
     Args:
-        x: [T, F/n], this device's columns.
-        w: [F/n, D], this device's rows, in x's dtype.
-        axis_name: the axis of the surrounding shard_map with n devices, of which T is a multiple.
-        implementation: a name of `BACKENDS`; None takes the first that fits. A named one never falls back.
+        x: This device's columns, [T, F/n].
+        w: This device's rows, [F/n, D] in the dtype of x.
+        axis_name: Axis of the surrounding shard_map, with n devices; T must be a multiple of n.
+        implementation: Name in `BACKENDS`; None for the first that fits. A named one never falls back.
 
     Returns:
-        [T/n, D] in x's dtype.
+        This device's rows of the sum, [T/n, D] in the dtype of x.
 
     Raises:
-        ValueError: an argument breaks a rule; `NotSupported` (a ValueError) for an implementation that is unknown or
+        ValueError: An argument breaks a rule; `NotSupported` (a ValueError) for an implementation that is unknown or
             cannot compute this.
     """
     request = make_request("matmul_reduce_scatter", x, (w,), axis_name)
@@ -89,7 +91,7 @@ def matmul_reduce_scatter(
     return gradients.multiply_scatter(multiplier, axis_name, x, w)
 
 
-def reason_against_kernels(request: Request) -> str | None:
-    """Why the automatic choice would not take our kernels, if so; for one who has to choose around the `shard_map`."""
+def reason_against_kernels(request: CollectiveRequest) -> str | None:
+    """Return why the automatic choice would not take the kernels, or None; for a choice outside of the `shard_map`."""
     kernels = BACKENDS[0]
     return kernels.unsupported_reason(request) or kernels.lower_priority_reason(request)

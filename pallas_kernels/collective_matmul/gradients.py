@@ -1,19 +1,21 @@
-"""The two products, differentiable: the backward of a gather is a scatter and the other way round."""
+"""Gradients of the two products: the backward of an all-gather is a reduce-scatter, and the other way round."""
 
 import functools
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.collective_matmul.request import Multiplier
 
+Gradients = TypeVar("Gradients", jax.Array, tuple[jax.Array, ...])
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_multiply(
     multiplier: Multiplier, axis_name: str, x: jax.Array, weights: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """all_gather(x) @ each w: [T/n, D] and [D, F/n] to [T, F/n]."""
+    """Compute all_gather(x) @ w for each w: [T/n, D] and [D, F/n] to [T, F/n]."""
     return multiplier.gather_multiply(x, weights, axis_name, False)[0]
 
 
@@ -26,12 +28,12 @@ def _gather_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_out
     gathered, weights = saved
     d_x = multiplier.multiply_scatter(d_outs, weights, axis_name, True)
     d_weights = tuple(_weight_gradient(gathered, d).astype(w.dtype) for w, d in zip(weights, d_outs, strict=True))
-    return _together(d_x, d_weights)
+    return _at_once(d_x, d_weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def multiply_scatter(multiplier: Multiplier, axis_name: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """psum_scatter(x @ w): [T, F/n] and [F/n, D] to [T/n, D]."""
+    """Compute psum_scatter(x @ w): [T, F/n] and [F/n, D] to [T/n, D]."""
     return multiplier.multiply_scatter((x,), (w,), axis_name, False)
 
 
@@ -41,14 +43,14 @@ def _scatter_forward(multiplier: Multiplier, axis_name: str, x: jax.Array, w: ja
 
 def _scatter_backward(multiplier: Multiplier, axis_name: str, saved: tuple, d_out: jax.Array) -> tuple:
     x, w = saved
-    # The product that the input's gradient needs gathers what the weight's gradient needs too.
+    # The product for the gradient of x gathers the rows that the gradient of w needs too.
     (d_x,), gathered = multiplier.gather_multiply(d_out, (w,), axis_name, True)
-    return _together(d_x, _weight_gradient(x, gathered).astype(w.dtype))
+    return _at_once(d_x, _weight_gradient(x, gathered).astype(w.dtype))
 
 
-def _together(d_x: jax.Array, d_weights: Any) -> tuple[jax.Array, Any]:
-    # Nothing else waits for weight gradients: XLA puts them off to the end of an unrolled backward pass, and keeps the
-    # gathered rows and the cotangents of all layers until then.
+def _at_once(d_x: jax.Array, d_weights: Gradients) -> tuple[jax.Array, Gradients]:
+    # Nothing else waits for weight gradients: without the barrier XLA computes them at the end of an unrolled backward
+    # pass, and the gathered rows and cotangents of all layers stay in memory until then.
     return jax.lax.optimization_barrier((d_x, d_weights))
 
 

@@ -1,8 +1,8 @@
-"""Collective products by our own Hopper kernels, which send and receive over NVLink while they multiply.
+"""Backend of Hopper kernels that send and receive over NVLink while they multiply.
 
-What jax 0.11 needs for that, and what is refused otherwise: one process that holds all devices of the mesh (devices
-then read each other's addresses from a table that XLA fills in), peer access between them, and devices in row-major
-order in the mesh (jax says so itself while lowering). Collective operations may run beside the kernels, see
+jax 0.11 needs for that one process with all devices of the mesh (devices then read each other's addresses from a table
+that XLA fills in), peer access between them, and devices in row-major order in the mesh (jax says so itself while
+lowering); otherwise the backend is refused. Collective operations may run at the same time as the kernels, see
 `hopper.scheduler`.
 """
 
@@ -14,20 +14,26 @@ import jax.numpy as jnp
 
 from pallas_kernels.collective_matmul import mosaic_gather, mosaic_scatter
 from pallas_kernels.collective_matmul.mosaic_product import CollectiveProduct, CollectiveTiling
-from pallas_kernels.collective_matmul.request import Request
+from pallas_kernels.collective_matmul.request import CollectiveRequest
 from pallas_kernels.hopper.target import unsupported_target
 from pallas_kernels.target import multiprocessors
 
 _MOST_DEVICES = 8
 _ROWS, _COLUMNS = 128, (256, 128)
-_LEAST_TILES = 3  # for each multiprocessor
+_LEAST_TILES = 3
+"""Fewest tiles for each multiprocessor."""
 # Tests set this to run the kernels on a CPU, on one device.
 INTERPRET = False
 
 
 @dataclass(frozen=True)
 class Overlapped:
-    """A `Multiplier`. The tilings' fields are given as pairs; what they leave out is the default."""
+    """`Multiplier` whose kernels overlap communication and product.
+
+    Attributes:
+        gather: Fields of the all-gather kernel's `CollectiveTiling` that differ from the default, as pairs.
+        scatter: Those of the reduce-scatter kernel.
+    """
 
     gather: tuple[tuple[str, Any], ...] = field(default=())
     scatter: tuple[tuple[str, Any], ...] = field(default=())
@@ -36,7 +42,7 @@ class Overlapped:
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
         columns = tuple(w.shape[0 if transposed else 1] for w in weights)
-        # Its sender needs shared memory of its own.
+        # The warp that sends needs shared memory of its own.
         tiling = _tiling(columns, {"store_columns": 32, **dict(self.gather)})
         product = _product(x.shape[0], (x.shape[1],), columns, axis_name, transposed, tiling)
         return mosaic_gather.gather_multiply(product, x, weights)
@@ -51,14 +57,14 @@ class Overlapped:
         return mosaic_scatter.multiply_scatter(product, xs, weights)
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """The first rule that the request breaks."""
+def unsupported_reason(request: CollectiveRequest) -> str | None:
+    """Return the first rule that the request breaks, or None."""
     return (
         unsupported_target(request.target, INTERPRET) or _unsupported_devices(request) or _unsupported_shapes(request)
     )
 
 
-def _unsupported_devices(request: Request) -> str | None:
+def _unsupported_devices(request: CollectiveRequest) -> str | None:
     if not request.target.declared and jax.process_count() > 1:
         return (
             f"devices reach each other's memory within one process, these are {jax.process_count()}: "
@@ -69,7 +75,7 @@ def _unsupported_devices(request: Request) -> str | None:
     return None
 
 
-def _unsupported_shapes(request: Request) -> str | None:
+def _unsupported_shapes(request: CollectiveRequest) -> str | None:
     if request.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, got {request.dtype}"
     if request.rows % _ROWS:
@@ -80,8 +86,8 @@ def _unsupported_shapes(request: Request) -> str | None:
     return None
 
 
-def lower_priority_reason(request: Request) -> str | None:
-    """Measured faster where there is work to hide the communication behind; below that nothing is measured."""
+def lower_priority_reason(request: CollectiveRequest) -> str | None:
+    """Return why there is too little work to hide the communication behind; below that nothing was measured."""
     if request.devices == 1:
         return "on one device there is nothing to send"
     # One kernel's tiles cover F/n columns, the other's D: the backward of each is the other.
@@ -99,8 +105,8 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes))
 
 
-def multiplier(request: Request) -> Overlapped:
-    """The kernels with the tilings for these shapes."""
+def multiplier(request: CollectiveRequest) -> Overlapped:
+    """Return the kernels with their default tilings."""
     del request
     return Overlapped()
 

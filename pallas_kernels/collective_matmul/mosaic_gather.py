@@ -7,7 +7,7 @@ each 128 rows tells the receiver's producer that they have arrived. A device beg
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -75,7 +75,7 @@ def gather_multiply(
     return tuple(outs), gathered if sends else x
 
 
-def _body(product: CollectiveProduct, x: Ref, *references: Ref) -> None:
+def _body(product: CollectiveProduct, x: Ref, *references: Any) -> None:
     number = len(product.columns)
     weights, outs, gathered = references[:number], references[number : 2 * number], references[2 * number]
     buffers = _Buffers(*references[2 * number + 1 :])
@@ -101,7 +101,7 @@ def _body(product: CollectiveProduct, x: Ref, *references: Ref) -> None:
             if send_counter is not None:
                 pl.when(warp == 1)(functools.partial(_send, product, arrays, buffers, send_counter))
 
-    pipeline.specialize(matmul.CONSUMERS, consume, produce)
+    pipeline.specialize(lax.axis_index("warpgroup"), matmul.CONSUMERS, consume, produce)
 
 
 def _compute(

@@ -6,7 +6,7 @@ own product of the tile is there. `hopper.scheduler` explains why no device wait
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,15 +67,16 @@ def multiply_scatter(
     return (out.astype(jnp.float32) + partial.astype(jnp.float32).sum(axis=0)).astype(dtype)
 
 
-def _body(product: CollectiveProduct, *references: Ref) -> None:
+def _body(product: CollectiveProduct, *references: Any) -> None:
     number = len(product.depths)
-    lefts, rights, outs = references[:number], references[number : 2 * number], references[2 * number : 2 * number + 2]
+    lefts, rights = references[:number], references[number : 2 * number]
+    out, partial = references[2 * number : 2 * number + 2]
     buffers = _Buffers(*references[2 * number + 2 :])
     arrived, (tile_counter, _) = None, product.claim_counters()
     if product.devices > 1:
         senders, tiles_each = product.devices - 1, product.row_tiles * product.column_tiles
         arrived = pl.get_global(plgpu.SemaphoreType.REGULAR((senders * tiles_each,)))
-    arrays = _Arrays(lefts, rights, *outs, arrived)
+    arrays = _Arrays(lefts, rights, out, partial, arrived)
 
     def consume() -> None:
         compute = functools.partial(_compute, product, arrays, buffers.operands)
@@ -93,7 +94,7 @@ def _body(product: CollectiveProduct, *references: Ref) -> None:
                 count = scheduler.claim_tiles(product.order, buffers.claimed, tile_counter, load)
                 matmul.drain(product, buffers.operands, count)
 
-    pipeline.specialize(CONSUMERS, consume, produce)
+    pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
 def _load(product: CollectiveProduct, arrays: _Arrays, buffers: ProductBuffers, number: Index, tile: Tile) -> None:

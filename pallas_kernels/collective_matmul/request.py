@@ -1,7 +1,7 @@
-"""What one collective product asks for, checked.
+"""The checked arguments of one collective product.
 
-Dimensions: D the width that every device has whole, F the one that the axis splits, T the rows of all its devices, n
-how many these are.
+Dims: D the width that every device has in full, F the one that the axis splits, T the rows of all devices of the axis,
+n their number.
 """
 
 from dataclasses import dataclass
@@ -13,36 +13,47 @@ from pallas_kernels.target import Target, current_target
 
 
 class Multiplier(Protocol):
-    """A backend's two products; the backward of each is built of the other. Hashable: a static argument."""
+    """A backend's two products; the backward of each uses the other. It is hashable, for use as a static argument."""
 
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """(gathered x @ w [T, columns] for each w, gathered x [T, depth]) of x [T/n, depth] and w [depth, columns].
+        """Return x @ w [T, columns] for each w, with x gathered, and the gathered x [T, depth].
 
-        `transposed`: each w is given as [columns, depth].
+        Args:
+            x: This device's rows, [T/n, depth].
+            weights: Each [depth, columns], or [columns, depth] if `transposed`.
+            axis_name: Axis of the surrounding shard_map.
+            transposed: True if the weights are given transposed.
         """
         ...
 
     def multiply_scatter(
         self, xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
     ) -> jax.Array:
-        """This device's rows [T/n, columns] of the axis' and the pairs' sum of x [T, depth] @ w, given like above."""
+        """Return this device's rows [T/n, columns] of the sum of x @ w over the devices and over the pairs.
+
+        Args:
+            xs: Each [T, depth].
+            weights: For each x, [depth, columns], or [columns, depth] if `transposed`.
+            axis_name: Axis of the surrounding shard_map.
+            transposed: True if the weights are given transposed.
+        """
         ...
 
 
 @dataclass(frozen=True)
-class Request:
-    """The static part of one call.
+class CollectiveRequest:
+    """Static part of one call.
 
     Attributes:
-        rows: T/n, of one device.
+        rows: Rows of one device, T/n.
         width: D.
-        inner: F/n, of one device, for each weight.
-        devices: n.
-        axis_name: the axis of the surrounding `jax.shard_map`.
-        dtype: of both operands.
-        target: what is lowered for.
+        inner: F/n of one device, for each weight.
+        devices: Number of devices of the axis, n.
+        axis_name: Axis of the surrounding `jax.shard_map`.
+        dtype: Dtype of both operands.
+        target: Device that is lowered for.
     """
 
     rows: int
@@ -60,11 +71,11 @@ class Request:
         )
 
 
-def make_request(operation: str, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str) -> Request:
-    """Checks the arguments of one of the two operations.
+def make_request(operation: str, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str) -> CollectiveRequest:
+    """Check the arguments of one of the two operations.
 
     Raises:
-        ValueError: a rule is broken; the message names it, the values and the way out.
+        ValueError: A rule is broken; the message names it, the values and the way out.
     """
     gathers = operation == "all_gather_matmul"
     for w in weights:
@@ -90,4 +101,4 @@ def make_request(operation: str, x: jax.Array, weights: tuple[jax.Array, ...], a
     rows = x.shape[0] if gathers else x.shape[0] // devices
     width = weights[0].shape[0 if gathers else 1]
     inner = tuple(w.shape[1 if gathers else 0] for w in weights)
-    return Request(rows, width, inner, devices, axis_name, x.dtype, current_target())
+    return CollectiveRequest(rows, width, inner, devices, axis_name, x.dtype, current_target())

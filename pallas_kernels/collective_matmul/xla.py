@@ -1,4 +1,4 @@
-"""Collective products one after the other: XLA's own matmul, before or after a collective operation."""
+"""Backend without overlap: XLA's own matmul, after an all-gather or before a reduce-scatter."""
 
 import functools
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.collective_matmul.request import Request
+from pallas_kernels.collective_matmul.request import CollectiveRequest
 
 
 @dataclass(frozen=True)
 class Serialised:
-    """A `Multiplier`."""
+    """`Multiplier` that communicates and multiplies one after the other."""
 
     def gather_multiply(
         self, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str, transposed: bool
@@ -29,17 +29,18 @@ class Serialised:
 
 
 def multiply(x: jax.Array, w: jax.Array, transposed: bool) -> jax.Array:
-    """x @ w, or x @ w.T where `transposed`, in x's dtype."""
+    """Compute x @ w, or x @ w.T if `transposed`, in the dtype of x."""
     dims = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(x, w, dims, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Takes everything that `make_request` accepts."""
+def unsupported_reason(request: CollectiveRequest) -> str | None:
+    """Return None: everything that `make_request` accepts is supported."""
     del request
     return None
 
 
-def multiplier(request: Request) -> Serialised:
+def multiplier(request: CollectiveRequest) -> Serialised:
+    """Return the products for a request."""
     del request
     return Serialised()

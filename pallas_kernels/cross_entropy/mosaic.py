@@ -1,7 +1,7 @@
-"""The chunks of `xla`, with exponentials in place of logits from a product of our own on Hopper.
+"""Backend that computes the chunks of `xla` from exponentials instead of logits, by a kernel for Hopper.
 
-The product and the pass over the logits are one kernel. Where the exponentials do not hold (`mosaic_chunk`), all is
-computed once more with logits.
+The product and the pass over the logits are one kernel. If the exponentials overflow (`mosaic_chunk`), everything is
+computed once more from logits.
 """
 
 import jax
@@ -11,13 +11,13 @@ from pallas_kernels.cross_entropy.request import CrossEntropyRequest
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """The first rule that the request breaks."""
+    """Return the first rule that the request breaks, or None."""
     reason = mosaic_chunk.unsupported_reason(request)
     return reason or next(filter(None, map(mosaic_chunk.unsupported_rows, xla.rows_of_chunks(request))), None)
 
 
 def loss_sum(request: CrossEntropyRequest) -> jax.Array:
-    """Sum of the losses in float32."""
+    """Compute the sum of the losses in float32."""
     major, minor = request.target.compute_capability or (0, 0)
     capability = None if triton.unsupported_reason(request) else 10 * major + minor
     return xla.sum_of_chunks(request, capability, exponentials=True)

@@ -1,18 +1,19 @@
 """Loss and gradient of a chunk of tokens from the exponentials of its logits.
 
-Softmax less the label, times each token's factor, is (exponentials - total at the label) * factor / total. So nothing
-has to pass over the logits once they are multiplied: the entry of the label is set, and the rest is a factor of a row.
-The logits are never rounded.
+Softmax less the label, times each token's factor, is (exponentials - total at the label) * factor / total. So no
+further pass over the logits is needed after the product: the entry of the label is set, and everything else is one
+factor for each row. The logits are never rounded.
 
-Of no token need the largest logit be known before: its mean logit, which is its product with the mean of the weight's
-columns, is subtracted. By Jensen's inequality the total is V at least then, and bfloat16 has room for logits that are
-80 above the mean. A token with more gets the loss infinity here.
+The largest logit of a token need not be known beforehand: its mean logit, which is its product with the mean of the
+weight's columns, is subtracted. By Jensen's inequality the total is then at least V, and bfloat16 has room for logits
+that are 80 above the mean. The loss of a token with a larger logit is infinity here.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cross_entropy import mosaic_kernel
 from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
@@ -22,13 +23,13 @@ from pallas_kernels.hopper.target import unsupported_target
 # Tests set this to run the kernel on a CPU.
 INTERPRET = False
 _STAGES = {256: 3, 192: 4, 128: 4}
-"""That memory has room for, by the columns of a tile: the most that the vocabulary is a multiple of."""
+"""Stages that fit into shared memory, by the columns of a tile; the vocabulary must be a multiple of these."""
 _GROUP = 64
 _LARGEST = math.exp(80)
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
-    """The first rule that the request breaks."""
+    """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -45,12 +46,12 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 
 
 def unsupported_rows(rows: int) -> str | None:
-    """Whether a chunk has a number of tokens that the kernel takes."""
+    """Return why the kernel does not take a chunk of so many tokens, or None."""
     return None if rows % TILE_ROWS == 0 else f"needs chunks of a multiple of {TILE_ROWS} tokens, got one of {rows}"
 
 
 def make_product(rows: int, depth: int, vocabulary: int) -> TiledProduct:
-    """hidden [rows, D] times weight [D, V]."""
+    """Return the product of hidden [rows, D] and weight [D, V]."""
     columns = next(width for width in _STAGES if vocabulary % width == 0)
     tiling = ProductTiling(columns=columns, stages=_STAGES[columns], group=_GROUP, store_columns=64)
     return single_product(rows, depth, vocabulary, tiling, interpret=INTERPRET)
@@ -58,19 +59,24 @@ def make_product(rows: int, depth: int, vocabulary: int) -> TiledProduct:
 
 def loss_and_gradient(
     options: Options,
-    hidden: jax.Array,
-    weight: jax.Array,
-    average: jax.Array,
-    labels: jax.Array,
-    d_losses: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The loss of each token, float32 [...]; and gradient [..., V], factor [...]: of the logits, gradient * factor.
+    hidden: Float[Array, "*tokens D"],
+    weight: Float[Array, "D V"],
+    average: Float[Array, " D"],
+    labels: Int[Array, "*tokens"],
+    d_losses: Float[Array, "*tokens"],
+) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens V"], Float[Array, "*tokens"]]:
+    """Compute the loss of each token, and the gradient of its logits as a product of two arrays.
 
     Args:
+        options: Options of the loss.
         hidden: [..., D].
         weight: [D, V].
-        average: [D] float32, of the columns of the weight.
-        labels, d_losses: [...], the gradient of each loss.
+        average: Mean of the columns of the weight, float32 [D].
+        labels: [...].
+        d_losses: Gradient of each loss, [...].
+
+    Returns:
+        Losses float32 [...], and gradient [..., V] and factor [...]: the gradient of the logits is gradient * factor.
     """
 
     @jax.custom_batching.sequential_vmap
@@ -89,8 +95,8 @@ def loss_and_gradient(
     loss = jnp.where(total < _LARGEST, jnp.where(labels == options.ignore_index, 0.0, loss), jnp.inf)
 
     slope = 1.0 + 2.0 * options.z_loss * lse
-    of_label = (jnp.exp(chosen - shift) - total / slope).astype(values.dtype)
+    label_value = (jnp.exp(chosen - shift) - total / slope).astype(values.dtype)
     rows, columns = jnp.arange(labels.size, dtype=labels.dtype), jnp.where(known, labels, vocabulary)
-    values = values.at[rows, columns].set(of_label, mode="drop", unique_indices=True, indices_are_sorted=True)
+    values = values.at[rows, columns].set(label_value, mode="drop", unique_indices=True, indices_are_sorted=True)
     factor = jnp.where(labels == options.ignore_index, 0.0, d_losses) * slope / total
     return loss.reshape(shape), values.reshape(*shape, vocabulary), factor.reshape(shape)

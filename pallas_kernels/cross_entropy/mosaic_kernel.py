@@ -7,7 +7,7 @@ operand or to the result.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def exponentials(
     return Exponentials(*kernel(hidden, weight, labels, shift))
 
 
-def _body(product: TiledProduct, hidden: Ref, weight: Ref, labels: Ref, shift: Ref, *references: Ref) -> None:
+def _body(product: TiledProduct, hidden: Ref, weight: Ref, labels: Ref, shift: Ref, *references: Any) -> None:
     inputs = _Inputs(hidden, weight, labels, shift)
     outs, buffers = _Outs(*references[:3]), _Buffers(*references[3:])
 
@@ -103,7 +103,7 @@ def _body(product: TiledProduct, hidden: Ref, weight: Ref, labels: Ref, shift: R
         count = scheduler.claim_tiles(product.order, None, None, functools.partial(_load, product, inputs, buffers))
         matmul.drain(product, buffers.operands, count)
 
-    pipeline.specialize(matmul.CONSUMERS, consume, produce)
+    pipeline.specialize(lax.axis_index("warpgroup"), matmul.CONSUMERS, consume, produce)
 
 
 def _load(product: TiledProduct, inputs: _Inputs, buffers: _Buffers, number: Index, tile: Tile) -> None:

@@ -1,9 +1,8 @@
-"""Blockwise FP8 products by our own Hopper kernels: what they take, and how they are called."""
-
-from typing import Any
+"""Backend of the blockwise FP8 products on Hopper: the limits of its kernel, and the call."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.fp8 import mosaic_product, triton
 from pallas_kernels.fp8.blockwise import BLOCK, Operations
@@ -16,8 +15,8 @@ from pallas_kernels.target import Target, multiprocessors
 INTERPRET = False
 
 
-def unsupported_reason(target: Target, dtypes: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> str | None:
-    """The first rule that products of these (rows, summed, outputs) break."""
+def unsupported_reason(target: Target, dtypes: tuple[DTypeLike, ...], sizes: list[tuple[int, int, int]]) -> str | None:
+    """Return the first rule that products of these (rows, summed, outputs) break, or None."""
     reason = unsupported_target(target, INTERPRET)
     if reason is not None:
         return reason
@@ -30,8 +29,8 @@ def unsupported_reason(target: Target, dtypes: tuple[Any, ...], sizes: list[tupl
     return None
 
 
-def product(a: Quantized, b: Quantized, dtype: Any) -> jax.Array:
-    """a [M, K] @ b [N, K].T -> [M, N]."""
+def product(a: Quantized, b: Quantized, dtype: DTypeLike) -> jax.Array:
+    """Multiply a [M, K] with b [N, K] transposed -> [M, N] of `dtype`."""
     (rows, width), columns = a.values.shape, b.values.shape[0]
     columns_scaled = b.inverse_scale.shape[1] == columns
     tall = rows % (2 * mosaic_product.CONSUMERS * ROWS) == 0

@@ -10,7 +10,7 @@ few rows of tiles at a time, so that what they read stays in the L2 cache.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,8 +130,8 @@ def product(spec: ScaledProduct, a: Quantized, b: Quantized) -> Float[Array, "M 
     return lax.optimization_barrier(kernel(a.values, b.values, a.inverse_scale, b.inverse_scale))
 
 
-def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: Ref, *scratch: Ref) -> None:
-    inputs, buffers = _Inputs(a, b, a_scale, b_scale), _Buffers(*scratch)  # pyright: ignore[reportArgumentType]
+def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: Ref, *scratch: Any) -> None:
+    inputs, buffers = _Inputs(a, b, a_scale, b_scale), _Buffers(*scratch)
 
     def consume() -> None:
         compute = functools.partial(_compute, spec, b_scale, out, buffers)
@@ -143,7 +143,7 @@ def _body(spec: ScaledProduct, a: Ref, b: Ref, a_scale: Ref, b_scale: Ref, out: 
         tiles = scheduler.claim_tiles(spec.order, None, None, load)
         spec.ring.drain(tiles * spec.steps, buffers.empty)
 
-    pipeline.specialize(CONSUMERS, consume, produce)
+    pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
 def _load(spec: ScaledProduct, inputs: _Inputs, buffers: _Buffers, number: Index, tile: Tile) -> None:

@@ -1,4 +1,4 @@
-"""The activated matmul with our own Hopper kernel in its backward: no gradient of the hidden values goes to memory."""
+"""Activated matmul with a Hopper kernel in its backward, so that no gradient of the hidden values goes to memory."""
 
 import functools
 
@@ -16,11 +16,11 @@ from pallas_kernels.hopper.target import unsupported_target
 INTERPRET = False
 _TILING = ProductTiling(columns=256, stages=3, group=16)
 _FEWEST_TILES = 132
-"""With fewer the plain product is as fast."""
+"""Fewest tiles that the kernel takes: with fewer the plain product is as fast."""
 
 
 def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
-    """The first rule that the request breaks."""
+    """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target, INTERPRET)
     if reason is not None:
         return reason
@@ -37,12 +37,12 @@ def unsupported_reason(request: ActivatedMatmulRequest) -> str | None:
 
 
 def make_product(rows: int, width: int, depth: int) -> TiledProduct:
-    """d_out [rows, D] times weight [F, D] transposed."""
+    """Return the product of d_out [rows, D] and weight [F, D] transposed."""
     return single_product(rows, depth, width, _TILING, transposed=True, interpret=INTERPRET)
 
 
 def multiply(request: ActivatedMatmulRequest) -> jax.Array:
-    """[..., D]."""
+    """Compute activation(inputs) @ weight, [..., D]."""
     return _multiply(request.activation, request.inputs, request.weight)
 
 

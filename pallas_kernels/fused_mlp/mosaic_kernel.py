@@ -6,7 +6,7 @@ has brought to shared memory meanwhile, and their gradients leave from the same 
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def gradients(
 
 
 def _body(
-    product: TiledProduct, gradient: ActivationGradient, count: int, d_out: Ref, weight: Ref, *references: Ref
+    product: TiledProduct, gradient: ActivationGradient, count: int, d_out: Ref, weight: Ref, *references: Any
 ) -> None:
     arrays = _Arrays(d_out, weight, references[:count], references[count : 2 * count])
     buffers = _Buffers(*references[2 * count :])
@@ -109,7 +109,7 @@ def _body(
                 for slot in range(CONSUMERS * _slots(product, count)):
                     plgpu.barrier_wait(buffers.free.at[slot])
 
-    pipeline.specialize(CONSUMERS, consume, produce)
+    pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
 def _part(product: TiledProduct, tile: Tile, warpgroup: Index, piece: int) -> tuple[Index, Index]:

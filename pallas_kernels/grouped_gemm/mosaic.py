@@ -1,4 +1,4 @@
-"""The grouped matmul by our own Hopper kernels: one launch for all groups, whose sizes may be anything."""
+"""Backend of the grouped matmul on Hopper: one launch for all groups, of any sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ INTERPRET = False
 
 
 def unsupported_target(target: Target | None = None) -> str | None:
-    """Why the kernels do not run here at all."""
+    """Return why the kernels do not run on the target at all, or None."""
     return hopper.unsupported_target(target or current_target(), INTERPRET)
 
 
 def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
-    """The first rule that the request breaks."""
+    """Return the first rule that the request breaks, or None."""
     reason = unsupported_target(request.target)
     if reason is not None:
         return reason
@@ -33,6 +33,6 @@ def unsupported_reason(request: GroupedMatmulRequest) -> str | None:
 
 
 def multiply(request: GroupedMatmulRequest) -> jax.Array:
-    """[R, F] in the dtype of x."""
+    """Multiply the rows of each group with its matrix: [R, F] in the dtype of x."""
     programs = 2 if INTERPRET else multiprocessors()
     return products.multiply(Kernels(TILE_ROWS, programs, INTERPRET), request)

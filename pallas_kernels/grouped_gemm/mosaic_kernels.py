@@ -176,7 +176,7 @@ def _run(
     def produce() -> None:
         kernels.ring.drain(slices(load), buffers.empty)
 
-    pipeline.specialize(CONSUMERS, consume, produce)
+    pipeline.specialize(lax.axis_index("warpgroup"), CONSUMERS, consume, produce)
 
 
 def _load_slices(

@@ -56,12 +56,15 @@ def launch(
     )
 
 
-def specialize(consumers: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:
+def specialize(warpgroup: jax.Array, consumers: int, consume: Callable[[], None], produce: Callable[[], None]) -> None:
     """Run `consume` in the first `consumers` warpgroups and `produce` in the last, and share out the registers.
 
-    A warpgroup finds its number as `lax.axis_index("warpgroup")`.
+    Args:
+        warpgroup: Number of this warpgroup, `lax.axis_index("warpgroup")`.
+        consumers: Number of consumer warpgroups.
+        consume: A consumer's part of the kernel.
+        produce: The producer's part.
     """
-    warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < consumers)
     def _():

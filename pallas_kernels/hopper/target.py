@@ -1,4 +1,4 @@
-"""Where our Mosaic GPU kernels for Hopper run at all."""
+"""Devices and releases of jax that the Mosaic GPU kernels for Hopper run on."""
 
 import importlib.util
 
@@ -10,7 +10,10 @@ _LEAST_JAX = (0, 11)
 
 
 def unsupported_target(target: Target, interpret: bool) -> str | None:
-    """Why they do not; `interpret` is for tests, which run them on a CPU."""
+    """Return why the kernels do not run on `target`, or None if they do.
+
+    With `interpret` they run on every device; tests interpret them on a CPU.
+    """
     version = tuple(int(part) for part in jax.__version__.split(".")[:2])
     if version < _LEAST_JAX:
         return f"needs jax 0.11 or newer (Python 3.12 or newer), installed is {jax.__version__}"

@@ -2,11 +2,11 @@
 
 `wgmma` multiplies a [64, k] left operand in shared memory or registers with a [k, n] right operand in shared memory and
 adds the product to an accumulator in registers, asynchronously: a warpgroup goes on with other work until it loads the
-accumulator. `accumulate` is the one primitive that the kernels are built on, and the only place where the interpreter
-computes a product differently from the hardware.
+accumulator. Kernels add to an `Accumulator`, and need not know that the interpreter computes some products differently
+from the hardware: that is decided here and nowhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import jax
@@ -110,9 +110,7 @@ class _InterpretedAccumulator:
         return self._sum
 
 
-def accumulate(
-    body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False
-) -> Result:
+def accumulate(body: Callable[..., Result], *starts: tuple[int, int] | jax.Array, interpret: bool = False) -> Result:
     """Run `body` with one accumulator for each of `starts`, and return its result.
 
     Args:
@@ -140,15 +138,21 @@ def add_products(
 ) -> tuple[jax.Array, ...]:
     """Return sum + left() @ right for each of `sums`, with left() in registers and `right` in shared memory.
 
-    Each left operand is computed while the product before it runs; all products are waited for at the end.
+    Each left operand is computed while the product before it runs; all products are waited for at the end. Accumulators
+    that are initialized, instead of stored to as in `accumulate`, need one fence and a few registers less; their
+    values cannot be read before the end.
     """
 
-    def body(*accumulators: Accumulator) -> tuple[jax.Array, ...]:
+    def start(accumulators: Iterable[Accumulator]) -> None:
         for accumulator, (left, right) in zip(accumulators, operands, strict=True):
             accumulator.add(left(), right)
-        return tuple(accumulator.load() for accumulator in accumulators)
 
-    return accumulate(body, *sums, interpret=interpret)
+    if interpret:
+        accumulators = [_InterpretedAccumulator(value) for value in sums]
+        start(accumulators)
+        return tuple(accumulator.load() for accumulator in accumulators)
+    run = pl.run_state(lambda refs: start(map(_HardwareAccumulator, refs)))
+    return run(tuple(plgpu.ACC.init(value) for value in sums))
 
 
 def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> jax.Array:

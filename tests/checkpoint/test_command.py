@@ -30,8 +30,8 @@ def test_list(directory, capsys):
     assert main(["list", str(directory.parent)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["10", "20", "30", "40"]
-    assert "damaged: checkpoint.json" in lines[2] and "complete" in lines[3]
-    assert "stray" in lines[5]
+    assert "damaged: checkpoint.json" in lines[2] and "right sizes" in lines[3]
+    assert "stray" in lines[5] and "contents are not read here" in lines[6]
 
 
 def test_a_place_without_checkpoints_is_said_to_have_none(tmp_path, capsys):

@@ -260,3 +260,18 @@ def test_damaged_ones_do_not_count_as_kept(two, open_manager):
     manager = open_manager(keep=2)
     manager.save(3, make_state(3), wait=True)
     assert {1, 3} <= set(manager.all_steps())
+
+
+def test_a_damaged_checkpoint_does_not_count_towards_keep(two, open_manager, warnings):
+    """The newest is damaged without a change of size: the intact one before it stays for it."""
+    victim = max(files_of(two / "2"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[0] ^= 1
+    victim.write_bytes(content)
+    manager = open_manager(keep=2)
+    manager.save(3, make_state(3), wait=True)
+    assert sorted(path.name for path in two.iterdir() if path.name.isdigit()) == ["1", "2", "3"]
+    assert any("checkpoint.keep" in line and str(two / "2") in line for line in warnings)
+    manager.save(4, make_state(4), wait=True)
+    manager.close()
+    assert {"3", "4"} <= {path.name for path in two.iterdir()} and not (two / "1").exists()

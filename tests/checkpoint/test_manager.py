@@ -1,5 +1,6 @@
 """Keeping, replacing, locking, and what happens when a save fails."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -231,3 +232,17 @@ def test_a_step_that_is_not_there_names_those_that_are(open_manager):
     manager.save(4, {"x": 1})
     with pytest.raises(JaxstackError, match="no checkpoint of step 5 .* there are 4"):
         manager.restore(5, {"x": 1})
+
+
+def test_a_reader_tells_a_save_in_progress_from_one_that_was_cut_off(open_manager, warnings):
+    """Another process, such as `generate`, reads the run while it saves."""
+    manager = open_manager()
+    manager.save(1, make_state(1), wait=True)
+    (manager.directory / ".saving-2-1").mkdir()
+    read = "import sys; from jaxstack.checkpoint.manager import CheckpointManager as M; "
+    read += "print(M(sys.argv[1], report=print).latest_step())"
+    said = subprocess.run([sys.executable, "-c", read, str(manager.directory)], capture_output=True, text=True).stdout
+    assert f"is being written by process {os.getpid()} on " in said and said.endswith("\n1\n")
+    manager.close()
+    said = subprocess.run([sys.executable, "-c", read, str(manager.directory)], capture_output=True, text=True).stdout
+    assert "is a save that was cut off" in said and said.endswith("\n1\n")

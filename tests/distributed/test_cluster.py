@@ -39,7 +39,7 @@ def test_slurm_tasks_and_nodes():
     place = find_place(shared)
     assert place is not None and place.local_devices == (2, 3)
     assert find_nodes(SRUN) == Nodes(2, 1, "gpu007:62344")
-    with pytest.raises(ConfigError, match="one launcher a node"):
+    with pytest.raises(ConfigError, match="one launcher per node"):
         find_nodes({**SRUN, "SLURM_LOCALID": "1"})
 
 

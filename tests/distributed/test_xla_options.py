@@ -11,7 +11,7 @@ from jaxstack.distributed.xla_options import (
     PEER_COPIES,
     PIPELINE,
     installed_options,
-    is_known,
+    is_supported,
     step_options,
 )
 from jaxstack.errors import ConfigError
@@ -29,7 +29,7 @@ def test_options_follow_what_the_step_holds():
 
 
 def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
-    assert not is_known("xla_gpu_no_such_option", True)
+    assert not is_supported("xla_gpu_no_such_option", True)
     chosen, said = installed_options({"xla_gpu_no_such_option": True, "xla_gpu_autotune_level": 0})
     assert chosen == {"xla_gpu_autotune_level": 0}
     assert len(said) == 1 and "xla_gpu_no_such_option=True is left out: jaxlib " in said[0]
@@ -37,7 +37,7 @@ def test_an_option_that_the_installed_jaxlib_lacks_is_left_out_and_named():
 
 @pytest.mark.parametrize("on", [True, False])
 def test_either_name_of_pipelined_collectives_is_translated(on):
-    spellings = [(name, value) for name, value in compiler_options.ALIKE[0 if on else 1]]
+    spellings = [(name, value) for name, value in compiler_options.EQUIVALENT[0 if on else 1]]
     settings = [installed_options({name: value}) for name, value in spellings]
     assert len({tuple(chosen.items()) for chosen, _ in settings}) == 1 and settings[0][0]
     assert sorted(len(said) for _, said in settings) == [0, 1, 1, 1], "one is this jaxlib's own"

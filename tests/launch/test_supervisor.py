@@ -161,7 +161,7 @@ def test_semaphores_of_a_living_process_stay():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "what to run is missing"),
+        ([], "there is no command to run"),
         (["--nodes", "2", "--", "true"], "given together"),
         (["--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "true"], "0..1"),
         (["--nodes", "2", "--node-rank", "0", "--coordinator", "10.0.0.1:1", "--", "true"], "--insecure"),

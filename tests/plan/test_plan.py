@@ -71,9 +71,9 @@ def test_cluster_need_not_be_there(tmp_path, capsys):
     total = 4 * plan["parameters_total"]  # all matrices are split over all devices, vectors over none
     assert total / 1024 <= plan["sharding"]["device_bytes"]["parameters"] < 1.02 * total / 1024
     tokens = 2048 * 256
-    assert plan["tokens_a_step"] == tokens
+    assert plan["tokens_per_step"] == tokens
     flops = 6 * plan["parameters_total"] * tokens / 1024
-    assert plan["model_flops_a_step_and_device"] == pytest.approx(flops, rel=0.03)
+    assert plan["model_flops_per_step_and_device"] == pytest.approx(flops, rel=0.03)
 
 
 def test_command_draws_mesh_shardings_and_schedule(tmp_path, capsys):
@@ -114,7 +114,7 @@ def test_pictures_of_a_large_mesh_say_what_they_leave_out():
     assert split_panels(row, {"data": 64, "fsdp": 32}).shape == (1, 1, 2048)
     held = {"parameters": 64, "optimizer": 0, "other": 0}
     sharding = {"mesh": {"data": 64, "fsdp": 32}, "parameters": [row], "device_bytes": held}
-    sizes = {"tokens_a_step": 1, "model_flops_a_step": 1.0, "model_flops_a_step_and_device": 1.0}
+    sizes = {"tokens_per_step": 1, "model_flops_per_step": 1.0, "model_flops_per_step_and_device": 1.0}
     plan = {"name": "big", "devices": 2048, "parameters_total": 1, "vocabulary_assumed": False, **sizes}
     assert "(1 x 1 x 2048 parts in all)" in draw_plan({**plan, "sharding": sharding}, show_sharding=True)
 

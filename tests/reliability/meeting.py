@@ -5,15 +5,15 @@ import sys
 import jax
 
 from jaxstack.distributed.cluster import find_place
-from jaxstack.distributed.coordination import exchange, join
+from jaxstack.distributed.coordination import all_gather, connect
 from tests.reliability.runs import listening
 
 place = find_place()
 assert place is not None
 jax.config.update("jax_num_cpu_devices", 1)
-join(place, connect_seconds=int(sys.argv[1]))
+connect(place, connect_seconds=int(sys.argv[1]))
 mesh = jax.make_mesh((place.count,), ("d",))
 ones = jax.jit(lambda: jax.numpy.ones(place.count), out_shardings=jax.NamedSharding(mesh, jax.P("d")))()
 total = jax.jit(lambda x: x.sum(), out_shardings=jax.NamedSharding(mesh, jax.P()))(ones)
-print("together", int(total), exchange("index", place.index), listening(), flush=True)
+print("together", int(total), all_gather("index", place.index), listening(), flush=True)
 sys.stdin.read()

@@ -99,6 +99,15 @@ def test_a_text_generator_for_python(source):
     generator = run.text_generator()
     both = generator.generate(["w5 w6", "w9"], 4, Sampling(temperature=0))
     assert run.step == 0 and both[1] == generator.generate(["w9"], 4, Sampling(temperature=0))[0]
+    texts = run.generate(["w5 w6", "w9"], Sampling(temperature=0), max_tokens=4, samples=2, seed=7)
+    assert [text.text for text in texts] == [both[0], both[0], both[1], both[1]]
+    assert [(text.prompt_index, text.sample_index, text.seed) for text in texts] == [
+        (0, 0, 7),
+        (0, 1, 8),
+        (1, 0, 7),
+        (1, 1, 8),
+    ]
+    assert run.config.model.num_layers == len(run.parameters["decoder"]["layers"])
 
 
 def refused(capsys, *arguments: str, code: int = 2) -> str:

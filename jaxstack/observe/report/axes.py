@@ -18,14 +18,14 @@ class Axis:
     ticks: tuple[float, ...]
 
     def position(self, values: np.ndarray) -> np.ndarray:
-        """Where values lie on the axis, 0 at `low` and 1 at `high`."""
+        """Return positions on the axis, 0 at `low` and 1 at `high`."""
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             return (np.log10(values) - low) / (high - low)
         return (values - self.low) / (self.high - self.low)
 
     def labelled_ticks(self) -> list[tuple[float, str]]:
-        """(position, label) of every tick, with as few digits as tell the ticks apart."""
+        """Return (position, label) of every tick, with as few digits as distinguish the ticks."""
         ticks = np.array(self.ticks)
         gap = float(np.min(np.diff(ticks))) if ticks.size > 1 else abs(float(ticks[0])) or 1.0
         digits = next((d for d in range(1, 8) if np.all(_rounding_errors(ticks, d) <= 0.02 * gap)), 8)
@@ -34,17 +34,17 @@ class Axis:
 
 
 def _rounding_errors(values: np.ndarray, digits: int) -> np.ndarray:
-    """How far each value is from itself written with `digits` significant digits."""
+    """Return the distance of each value from itself rounded to `digits` significant digits."""
     return np.array([abs(float(f"{value:.{digits - 1}e}") - value) for value in values])
 
 
 def value_axis(values: np.ndarray, scale: str = "auto", from_zero: bool = False) -> Axis:
-    """The vertical axis for known values.
+    """Return the vertical axis for these values.
 
     Args:
-        scale: "linear", "log", or "auto": logarithmic where all values are positive and span a factor above
-        30.
-        from_zero: let a linear axis begin at zero.
+      values: known values, finite.
+      scale: "linear", "log", or "auto": logarithmic if all values are positive and their ratio exceeds 30.
+      from_zero: let a linear axis begin at zero.
     """
     low, high = float(np.min(values)), float(np.max(values))
     log = low > 0 and (scale == "log" or (scale == "auto" and not from_zero and high / low > 30))
@@ -60,7 +60,7 @@ def value_axis(values: np.ndarray, scale: str = "auto", from_zero: bool = False)
 
 
 def step_axis(low: float, high: float) -> Axis:
-    """The horizontal axis over steps, without margins; a single step stands in the middle."""
+    """Return the horizontal axis over steps, without margins; a single step is in the middle."""
     if high <= low:
         low, high = low - 1, low + 1
         return Axis(low, high, False, (low + 1,))
@@ -70,7 +70,7 @@ def step_axis(low: float, high: float) -> Axis:
 
 
 def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
-    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) between `low` and `high`."""
+    """Return about `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) between `low` and `high`."""
     raw = (high - low) / count
     power = 10 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
@@ -79,7 +79,7 @@ def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Powers of ten between `low` and `high`, thinned out where many; with 2 and 5 times them where few."""
+    """Return powers of ten between `low` and `high`; some are left out if many, multiples of 2 and 5 added if few."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1,), (1, 3), (1, 2, 5)):
         ticks = [f * 10.0**e for e in range(first, last + 1) for f in factors if low <= f * 10.0**e <= high]

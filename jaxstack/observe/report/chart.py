@@ -11,12 +11,12 @@ from jaxstack.observe.report.axes import Axis, step_axis, value_axis
 from jaxstack.observe.report.series import Series, downsample
 from jaxstack.observe.units import short_number
 
-SIZE = 1000  # of the SVG's own coordinates; the browser stretches them to the plot
+SIZE = 1000  # units of the SVG's own coordinates; the browser stretches them to the plot
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A labelled series with its look: "first", "second", "faint" or "dashed"."""
+    """A labelled series with its style: "first", "second", "faint" or "dashed"."""
 
     label: str
     series: Series
@@ -36,7 +36,7 @@ class Chart:
 
 
 def render_chart(chart: Chart) -> str:
-    """The chart as an HTML figure, or an empty string where no curve has a known value."""
+    """Return the chart as an HTML figure; an empty string if no curve has a known value."""
     drawable = [curve for curve in chart.curves if curve.series.finite.size]
     curves = [Curve(curve.label, downsample(curve.series), curve.look) for curve in drawable]
     if not curves:
@@ -61,7 +61,7 @@ aria-label="{html.escape(chart.title, quote=True)} over steps">{_grid(y)}{lines}
 
 
 def _last_values(curves: Sequence[Curve], unit: str) -> str:
-    """What the read-out says before anyone points at the chart: the last values."""
+    """Return the text of the read-out before anyone points at the chart: the last values."""
     last = max(float(curve.series.steps[np.isfinite(curve.series.values)][-1]) for curve in curves)
     values = [f"{curve.label} {short_number(curve.series.last or 0.0, 5)}" for curve in curves]
     return " · ".join([f"step {last:.0f}", *values]) + (f" {unit}" if unit else "")
@@ -80,7 +80,7 @@ def _grid(axis: Axis) -> str:
 
 
 def _path(curve: Curve, x: Axis, y: Axis) -> str:
-    """The curve's line, broken at gaps; a point between two gaps becomes a dot, by the round line cap."""
+    """Return the SVG path of a curve, broken at gaps; the round line cap turns a point between two gaps into a dot."""
     known = np.isfinite(curve.series.values) & ((curve.series.values > 0) | (not y.log))
     lefts = SIZE * x.position(curve.series.steps)
     tops = SIZE * (1 - y.position(np.where(known, curve.series.values, 1.0)))
@@ -96,7 +96,7 @@ def _path(curve: Curve, x: Axis, y: Axis) -> str:
 
 
 def _hover_data(curves: Sequence[Curve], unit: str, x: Axis, y: Axis) -> str:
-    """Values for the read-out, as JSON that cannot end the script element."""
+    """Return the values for the read-out, as JSON that cannot end the script element."""
     data = {
         "unit": unit,
         "x": [x.low, x.high],

@@ -1,4 +1,4 @@
-"""Puts a run's report together."""
+"""Assembles the report of a run."""
 
 import html
 from collections.abc import Mapping
@@ -54,11 +54,11 @@ _DRAWN = {"pipeline": render_timeline, "sharding": render_sharding}
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Write `report.html` into a run directory and returns its path.
+    """Write `report.html` into a run directory, and return its path.
 
-    Made from `metrics.jsonl`, `config.yaml` and `environment.json`, each of which may be missing or cut
-    short. Of the last it shows `ran` (what actually ran) and draws `schedule`, pairs of step and learning
-    rate. The page is one file without external resources, and stays small for runs of any length.
+    The inputs are `metrics.jsonl`, `config.yaml` and `environment.json`, each of which may be missing or incomplete. Of
+    the last it shows `ran` (what actually ran) and draws `schedule`, pairs of step and learning rate. The page is one
+    file without external resources, and stays small for runs of any length.
     """
     run_dir = Path(run_dir)
     metrics = read_metrics(run_dir / "metrics.jsonl")
@@ -120,7 +120,7 @@ def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _lead(environment: Mapping[str, Any], metrics: Mapping[str, Series]) -> str:
-    """One line under the title: devices, version, start."""
+    """Return the line under the title: devices, version, start."""
     parts = []
     kinds = environment.get("device_kinds")
     if isinstance(kinds, list) and kinds:
@@ -136,7 +136,7 @@ def _lead(environment: Mapping[str, Any], metrics: Mapping[str, Series]) -> str:
 
 
 def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any]) -> str:
-    """The final figures."""
+    """Return the tiles with the final figures."""
     tiles = [tile for tile in (*_result_tiles(metrics, config), *_speed_tiles(metrics)) if tile]
     cells = (
         f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
@@ -209,8 +209,8 @@ def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> st
     return f'<h2>Curves</h2><div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
-def _schedule(points: Any) -> Series:
-    """The learning rates planned for the run, from whatever stands in `environment.json`."""
+def _schedule(points: object) -> Series:
+    """Return the planned learning rates of the run, from any value in `environment.json`."""
     pairs = points if isinstance(points, list) else []
     return make_series(tuple(pair) for pair in pairs if isinstance(pair, list) and len(pair) == 2)
 
@@ -248,7 +248,7 @@ def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart
     ]
 
 
-def _sections(title: str, sections: Any) -> str:
+def _sections(title: str, sections: object) -> str:
     if not isinstance(sections, Mapping) or not sections:
         return ""
     cards = []

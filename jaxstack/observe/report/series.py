@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl` into series, and thins a series out without losing its peaks."""
+"""Reads `metrics.jsonl` into series, and downsamples a series without losing its peaks."""
 
 import json
 from collections.abc import Iterable
@@ -11,28 +11,28 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Series:
-    """Values over steps, both float64 arrays of one length; a value that is unknown or not finite is NaN."""
+    """Values over steps, two float64 arrays of one length; a value that is unknown or not finite is NaN."""
 
     steps: np.ndarray
     values: np.ndarray
 
     @property
     def finite(self) -> np.ndarray:
-        """The values that can be drawn."""
+        """The finite values, which can be drawn."""
         return self.values[np.isfinite(self.values)]
 
     @property
     def last(self) -> float | None:
-        """The last value that is known."""
+        """The last known value."""
         return float(self.finite[-1]) if self.finite.size else None
 
     def scaled(self, factor: float) -> "Series":
-        """The same with all values multiplied."""
+        """Return the series with all values multiplied."""
         return Series(self.steps, self.values * factor)
 
 
 def make_series(points: Iterable[tuple[Any, Any]]) -> Series:
-    """A series of (step, value) pairs, in the order of the steps; anything that is no number becomes NaN."""
+    """Make a series of (step, value) pairs, in the order of the steps; values that are not numbers become NaN."""
     pairs = [(_number(step), _number(value)) for step, value in points]
     array = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     array = array[np.isfinite(array[:, 0])]
@@ -42,9 +42,9 @@ def make_series(points: Iterable[tuple[Any, Any]]) -> Series:
 
 
 def read_metrics(path: str | Path) -> dict[str, Series]:
-    """The series of a metrics file by key; lines that are no JSON object with a step are passed over.
+    """Read the series of a metrics file, by key. Lines that are not a JSON object with a step are skipped.
 
-    Empty where the file is missing. A line that lacks a key adds nothing to its series.
+    Empty if the file is missing. A line without a key adds nothing to the key's series.
     """
     points: dict[str, list[tuple[Any, Any]]] = {}
     if not Path(path).is_file():
@@ -63,7 +63,7 @@ def read_metrics(path: str | Path) -> dict[str, Series]:
     return {key: found for key, found in series.items() if found.steps.size}
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return float("nan")
     try:
@@ -73,9 +73,9 @@ def _number(value: Any) -> float:
 
 
 def downsample(series: Series, buckets: int = 400) -> Series:
-    """Of each bucket of equal width in steps at most two points: its smallest and its largest value.
+    """Keep at most two points of each bucket of equal width in steps: its smallest and its largest value.
 
-    The first and the last point stay. A bucket without a known value keeps one gap.
+    The first and the last point are kept. A bucket without a known value keeps one gap.
     """
     count = series.steps.size
     if count <= 2 * buckets:
@@ -95,7 +95,7 @@ def downsample(series: Series, buckets: int = 400) -> Series:
 
 
 def smooth(series: Series, parts: int = 40) -> Series:
-    """A centred moving average over 1/`parts` of the series; gaps stay gaps and are not counted.
+    """Return a centred moving average over 1/`parts` of the series, in which gaps are kept and not counted.
 
     Towards the ends the window narrows on both sides alike, so that the curve neither lags nor leads.
     """

@@ -1,4 +1,4 @@
-"""Pictures of a mesh and of arrays on it: a box a device, or a part of an array with the devices that hold it."""
+"""Pictures of a mesh and of sharded arrays: a box per device, or per part of an array with the devices that hold it."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 
 from jaxstack.observe.device_grid import (
-    axes_of_copies,
     describe_dims,
     device_grid,
     distinct_layouts,
     number_ranges,
     panels_name,
+    replicating_axes,
     split_panels,
 )
 from jaxstack.observe.report.tables import render_value
 
-BOX, ROW, GAP, HEAD = 64, 30, 6, 22  # of the SVG's own coordinates
-_MOST = 16  # boxes of a row, rows of a panel, panels
-_HUES = 8  # colours that take turns
+BOX, ROW, GAP, HEAD = 64, 30, 6, 22  # in units of the SVG's own coordinates
+_MOST = 16  # largest number of boxes in a row, rows in a panel, and panels
+_HUES = 8  # number of colours, used in turn
 
 
 def render_sharding(sharding: Mapping[str, Any]) -> str:
@@ -48,7 +48,7 @@ def render_sharding(sharding: Mapping[str, Any]) -> str:
 
 
 def picture_of_mesh(mesh: Mapping[str, int]) -> tuple[str, str, str]:
-    """(title, note, SVG) of all devices: the last axis across, the one before down, the others as panels."""
+    """Return (title, note, SVG) of all devices: the last axis as columns, the one before as rows, others as panels."""
     grid = device_grid(mesh, [[axis] for axis in mesh])
     panels = grid.reshape(-1, *([1, *grid.shape])[-2:])
     axes = list(mesh)
@@ -59,10 +59,10 @@ def picture_of_mesh(mesh: Mapping[str, int]) -> tuple[str, str, str]:
 
 
 def picture_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) -> list[tuple[str, str, str]]:
-    """(title, note, SVG) of one array of every way in which arrays are split."""
+    """Return (title, note, SVG) of one array for each distinct sharding."""
     pictures = []
     for row, others in distinct_layouts(rows):
-        copies = axes_of_copies(row, mesh)
+        copies = replicating_axes(row, mesh)
         note = describe_dims(row) + (f"; copies along {', '.join(copies)}" if copies else "")
         note += f"; {others} more split alike" if others else ""
         pictures.append((row["parameter"], note, draw_panels(split_panels(row, mesh), panels_name(row))))
@@ -70,7 +70,7 @@ def picture_layouts(rows: Sequence[Mapping[str, Any]], mesh: Mapping[str, int]) 
 
 
 def draw_panels(panels: np.ndarray, name: str, by_part: bool = True) -> str:
-    """An SVG of [panels, rows, columns] of tuples of device numbers; `by_part` colours every box, else every panel."""
+    """Draw [panels, rows, columns] of tuples of device numbers as SVG, coloured by box, or by panel."""
     shown = panels[:_MOST, :_MOST, :_MOST]
     count, down, across = shown.shape
     longest = max(len(number_ranges(cell)) for cell in shown.flat)

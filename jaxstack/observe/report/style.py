@@ -1,4 +1,4 @@
-"""The look of the report, and the few lines of script behind its read-outs."""
+"""Style sheet of the report, and the short script of its read-outs."""
 
 CSS = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #171a1f; --soft: #5c6470; --rule:

@@ -1,4 +1,4 @@
-"""Nested plain data as HTML tables. Everything that comes from outside is escaped."""
+"""Renders nested plain data as HTML tables. Everything that comes from outside is escaped."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,12 @@ from jaxstack.observe.units import byte_size, short_number
 _MAX_ROWS = 200
 
 
-def render_value(value: Any, key: str = "") -> str:
-    """HTML of a JSON-like value: mappings and lists of mappings become tables, the rest text.
+def render_value(value: object, key: str = "") -> str:
+    """Render a JSON-like value as HTML: mappings and lists of mappings become tables, other values text.
 
-    `key` is the name that it stands under: numbers under a key ending in `_bytes` are shown as sizes.
+    Args:
+      value: plain data.
+      key: its name; numbers under a key that ends in `_bytes` are shown as sizes.
     """
     if isinstance(value, Mapping):
         return key_value_table(value) if value else "–"
@@ -25,13 +27,13 @@ def render_value(value: Any, key: str = "") -> str:
 
 
 def key_value_table(values: Mapping[str, Any]) -> str:
-    """A table with one row a key."""
+    """Render a table with one row per key."""
     rows = (f"<tr><th>{_label(key)}</th><td>{render_value(value, str(key))}</td></tr>" for key, value in values.items())
     return f'<div class="scroll"><table class="keys">{"".join(rows)}</table></div>'
 
 
 def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table with one column a key (on a phone one block a row); only the first rows of very many."""
+    """Render a table with one column per key (on a phone one block per row); very long tables are cut."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     sides = {key: _side(rows, key) for key in keys}
     head = "".join(f"<th{sides[key]}>{_label(key)}</th>" for key in keys)
@@ -43,21 +45,21 @@ def row_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll">{table}</div>{more}'
 
 
-def _cell(key: Any, value: Any, side: str) -> str:
+def _cell(key: object, value: object, side: str) -> str:
     return f'<td{side} data-label="{_label(key)}"><div>{render_value(value, str(key))}</div></td>'
 
 
-def _side(rows: Sequence[Mapping[str, Any]], key: Any) -> str:
+def _side(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     cells = [row.get(key) for row in rows]
     numbers = all(isinstance(cell, int | float) and not isinstance(cell, bool) for cell in cells)
     return ' class="number"' if numbers else ""
 
 
-def _label(key: Any) -> str:
+def _label(key: object) -> str:
     return html.escape(str(key).removesuffix("_bytes").replace("_", " "))
 
 
-def _text(value: Any, key: str) -> str:
+def _text(value: object, key: str) -> str:
     if value is None or value == "":
         return "–"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The schedule of a pipeline as a picture: a row a stage, time from left to right, a box a task."""
+"""Draws the schedule of a pipeline: a row per stage, time from left to right, a box per task."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,16 @@ from typing import Any
 
 from jaxstack.observe.report.tables import render_value
 
-WIDTH = 1000  # of the SVG's own coordinates
+WIDTH = 1000  # in units of the SVG's own coordinates
 ROW, GAP, LEFT = 22, 3, 58
 _MAX_BOXES = 4000  # so that the page stays small
 _LOOKS = {"F": ("forward", "f"), "B": ("backward", "b"), "W": ("weight gradients", "w")}
 
 
 def render_timeline(pipeline: Mapping[str, Any]) -> str:
-    """Render the result of `describe_schedule` as HTML: figures, and the picture where it has spans.
+    """Render the result of `describe_schedule` as HTML: figures, and a picture if it has spans.
 
-    `spans` are rows (stage, start, end, kind, microbatch, chunk), time in forwards of a stage.
+    `spans` are rows (stage, start, end, kind, microbatch, chunk); the unit of time is a stage's forward pass.
     """
     known = {key: value for key, value in pipeline.items() if key != "spans"}
     table = render_value(known)
@@ -24,7 +24,7 @@ def render_timeline(pipeline: Mapping[str, Any]) -> str:
 
 
 def render_picture(spans: Sequence[Sequence[Any]]) -> str:
-    """The spans as an HTML figure with an SVG."""
+    """Render the spans as an HTML figure with an SVG."""
     shown = sorted(spans, key=lambda span: span[1])[:_MAX_BOXES]
     end = max(float(span[2]) for span in shown)
     stages = 1 + max(int(span[0]) for span in shown)

@@ -17,8 +17,9 @@ from pallas_kernels import (
     save_attention,
 )
 from pallas_kernels.attention import mosaic, mosaic_call
-from pallas_kernels.attention import mosaic_pieces as pieces
 from pallas_kernels.attention.masks import Mask
+from pallas_kernels.attention.mosaic_config import KernelConfig
+from pallas_kernels.attention.mosaic_scores import fill, late_factor
 from pallas_kernels.attention.request import Options, Segments
 from pallas_kernels.attention.tiles import Blocks, key_ranges, query_ranges
 from pallas_kernels.attention.tilings import Tiling
@@ -112,9 +113,9 @@ def test_error_of_the_kernels_of_wide_heads(monkeypatch, capfd):
 @pytest.mark.parametrize("soft_cap", [None, 7.0])
 def test_the_score_of_masked_entries_times_its_factor_is_exact(scale, soft_cap):
     """A fused multiply-add subtracts the rounded product from the exact one: any difference is exponentiated."""
-    config = pieces.Config(Options(Mask(), scale, soft_cap), 128, 128, 128, 64)
-    score, factor = np.float32(pieces.fill(config)), np.float32(pieces.late_factor(config))
-    assert score == pieces.fill(config)
+    config = KernelConfig(Options(Mask(), scale, soft_cap), 128, 128, 128, 64)
+    score, factor = np.float32(fill(config)), np.float32(late_factor(config))
+    assert score == fill(config)
     assert np.float64(score) * np.float64(factor) == np.float64(score * factor)
     assert -4e30 < score * factor < -1e29 or score == -(2.0**126)
 

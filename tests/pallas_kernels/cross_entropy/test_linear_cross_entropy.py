@@ -110,6 +110,7 @@ def test_labels_out_of_range_are_not_silent():
         assert np.isnan(loss).tolist() == [False, True, True]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

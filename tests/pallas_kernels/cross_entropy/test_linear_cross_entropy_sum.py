@@ -227,6 +227,7 @@ def test_large_logits_take_the_chunked_backend():
     ]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_token_weights_of_another_shape_are_refused():
     arguments = jnp.zeros((2, 8)), jnp.zeros((8, 5)), jnp.zeros(2, jnp.int32)
     with pytest.raises(ValueError, match=r"token_weights must be floats of the shape of labels \[2\]; got .* \[3\]"):

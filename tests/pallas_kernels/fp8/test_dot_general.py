@@ -198,6 +198,7 @@ def test_what_the_backward_pass_keeps_is_not_rounded_again(recipe):
     assert not re.search(r"f8_e4m3\w*\[[\d,]*\] = reduce_precision", program)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_the_weights_of_an_mlp_have_to_fit():
     x, w = jnp.ones((16, 32)), jnp.ones((32, 64))
     with pytest.raises(ValueError, match=r"down \[F, outputs\] belong together; got .*\(32, 64\), \(32, 64\)"):
@@ -281,6 +282,7 @@ def test_maxima_that_are_not_finite_do_not_enter_the_history():
 PLAIN = (((1,), (0,)), ((), ()))
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("options", "dtype", "said"),
     [
@@ -299,6 +301,7 @@ def test_a_broken_rule_is_named(options, dtype, said):
     assert said in str(refused.value)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_batch_dims_are_refused():
     x = jnp.ones((2, 16, 16))
     with pytest.raises(ValueError, match="no batch dims"):

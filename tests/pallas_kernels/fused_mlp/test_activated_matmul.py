@@ -89,6 +89,7 @@ def test_few_pieces_are_in_shared_memory_of_many_inputs():
     assert [mosaic_kernel._slots(product, count) for count in (1, 2)] == [4, 2]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("name", "count", "width", "message"),
     [("swish", 1, 8, "must be one of"), ("swiglu", 1, 8, "takes 2 inputs"), ("gelu_tanh", 1, 16, "as many rows")],

@@ -108,6 +108,7 @@ def test_vmap_over_problems():
         np.testing.assert_allclose(out, grouped_matmul(x, weights, size), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -108,6 +108,7 @@ def test_the_scale_is_that_of_softmax_attention():
         assert float(jnp.abs(ours - exact).mean()) < 0.05
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_wrong_projections_and_scales_name_the_rule():
     x = arrays()
     with pytest.raises(ValueError, match=r"\[features, head dim 16\]; got \(4, 8\); make one with"):

@@ -87,6 +87,7 @@ def test_swiglu():
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_wrong_shapes_name_the_rule():
     with pytest.raises(ValueError, match=r"weight must have shape \[8\].*got \[7\]"):
         rms_norm(jnp.zeros((2, 8)), jnp.zeros(7))

@@ -1,0 +1,102 @@
+"""The checkpoints of a training run: restored at its start, saved in its course, rolled back after skipped steps."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.fingerprint import fingerprint_difference, shared_keys
+from jaxstack.errors import ConfigError
+
+
+class Restored(NamedTuple):
+    """A checkpoint that a run continues from."""
+
+    step: int
+    state: Any
+    """The train state, as `Trainer.stored_state`."""
+    skipped: Any
+    """The record of skipped steps that was saved with it, or None."""
+
+
+class RunCheckpoints:
+    """Saves and restores the train state of one run, with what it was trained on.
+
+    Args:
+      manager: writes and reads the checkpoints.
+      run_dir: the run's directory, for messages.
+      data: fingerprint of the data, on which the position in it depends.
+      settings: the sections of the configuration that decide the result, of which each checkpoint has a copy.
+      accept_data_change: `resilience.accept_data_change`.
+      say: reports a message.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        run_dir: Path,
+        *,
+        data: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        accept_data_change: bool,
+        say: Callable[[str], None],
+    ):
+        self.manager, self._run_dir, self._say = manager, run_dir, say
+        self._data, self._settings, self._accepts_data_change = data, settings, accept_data_change
+        self.saved_step = -1
+        """The step of the newest checkpoint that was restored or saved; -1: none."""
+
+    def restore(self, abstract: Any, later: Mapping[str, Callable[[], Any]]) -> Restored | None:
+        """Restore the newest checkpoint; None if there is none.
+
+        Args:
+          abstract: shapes, dtypes and shardings of the state.
+          later: fields of the state that older checkpoints lack, and what each is then.
+
+        Raises:
+          ConfigError: the checkpoint is not of a training run, or the data has changed and that is not accepted.
+        """
+        step = self.manager.latest_step()
+        if step is None:
+            return None
+        extra = self.manager.extra(step)
+        saved = extra.get("data") if isinstance(extra, dict) else None
+        if saved is None:
+            raise ConfigError(
+                f"{self._run_dir} holds parameters (converted, or saved by another program), not a training run: start "
+                f"one with another run.name and run.init_from={self._run_dir}."
+            )
+        difference = fingerprint_difference(saved, self._data)
+        if difference:
+            self._accept_data(difference)
+        state, _ = self.manager.restore(step, abstract, later=later)
+        before = extra.get("settings") or {}
+        if changed := fingerprint_difference(before, shared_keys(before, self._settings)):
+            self._say(f"warning: not as checkpoint {step} was trained: {changed}")
+        self.saved_step = step
+        return Restored(step, state, extra.get("skipped"))
+
+    def _accept_data(self, difference: str) -> None:
+        said = f"the data is not what {self._run_dir} was trained on: {difference}"
+        if not self._accepts_data_change:
+            raise ConfigError(
+                f"{said}. Set it back, start a new run with another run.name, or go on with "
+                "resilience.accept_data_change=true."
+            )
+        self._say(f"warning: {said}; going on, as resilience.accept_data_change is set")
+
+    def save(self, step: int, state: Any, skipped: Any) -> None:
+        """Start to save the state after `step` steps, with the record of skipped steps."""
+        extra = {"batches": step, "data": dict(self._data), "skipped": skipped, "settings": dict(self._settings)}
+        self.manager.save(step, state, extra)
+        self.saved_step = step
+
+    def roll_back(self, step: int) -> str:
+        """Discard checkpoints newer than `step` if there is an older one; return a phrase that says what is left."""
+        newest = self.manager.latest_step()
+        if newest is not None and newest > step and any(saved <= step for saved in self.manager.all_steps()):
+            self.manager.discard_newer(step)
+            newest = self.manager.latest_step()
+        if newest is None:
+            return "no checkpoint was saved before them"
+        return f"rolled back to checkpoint {newest}, from which the same command goes on"

@@ -1,0 +1,134 @@
+"""Static description of the Hopper attention kernels, and the tiles that a block of queries or keys visits."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_kernels.attention.request import Options
+from pallas_kernels.hopper import pipeline, wgmma
+from pallas_kernels.hopper.pipeline import Ring
+from pallas_kernels.mosaic_api import Index, Ref, ScratchType, plgpu
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Static description of one kernel.
+
+    Attributes:
+        options: Mask, scale and soft cap.
+        length: T before padding.
+        key_length: S before padding.
+        query_block: Queries of a tile.
+        key_block: Keys of a tile.
+        stages: Tiles in flight from global memory.
+        warpgroups: Consumer warpgroups; one more loads.
+        programs: Programs that run at a time, one on each multiprocessor.
+        interpret: True to interpret the kernel on a CPU.
+        turns: True if the forward's warpgroups give the tensor cores work in turn.
+    """
+
+    options: Options
+    length: int
+    key_length: int
+    query_block: int
+    key_block: int
+    stages: int = 2
+    warpgroups: int = 2
+    programs: int = 132
+    interpret: bool = False
+    turns: bool = False
+
+    @property
+    def ring(self) -> Ring:
+        """Ring of buffers of the tiles."""
+        return Ring(self.stages, self.interpret)
+
+    def kernel(
+        self, name: str, body: Callable[..., None], synchronises: bool = False, **parameters: Any
+    ) -> Callable[..., Any]:
+        """Return `pipeline.launch` with the options that all attention kernels share.
+
+        Args:
+            name: Name of the kernel, which a profile shows.
+            body: Kernel body.
+            synchronises: True if the threads of a warpgroup never read what they write to shared memory, other than by
+                TMA or wgmma after `commit_smem`, so that stores need no barriers around them.
+            parameters: Further arguments of `pipeline.launch`.
+        """
+        return pipeline.launch(
+            name,
+            body,
+            consumers=self.warpgroups,
+            interpret=self.interpret,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                unsafe_no_auto_barriers=synchronises,
+                reduction_scratch_bytes=0,  # No reduction of these kernels leaves a warp.
+            ),
+            **parameters,
+        )
+
+    def tiled_smem(self, shape: tuple[int, ...], dtype: DTypeLike, slice_columns: int = 0) -> ScratchType:
+        """Return shared memory of shape [..., rows, columns] in the form that wgmma and TMA take.
+
+        Args:
+            shape: Shape of the buffer.
+            dtype: Element type.
+            slice_columns: Columns that products take at a time (of this operand, or of the other one, whose form must
+                be the same); 0 for all of them.
+        """
+        bits = jnp.dtype(dtype).itemsize * 8
+        # A product that sums over the rows of a tile needs at least one swizzle's worth of them.
+        rows_bytes = min(self.query_block, self.key_block) * bits // 8
+        slice_swizzle = plgpu.find_swizzle((slice_columns or shape[-1]) * bits)
+        return wgmma.tiled_smem(shape, dtype, min(slice_swizzle, rows_bytes))
+
+
+class Visits(NamedTuple):
+    """The tiles that one block of queries or keys visits, counted from 0.
+
+    Attributes:
+        total: Number of tiles.
+        whole: First tile that needs no mask.
+        end_whole: End of the tiles that need no mask.
+        tile: Returns the number of the block of the other side that a visit is for.
+    """
+
+    total: Index
+    whole: Index
+    end_whole: Index
+    tile: Callable[[Index], Index]
+
+    def fold(self, step: Callable[[bool, Index, State], State], state: State, start: Index = 0) -> State:
+        """Fold step(masked, count, state) over the tiles from `start` on."""
+        whole, end_whole = jnp.maximum(self.whole, start), jnp.maximum(self.end_whole, start)
+        state = lax.fori_loop(start, whole, functools.partial(step, True), state)
+        state = lax.fori_loop(whole, end_whole, functools.partial(step, False), state)
+        return lax.fori_loop(end_whole, self.total, functools.partial(step, True), state)
+
+
+def read_visits(schedule: tuple[Ref, ...], batch: Index, block: Index, descending: bool = False) -> Visits:
+    """Return the tiles that a block visits.
+
+    Args:
+        schedule: `tiles.key_schedule` or `tiles.query_schedule`, in global memory.
+        batch: Index of the sequence.
+        block: Index of the block.
+        descending: True to visit a run of tiles from its last to its first.
+    """
+    table = schedule[0]
+    row = batch if table.shape[0] > 1 else 0
+    if len(schedule) == 2:
+        counts = schedule[1]
+        return Visits(counts[row, block, 1], 0, counts[row, block, 0], lambda count: table[row, block, count])
+    first, first_whole, end_whole, end = (table[row, block, index] for index in range(4))
+    if descending:
+        return Visits(end - first, end - end_whole, end - first_whole, lambda count: end - 1 - count)
+    return Visits(end - first, first_whole - first, end_whole - first, lambda count: first + count)
