@@ -1,7 +1,8 @@
 """Marks that say what makes a test slow, read off the code that the test and its fixtures call.
 
 A test with such a mark also gets `slow`, which the default command leaves out. Every test module keeps at least one
-test in the default: its tests without a mark, those marked `quick`, or, where it has neither, its first.
+test in the default: its tests without a mark, those marked `quick`, or, where it has neither, its first that is not
+exhaustive.
 """
 
 import functools
@@ -54,18 +55,15 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
     for tests in modules.values():
         left_out = [item for item in tests if not item.get_closest_marker("quick") and _has_slow_mark(item)]
         if len(left_out) == len(tests):
-            left_out.remove(_representative(tests))
+            # A module of exhaustive tests only repeats what another one shows.
+            representative = next((item for item in tests if not item.get_closest_marker("exhaustive")), None)
+            left_out = [item for item in tests if item is not representative]
         for item in left_out:
             item.add_marker("slow")
 
 
 def _has_slow_mark(item: pytest.Item) -> bool:
     return any(item.get_closest_marker(mark) for mark in SLOW_MARKS)
-
-
-def _representative(tests: Sequence[pytest.Item]) -> pytest.Item:
-    """Return the first test that is not exhaustive; the first of all where every test is."""
-    return next((item for item in tests if not item.get_closest_marker("exhaustive")), tests[0])
 
 
 def _marks(item: pytest.Item) -> set[str]:

@@ -11,6 +11,12 @@ from tests.small_runs import make_trainer
 from tests.test_train_command import run
 
 TESTS = Path(__file__).parent
+TESTED_ELSEWHERE = {
+    "jaxstack/functional": "test_trainer.py",
+    "jaxstack/observe/report": "observe/test_report.py",
+    "jaxstack/optim/optimizers": "optim/test_build.py",
+}
+"""Package without a folder of tests -> the module that tests it."""
 
 
 @pytest.fixture
@@ -38,6 +44,20 @@ def test_names_that_earn_a_mark_exist(name):
 def test_modules_that_earn_a_mark_exist():
     assert all(list(TESTS.rglob(f"{name}.py")) for names in _MODULES.values() for name in names)
     assert {*_CALLS, *_MODULES, "exhaustive"} == set(SLOW_MARKS)
+
+
+def packages() -> list[str]:
+    root = TESTS.parent
+    found = [path.parent for name in ("jaxstack", "pallas_kernels") for path in (root / name).rglob("__init__.py")]
+    return sorted(str(path.relative_to(root)) for path in found)
+
+
+@pytest.mark.parametrize("package", packages())
+def test_every_package_has_tests_in_the_default(package):
+    """A module keeps a test in the default unless all of its tests are exhaustive, which no module's here are."""
+    modules = [TESTS / TESTED_ELSEWHERE[package]] if package in TESTED_ELSEWHERE else None
+    modules = modules or list((TESTS / package.removeprefix("jaxstack").strip("/")).glob("test_*.py"))
+    assert any("pytestmark = pytest.mark.exhaustive" not in path.read_text() for path in modules)
 
 
 def marks_of(pytester, text: str) -> dict[str, set[str]]:

@@ -31,6 +31,7 @@ def test_needs_no_jax():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+@pytest.mark.quick
 def test_success_and_the_place_of_each_process():
     program = "import os; print(*(os.environ[n] for n in ('JAX_PROCESS_ID', 'JAX_NUM_PROCESSES')))"
     out, _ = (process := launch("--processes", "2", program=program)).communicate(timeout=60)
@@ -76,6 +77,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.quick
 def test_no_orphans_and_no_shared_memory_are_left():
     """The grandchild has left its parent's session, which killing the group does not reach."""
     name = f"/dev/shm/jaxstack-test-{os.getpid()}"

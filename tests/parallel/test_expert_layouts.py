@@ -39,7 +39,10 @@ def slow(*layouts: tuple[str, ...]):
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*layout(fsdp=2, expert=2, tensor=2), "parallel.sequence=true", "train.gradient_accumulation=2"),
+        pytest.param(
+            (*layout(fsdp=2, expert=2, tensor=2), "parallel.sequence=true", "train.gradient_accumulation=2"),
+            marks=pytest.mark.quick,
+        ),
         *slow(
             layout(expert=2),
             layout(expert=3),

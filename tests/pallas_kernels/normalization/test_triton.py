@@ -1,7 +1,7 @@
 """The norms' gradients by Triton: interpreted on the CPU against the plain form, and compiled for an H200.
 
 Triton decides at its import whether kernels are interpreted, so that runs in a process of its own:
-`TRITON_INTERPRET=1 python -m tests.pallas_kernels.pointwise.test_norm_triton`.
+`TRITON_INTERPRET=1 python -m tests.pallas_kernels.normalization.test_triton`.
 """
 
 import jax
@@ -48,7 +48,7 @@ def interpret(centered: bool, past: bool) -> None:
 
 @needs_triton
 def test_gradients_are_those_of_the_plain_form():
-    done = run_interpreted("tests.pallas_kernels.pointwise.test_norm_triton")
+    done = run_interpreted("tests.pallas_kernels.normalization.test_triton")
     assert done.returncode == 0, done.stderr[-3000:]
 
 
