@@ -97,9 +97,9 @@ def time_steps(step: Callable[[], Any], seconds: float = SECONDS) -> dict[str, A
     count = block_steps(time.perf_counter() - began, seconds)
 
     def run_steps(steps: int) -> None:
-        for _ in range(steps):
-            loss = step()
-        losses.append(float(loss))
+        for _ in range(steps - 1):
+            step()
+        losses.append(float(step()))
 
     measured = measure_blocks(run_steps, count, seconds)
     return {**measured, "first_loss": losses[0], "last_loss": losses[-1]}

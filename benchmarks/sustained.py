@@ -5,9 +5,10 @@ therefore faster than training is. `measure_blocks` runs steps for `seconds`, an
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from benchmarks.clocks import GpuClocks
 
@@ -79,6 +80,6 @@ def summarize_blocks(blocks: list[Block]) -> dict[str, float]:
     }
 
 
-def energy_fields(row: dict[str, float], devices: int) -> dict[str, float]:
+def energy_fields(row: Mapping[str, Any], devices: int) -> dict[str, float]:
     """Return `joules_per_step` of all devices, where the row has the power of one."""
     return {"joules_per_step": row["watts"] * devices * row["milliseconds"] / 1e3} if "watts" in row else {}
