@@ -191,5 +191,5 @@ def test_groups_may_train_more_than_the_adapters():
 
 
 def test_a_pipeline_refuses_adapters():
-    with pytest.raises(ConfigError, match="adapters do not go through a pipeline"):
+    with pytest.raises(ConfigError, match="adapters do not support a pipeline"):
         small_config(ADAPT, "parallel.pipeline=2", "parallel.data=4")

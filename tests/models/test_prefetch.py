@@ -71,5 +71,5 @@ def test_gradients_are_those_of_the_plain_scan(overrides):
     "override", ["model.scan_layers=false", "model.remat=save_attention_offload", "parallel.pipeline=2"]
 )
 def test_what_is_not_gathered_ahead_is_refused(override):
-    with pytest.raises(ConfigError, match=r"parallel\.prefetch is for layers in a scan.* leave it out"):
+    with pytest.raises(ConfigError, match=r"parallel\.prefetch needs model\.scan_layers=true.* or remove it"):
         small_config("parallel.prefetch=true", "parallel.fsdp=2", override)

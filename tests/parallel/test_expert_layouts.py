@@ -221,7 +221,7 @@ def test_in_a_shard_map_that_has_taken_the_axes():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("parallel.expert=2",), "this model has none of; use data or fsdp"),
+        (("parallel.expert=2",), "but this model has none; use data or fsdp"),
         ((*MIXTURE, "parallel.expert=8"), r"num_experts \(12\) must be divisible.*fit: 1, 2, 3, 4, 6, 12"),
         ((*MIXTURE, "parallel.tensor=4", "model.moe.moe_intermediate_size=30"), "nearest: 28 or 32"),
         ((*MIXTURE, *layout(data=2, expert=4), "train.gradient_accumulation=5"), "global_batch_size"),
