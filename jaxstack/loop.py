@@ -180,6 +180,7 @@ class Loop:
         return RunCheckpoints(
             manager,
             run_dir,
+            sources=getattr(self.trainer.data, "source_listing", None),
             data={**data, "global_batch_size": self.trainer.train.global_batch_size},
             settings={name: configured[name] for name in _DECIDING if name in configured},
             accept_data_change=self.settings.resilience.accept_data_change,

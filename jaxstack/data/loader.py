@@ -4,12 +4,13 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from jaxstack.data.build_shards import BuildOptions
 from jaxstack.data.config import DataConfig
+from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.mixture import order_hash, row_order
 from jaxstack.data.packing import Stream
 from jaxstack.data.streams import Streams, open_streams
@@ -69,6 +70,7 @@ class Data:
         self._seed = seed
         self._train = streams.train
         self._held_out = streams.held_out
+        self._source_listing = list_sources(streams.files)
         self._rows = [self._rows_of(stream) for stream in self._train]
         self._held_out_rows = [self._rows_of(stream) for stream in self._held_out]
         self._check_enough()
@@ -140,6 +142,11 @@ class Data:
             "shuffle": self._config.shuffle,
             "order": order_hash(self._order),
         }
+
+    @property
+    def source_listing(self) -> list[dict[str, Any]]:
+        """The files of each source, as plain JSON for messages; see `list_sources`."""
+        return self._source_listing
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
         """Yield rows `rows` of the global batches `start`, `start + 1`, and so on without end.

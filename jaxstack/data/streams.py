@@ -18,7 +18,7 @@ from jaxstack.data.documents import Split
 from jaxstack.data.mixture import source_seed
 from jaxstack.data.packing import Stream
 from jaxstack.data.shards import INDEX, is_prepared, notes_on, open_split, read_index
-from jaxstack.data.source_files import EXTRA
+from jaxstack.data.source_files import EXTRA, SourceFile, find_files
 from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream
 from jaxstack.data.token_rows import ExampleSet
 from jaxstack.data.tokenization_plan import TokenizationPlan
@@ -35,6 +35,8 @@ class Streams:
     tokenizer: Tokenizer
     train: list[Stream | ExampleSet]
     held_out: list[Stream | ExampleSet]
+    files: list[tuple[str, Sequence[SourceFile]]]
+    """Path of each source, the held-out ones last, with its files."""
 
 
 def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Streams:
@@ -66,7 +68,12 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
         held_out = [opener.open(s, "held_out", False, i) for i, s in enumerate(config.sources)]
     else:
         held_out = []
-    return Streams(tokenizer, train, [s for s in held_out if s.tokens > 1])
+    files = [
+        (s.path, opener.files(s, whole))
+        for whole in (False, True)
+        for s in (config.held_out if whole else config.sources)
+    ]
+    return Streams(tokenizer, train, [s for s in held_out if s.tokens > 1], files)
 
 
 def is_chat(source: SourceConfig) -> bool:
@@ -176,3 +183,17 @@ class _Opener:
         if whole and not index["splits"]["held_out"]["tokens"]:
             split = "train"
         return open_split(place, index, split)
+
+    def files(self, source: SourceConfig, whole: bool) -> Sequence[SourceFile]:
+        """Return the files of a source; for a prepared one, its shards with their hashes as versions."""
+        if source.path == "synthetic":
+            return ()
+        if is_chat(source):
+            return find_files(source.path)
+        if (plan := self.plans.get((source, whole))) is not None:
+            return plan.files
+        place = Path(source.path).expanduser()
+        index = read_index(place)
+        shards = (shard for split in index["splits"].values() for shard in split["shards"])
+        width = 2 if index["dtype"] == "uint16" else 4
+        return [SourceFile(str(place / s["name"]), s["name"], s["tokens"] * width, s["sha256"]) for s in shards]

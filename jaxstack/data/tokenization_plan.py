@@ -48,6 +48,8 @@ class TokenizationPlan:
     """SHA-256 of the files' paths, sizes and modification times, and of how they are read."""
     sources: tuple[dict, ...]
     """The description of the sources for index.json."""
+    files: tuple[SourceFile, ...] = ()
+    """The files of all sources."""
 
     @property
     def size(self) -> int:
@@ -84,7 +86,8 @@ def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> Toke
         )
     if source_is_stdlib(sources):
         digest.update(platform.python_version().encode())
-    return TokenizationPlan(tuple(units), digest.hexdigest(), tuple(described))
+    files = tuple(file for _, files in listed for file in files)
+    return TokenizationPlan(tuple(units), digest.hexdigest(), tuple(described), files)
 
 
 def source_is_stdlib(sources: Sequence[SourceConfig]) -> bool:

@@ -28,7 +28,7 @@ _STRAGGLER_SECONDS = 60.0
 _END_SECONDS = 3.0
 _PAUSE_SECONDS = 5.0
 """If a look is this late, the whole job was suspended, and the silence of its processes means nothing."""
-_STOPPED = (143, 130)
+_STOPPED = (143, 130, 129)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Supervisor:
         """Run the job.
 
         Returns:
-          The exit code: 0, 143 or 130 after a signal, 2 for a wrong configuration, 1 after too many failures.
+          The exit code: 0, 143, 130 or 129 after a signal, 2 for a wrong configuration, 1 after too many failures.
         """
         folder = Path(tempfile.mkdtemp(prefix="jaxstack-launch-"))
         cleanup = CleanupProcess(folder)

@@ -44,19 +44,19 @@ class ModelConfig(Component):
     preset: str | None = None
     """Name of a shipped configuration (`jaxstack/models/presets/`), which the other keys override. In Python:
     `preset_config(name, **changes)`."""
-    vocab_size: int | None = Field(default=None, ge=2)
+    vocab_size: int | None = Field(default=None, ge=2, le=2**28)
     """Number of rows of the embedding; left out: the tokenizer's vocabulary, padded to a multiple of 64."""
-    hidden_size: int = Field(default=256, ge=1)
+    hidden_size: int = Field(default=256, ge=1, le=2**20)
     """Width of the residual stream."""
-    num_layers: int = Field(default=4, ge=1)
+    num_layers: int = Field(default=4, ge=1, le=4096)
     """Number of layers."""
-    num_heads: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1, le=2**16)
     """Number of query heads."""
-    num_kv_heads: int | None = Field(default=None, ge=1)
+    num_kv_heads: int | None = Field(default=None, ge=1, le=2**16)
     """Number of key/value heads (grouped-query attention); left out: num_heads."""
-    head_dim: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1, le=2**16)
     """Width of a head; left out: hidden_size / num_heads."""
-    intermediate_size: int | None = Field(default=None, ge=1)
+    intermediate_size: int | None = Field(default=None, ge=1, le=2**24)
     """Width of the feed-forward sublayers; left out: 4 x hidden_size for a plain MLP, 8/3 x hidden_size rounded up to a
     multiple of 64 for a gated one."""
     max_position_embeddings: int | None = Field(default=None, ge=1)

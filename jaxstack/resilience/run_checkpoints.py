@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.data.fingerprint import fingerprint_difference, shared_keys
+from jaxstack.data.fingerprint import data_difference, fingerprint_difference, shared_keys
 from jaxstack.errors import ConfigError
 
 
@@ -26,6 +26,7 @@ class RunCheckpoints:
       manager: writes and reads the checkpoints.
       run_dir: the run's directory, for messages.
       data: fingerprint of the data, on which the position in it depends.
+      sources: the files of the data, as `jaxstack.data.fingerprint.list_sources`; None: not known.
       settings: the sections of the configuration that decide the result, of which each checkpoint has a copy.
       accept_data_change: `resilience.accept_data_change`.
       say: reports a message.
@@ -38,10 +39,12 @@ class RunCheckpoints:
         *,
         data: Mapping[str, Any],
         settings: Mapping[str, Any],
+        sources: list[dict[str, Any]] | None = None,
         accept_data_change: bool,
         say: Callable[[str], None],
     ):
         self.manager, self._run_dir, self._say = manager, run_dir, say
+        self._sources = sources
         self._data, self._settings, self._accepts_data_change = data, settings, accept_data_change
         self.saved_step = -1
         """The step of the newest checkpoint that was restored or saved; -1: none."""
@@ -66,7 +69,7 @@ class RunCheckpoints:
                 f"{self._run_dir} holds parameters (converted, or saved by another program), not a training run: start "
                 f"one with another run.name and run.init_from={self._run_dir}."
             )
-        difference = fingerprint_difference(saved, self._data)
+        difference = data_difference(saved, self._data, extra.get("sources"), self._sources)
         if difference:
             self._accept_data(difference)
         state, _ = self.manager.restore(step, abstract, later=later)
@@ -87,7 +90,13 @@ class RunCheckpoints:
 
     def save(self, step: int, state: Any, skipped: Any) -> None:
         """Start to save the state after `step` steps, with the record of skipped steps."""
-        extra = {"batches": step, "data": dict(self._data), "skipped": skipped, "settings": dict(self._settings)}
+        extra = {
+            "batches": step,
+            "data": dict(self._data),
+            "sources": self._sources,
+            "skipped": skipped,
+            "settings": dict(self._settings),
+        }
         self.manager.save(step, state, extra)
         self.saved_step = step
 

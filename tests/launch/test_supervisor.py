@@ -38,7 +38,7 @@ def test_success_and_the_place_of_each_process():
     assert process.returncode == 0 and "0 2" in out and "[1] 1 2" in out
 
 
-@pytest.mark.parametrize(("code", "starts", "expected"), [(2, 1, 2), (1, 2, 1), (143, 1, 143), (130, 1, 130)])
+@pytest.mark.parametrize(("code", "starts", "expected"), [(2, 1, 2), (1, 2, 1), (143, 1, 143), (130, 1, 130), (129, 1, 129)])
 def test_exit_codes(code, starts, expected):
     """A wrong configuration is not tried again, nor is a run that was stopped."""
     process = launch("--max-restarts", "1", program=f"print('started'); raise SystemExit({code})")

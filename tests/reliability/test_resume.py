@@ -125,7 +125,7 @@ def test_other_data_is_refused_unless_it_is_accepted(runs: Runs, unbroken, recor
         "seed": "seed was 0, is 1",
         "batch": "global_batch_size was 4, is 8",
         "tokenizer": "tokenizer",
-        "data file": "shards",
+        "data file": f"the source was {runs.folder / 'texts'}, is {other}",
     }
     for change in list(changes)[: None if full else 2]:
         code, said = finish(runs.start(runs.train(unbroken, *PLAIN, "train.steps=25", *changes[change])))

@@ -10,7 +10,7 @@ from jaxstack.config.base import Component
 class MoEConfig(Component):
     """Mixture of experts in place of the feed-forward sublayers. Left out of a model, all of them are dense."""
 
-    num_experts: int = Field(ge=1)
+    num_experts: int = Field(ge=1, le=2**16)
     """Number of routed experts per layer."""
     num_experts_per_tok: int = Field(default=2, ge=1)
     """Number of routed experts that compute each token."""

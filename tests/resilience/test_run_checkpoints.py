@@ -1,0 +1,85 @@
+"""A resumed run whose data has changed: the message names the files."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
+from jaxstack.data.loader import Data, open_data
+from jaxstack.errors import ConfigError
+from jaxstack.resilience.run_checkpoints import RunCheckpoints
+
+STATE = {"w": np.zeros(2, np.float32)}
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "abcd":
+        (folder / f"{name}.txt").write_text(f"{name} is a letter. " * 60)
+    return folder
+
+
+def opened(texts: Path) -> Data:
+    config = DataConfig(
+        sources=(SourceConfig(path=str(texts)),),
+        tokenizer=TokenizerConfig(name="byte"),
+        cache_dir=str(texts.parent / "cache"),
+        held_out_fraction=0.0,
+    )
+    return open_data(config, sequence_length=32, seed=0)
+
+
+def checkpoints(manager: CheckpointManager, data: Data, say: Any = print, **options: Any) -> RunCheckpoints:
+    options = {"accept_data_change": False, "sources": data.source_listing, **options}
+    return RunCheckpoints(manager, Path("runs/x"), data=data.fingerprint, settings={}, say=say, **options)
+
+
+def test_a_refusal_names_the_files_that_were_added_removed_and_changed(texts, tmp_path):
+    with CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        checkpoints(manager, opened(texts)).save(1, STATE, None)
+        manager.wait()
+        (texts / "a.txt").write_text("shorter " * 60)
+        (texts / "b.txt").unlink()
+        (texts / "e.txt").write_text("a new file " * 60)
+        again = (texts / "d.txt").read_text().replace("letter", "LETTER")
+        (texts / "d.txt").write_text(again)
+        os.utime(texts / "d.txt", (1, 1))
+        now = opened(texts)
+        with pytest.raises(ConfigError, match="added e.txt; removed b.txt; changed a.txt") as refused:
+            checkpoints(manager, now).restore(STATE, {})
+        said = str(refused.value)
+        assert "(was 900 bytes, is 480)" in said and "rewritten with the same size d.txt" in said and "shards" not in said
+        heard: list[str] = []
+        restored = checkpoints(manager, now, heard.append, accept_data_change=True).restore(STATE, {})
+        assert restored is not None and restored.step == 1 and "added e.txt" in heard[0]
+
+
+def test_files_that_were_only_touched_are_no_change(texts, tmp_path):
+    with CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        checkpoints(manager, opened(texts)).save(1, STATE, None)
+        manager.wait()
+        os.utime(texts / "a.txt", (1, 1))
+        assert checkpoints(manager, opened(texts)).restore(STATE, {}) is not None
+
+
+def test_checkpoints_without_a_list_and_long_lists(texts, tmp_path, monkeypatch):
+    with CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
+        checkpoints(manager, opened(texts), sources=None).save(1, STATE, None)
+        manager.wait()
+        monkeypatch.setattr("jaxstack.data.fingerprint._MOST_FILES", 3)
+        data = opened(texts)
+        assert data.source_listing[0]["files"] is None
+        checkpoints(manager, data).save(2, STATE, None)
+        manager.wait()
+        (texts / "e.txt").write_text("a new file " * 60)
+        with pytest.raises(ConfigError, match=r"had 4 files \(3.5 KiB\), has 5 files \(4.2 KiB\)"):
+            checkpoints(manager, opened(texts)).restore(STATE, {})
+        manager.discard_newer(1)
+        with pytest.raises(ConfigError, match=r"shards\[0\] was"):
+            checkpoints(manager, opened(texts)).restore(STATE, {})
