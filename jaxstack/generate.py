@@ -91,9 +91,11 @@ def _generate(args: argparse.Namespace) -> None:
     if len(prompts) == args.samples == 1 and not args.json:
         pieces = stream(generator, prompts[0], sampling, max_tokens=args.max_tokens, seed=args.seed, stop=args.stop)
         print(prompts[0], end=line_end, flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print()
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        finally:  # after Ctrl-C too, so that the message has a line of its own
+            print(flush=True)
         return
     texts = generate(
         generator,

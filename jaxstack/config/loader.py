@@ -300,7 +300,8 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
     if code == "missing":
         return f"{where} is required."
     if code in _WANTED:
-        shown = f"{_kind(found)} {found!r}" if not isinstance(found, dict | list) else f"a {_kind(found)}"
+        shown = "null" if found is None else f"{_kind(found)} {found!r}"
+        shown = f"a {_kind(found)}" if isinstance(found, dict | list) else shown
         named = isinstance(found, str) and code.startswith(("model", "dict"))
         hint = f"; set {where}.name to choose one" if named else ""
         return f"{where} must be {_WANTED[code]}; found {shown}{hint}."

@@ -6,6 +6,7 @@ from jaxstack.data.config import ChatConfig
 from jaxstack.data.streams import import_chat
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text import Piece, TextGenerator
+from jaxstack.errors import ConfigError
 
 
 class ChatGenerator(TextGenerator):
@@ -21,6 +22,11 @@ class ChatGenerator(TextGenerator):
 
     def __init__(self, generator: TextGenerator):
         tokenizer = generator.tokenizer
+        if tokenizer.chat is None or tokenizer.chat.template is None:
+            raise ConfigError(
+                "the tokenizer has no chat template: leave out --chat (in Python: chat=True), or add the model's "
+                "chat_template.jinja next to the files of its tokenizer."
+            )
         template = import_chat().open_chats(ChatConfig(), tokenizer).template
         assert template is not None
         chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]

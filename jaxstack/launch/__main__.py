@@ -16,6 +16,7 @@ from jaxstack.distributed.cluster import (
 )
 from jaxstack.errors import ConfigError
 from jaxstack.launch.health import Limits
+from jaxstack.launch.shadowing import check_shadowing
 from jaxstack.launch.supervisor import Job, Supervisor
 
 
@@ -66,7 +67,8 @@ def make_job(args: argparse.Namespace) -> Job:
     """Return the job that the parsed command line describes.
 
     Raises:
-      ConfigError: there is no command to run, or the coordinator of several nodes is not given.
+      ConfigError: there is no command to run, it would import something else than jaxstack, or the coordinator of
+        several nodes is not given.
     """
     os.environ |= trust_variables(args)
     nodes = find_nodes()
@@ -87,6 +89,7 @@ def make_job(args: argparse.Namespace) -> Job:
         command, restarts = tuple(args.command), args.max_restarts
         if not command:
             raise ConfigError("there is no command to run: jaxstack launch -- python -m jaxstack.train --config FILE")
+    check_shadowing(command)
     return Job(command, args.processes, nodes, limits, restarts, args.grace_seconds)
 
 

@@ -44,9 +44,10 @@ def resolve_model(model: ModelConfig, tokenizer_size: int) -> ModelConfig:
     if model.vocab_size is None:
         return model.model_copy(update={"vocab_size": padded})
     if model.vocab_size < tokenizer_size:
+        faster = f", or {padded}, a multiple of {_VOCABULARY_MULTIPLE}, which runs faster" * (padded > tokenizer_size)
         raise ConfigError(
             f"model.vocab_size ({model.vocab_size}) must be at least the tokenizer's {tokenizer_size} ids; "
-            f"nearest: {tokenizer_size}, or {padded}, a multiple of {_VOCABULARY_MULTIPLE}, which runs faster."
+            f"nearest: {tokenizer_size}{faster}."
         )
     return model
 

@@ -19,7 +19,8 @@ from jaxstack.config.loader import dump_yaml
 from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
 from jaxstack.data.chat_format import ChatFormat
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
-from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
+from jaxstack.data.tokenizer import MODEL_FILE, Tokenizer
 from jaxstack.distributed.devices import start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.files import write_file
@@ -91,7 +92,8 @@ def import_checkpoint(
     if (output / "config.yaml").exists() or (output / "checkpoints").exists():
         raise ConfigError(f"{output} is a run directory already; give another one.")
     model = read_model_config(source, ignore)
-    tokenizer = read_tokenizer_file(str(source)) if (source / "tokenizer.json").is_file() else None
+    has_tokenizer = any((source / name).is_file() for name in (MODEL_FILE, TOKENIZER_FILE))
+    tokenizer = read_tokenizer_file(str(source)) if has_tokenizer else None
     config = _make_config(output, model, tokenizer)
     rules = make_rules(make_mesh(ParallelConfig(fsdp=start_devices())))
     transformer = from_huggingface(source, mesh=rules, ignore=ignore)
@@ -148,8 +150,14 @@ def export_checkpoint(
     if tokenizer is not None and (model_json := tokenizer.model_json()) is not None:
         write_file(output / "tokenizer.json", model_json.encode())
         write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
+    elif tokenizer is not None:
+        tokenizer.save(output)
+        warn(
+            f"a {tokenizer.kind} tokenizer has no tokenizer.json: {output}/{TOKENIZER_FILE} describes it, which "
+            "jaxstack reads and transformers does not"
+        )
     else:
-        warn(f"{source} has no tokenizer.json: {output} is written without one")
+        warn(f"{source} has no tokenizer: {output} is written without one")
     return ExportedCheckpoint(output, family, dtype, chosen)
 
 

@@ -15,7 +15,7 @@ from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
 from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
-from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.data.tokenizer import CONFIG_FILE, MODEL_FILE, Tokenizer
 from jaxstack.decoding.chat import ChatGenerator
 from jaxstack.decoding.decode import Decoder, Params, cast_matrices
 from jaxstack.decoding.sampling import Sampling
@@ -203,7 +203,7 @@ def read_tokenizer(directory: str | Path) -> Tokenizer:
     """
     if is_run(directory):
         return load_tokenizer(Path(directory) / "tokenizer")
-    if not (Path(directory) / "tokenizer.json").is_file():
+    if not any((Path(directory) / name).is_file() for name in (MODEL_FILE, CONFIG_FILE)):
         raise ConfigError(f"{directory} has no tokenizer.json, which is needed to encode and decode text; add one.")
     return read_tokenizer_file(str(directory))
 

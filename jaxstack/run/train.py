@@ -35,6 +35,9 @@ from jaxstack.run.memory import check_memory, looks_too_large
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
+_MANY_LAYERS = 200
+"""Number of unrolled layers above which a note says that tracing and compiling them takes long."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
@@ -80,6 +83,11 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     say = report if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
+    if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
+        say(
+            f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
+            "compiled by itself, which can take many minutes; model.scan_layers=true compiles one layer"
+        )
     if looks_too_large(config.model, config.parallel):
         check_memory(make_trainer(config, lambda step: {}))
     length, workers = config.train.sequence_length, available_cores()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jaxstack.launch.__main__ import main
+from jaxstack.launch.shadowing import check_shadowing
 from jaxstack.launch.shared_memory import FOLDER, list_files, remove_left_behind
 
 WRITE = (
@@ -38,7 +39,9 @@ def test_success_and_the_place_of_each_process():
     assert process.returncode == 0 and "0 2" in out and "[1] 1 2" in out
 
 
-@pytest.mark.parametrize(("code", "starts", "expected"), [(2, 1, 2), (1, 2, 1), (143, 1, 143), (130, 1, 130), (129, 1, 129)])
+@pytest.mark.parametrize(
+    ("code", "starts", "expected"), [(2, 1, 2), (1, 2, 1), (143, 1, 143), (130, 1, 130), (129, 1, 129)]
+)
 def test_exit_codes(code, starts, expected):
     """A wrong configuration is not tried again, nor is a run that was stopped."""
     process = launch("--max-restarts", "1", program=f"print('started'); raise SystemExit({code})")
@@ -174,3 +177,35 @@ def test_wrong_use_ends_with_one_message(arguments, said, capsys):
     assert main(arguments) == 2
     shown = capsys.readouterr().err
     assert said in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("kind", ["package", "file"])
+def test_a_folder_that_hides_jaxstack_is_named_before_anything_starts(tmp_path, monkeypatch, capsys, kind):
+    """`jaxstack launch` in a directory from which `python -m jaxstack.train` would import something else."""
+    other = tmp_path / ("jaxstack/__init__.py" if kind == "package" else "jaxstack.py")
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--", sys.executable, "-X", "dev", "-m", "jaxstack.train", "--config", "x.yaml"]) == 2
+    said = capsys.readouterr().err
+    named = other.parent if kind == "package" else other
+    assert said.count("\n") == 1 and f"{named} hides jaxstack" in said and "`jaxstack train ...`" in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["python", "-m", "jaxstack.train"],
+        ["python3.11", "-P", "-m", "jaxstack.train"],
+        ["python", "train.py", "-m", "jaxstack.train"],
+        ["jaxstack", "train"],
+        ["python", "-m", "other"],
+    ],
+)
+def test_commands_that_import_this_jaxstack_are_let_through(command, tmp_path):
+    """A plain folder, such as runs of that name or the parent of a clone, does not hide a package on the path."""
+    (tmp_path / "jaxstack").mkdir()
+    if command[:3] != ["python", "-m", "jaxstack.train"]:
+        (tmp_path / "jaxstack" / "__init__.py").write_text("")
+    check_shadowing(command, tmp_path)
+    check_shadowing(["python", "-m", "jaxstack.train"], Path(__file__).parents[2])  # the repository itself

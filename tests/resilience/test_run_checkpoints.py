@@ -54,7 +54,9 @@ def test_a_refusal_names_the_files_that_were_added_removed_and_changed(texts, tm
         with pytest.raises(ConfigError, match="added e.txt; removed b.txt; changed a.txt") as refused:
             checkpoints(manager, now).restore(STATE, {})
         said = str(refused.value)
-        assert "(was 900 bytes, is 480)" in said and "rewritten with the same size d.txt" in said and "shards" not in said
+        assert (
+            "(was 900 bytes, is 480)" in said and "rewritten with the same size d.txt" in said and "shards" not in said
+        )
         heard: list[str] = []
         restored = checkpoints(manager, now, heard.append, accept_data_change=True).restore(STATE, {})
         assert restored is not None and restored.step == 1 and "added e.txt" in heard[0]

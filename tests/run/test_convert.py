@@ -149,3 +149,30 @@ def test_stages_of_a_pipeline_start_from_the_same_parameters(source, tmp_path):
     staged = ["run.name=staged", "parallel.pipeline=2", "parallel.fsdp=4", "parallel.data=1", "parallel.microbatches=2"]
     train(load_config(path, staged))
     np.testing.assert_allclose(losses(tmp_path / "staged"), losses(tmp_path / "whole"), rtol=1e-5)
+
+
+def test_a_byte_tokenizer_survives_the_round_trip(tmp_path, capsys):
+    """It has no tokenizer.json, so the Hugging Face directory has jaxstack's description of it."""
+    path = config(tmp_path, name="bytes")
+    tree = json.loads(path.read_text())
+    tree["data"]["tokenizer"] = {"name": "byte"}
+    tree["model"] = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 1, "intermediate_size": 32}
+    path.write_text(json.dumps(tree))
+    train(load_config(path))
+    run, files, again = tmp_path / "bytes", tmp_path / "files", tmp_path / "again"
+    assert convert.main([str(run), "--output", str(files)]) == 0
+    assert convert.main([str(files), "--output", str(again)]) == 0
+    texts = []
+    for place in (run, files, again):
+        capsys.readouterr()
+        said = ["--prompt", "the", "--max-tokens", "5", "--temperature", "0", "parallel.data=1"]
+        assert generate.main(["--run", str(place), *said]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+    assert generate.main(["--run", str(again), "--chat", "parallel.data=1"]) == 2
+    said = capsys.readouterr().err
+    assert "no chat template" in said and "data.chat.template" not in said
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    (again / "tokenizer" / "chat_template.jinja").write_text(template)  # as the message says
+    assert generate.main(["--run", str(again), "--chat", "--max-tokens", "2", "parallel.data=1"]) == 0

@@ -152,3 +152,15 @@ def test_a_run_directory_of_another_model_gets_one_message(source, converted, tm
     assert "token id 70 is outside of the model's vocabulary of 64" in said
     (more / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refused(capsys, "--run", str(more), ONE)
+
+
+def test_the_message_after_ctrl_c_has_a_line_of_its_own(source, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        yield "w7"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxstack.run.generate.stream", interrupted)
+    capsys.readouterr()
+    assert command.main(["--run", str(source), "--prompt", "w5", ONE]) == 130
+    said = capsys.readouterr()
+    assert said.out == "w5w7\n" and said.err.endswith("jaxstack generate: interrupted\n")
