@@ -118,8 +118,8 @@ def as_source(data: object) -> BatchSource:
         return data
     if isinstance(data, Mapping):
         raise TypeError(
-            f"data must be batches, not one dict with the keys {', '.join(map(repr, data))}; to train on the same batch "
-            "in every step give a function of the step: lambda step: batch."
+            f"data must be batches, not one dict with the keys {', '.join(map(repr, data))}; to train on the same "
+            "batch in every step give a function of the step: lambda step: batch."
         )
     if callable(data) or (isinstance(data, Iterable) and not isinstance(data, str)):
         return UserBatches(cast(Iterable[HostBatch], data))
