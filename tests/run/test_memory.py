@@ -9,7 +9,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models import preset_config
 from jaxstack.parallel import ParallelConfig
 from jaxstack.run import memory
-from jaxstack.run.build import make_trainer
+from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.train import train
 from jaxstack.run_config import config_from_tree, load_config
 
@@ -58,3 +58,17 @@ def test_an_unknown_memory_refuses_nothing(monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: None)
     assert memory.check_memory(tiny_trainer(data=8)) is None
     assert not memory.looks_too_large(preset_config("llama3-70b"), ParallelConfig())
+
+
+def test_many_unrolled_layers_are_announced_before_they_take_long(tmp_path):
+    lines: list[str] = []
+    overrides = ["model.num_layers=300", "model.scan_layers=false", f"run.dir={tmp_path}", "parallel.data=-1"]
+    with pytest.raises(ConfigError, match="nowhere"):
+        train(load_config(None, [*overrides, "data.sources=[{path: /nowhere}]"]), report=lines.append)
+    assert any("each of the 300 layers is traced and compiled by itself" in line for line in lines)
+
+
+@pytest.mark.parametrize(("ids", "said"), [(4096, "nearest: 4096."), (4000, "nearest: 4000, or 4032, a multiple")])
+def test_a_vocabulary_smaller_than_the_tokenizers(ids, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve_model(preset_config("tiny", vocab_size=512), ids)
