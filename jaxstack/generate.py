@@ -83,6 +83,9 @@ def _generate(args: argparse.Namespace) -> None:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    for override in args.overrides:
+        if "=" not in override:
+            raise ConfigError(f"{override!r} is no setting (section.key=value); for a prompt add --prompt.")
     prompts = _read_prompts(args.prompt, args.prompts)
     run = load(args.run, args.overrides, step=args.step, report=lambda line: print(line, file=sys.stderr))
     print(f"[{args.run}, step {run.step}]", file=sys.stderr)

@@ -60,7 +60,11 @@ def make_parser() -> argparse.ArgumentParser:
 def _find_directory(given: Path) -> Path:
     if not given.is_dir():
         raise ConfigError(f"{given} is not a directory: give a run directory or its checkpoints/")
-    return given / "checkpoints" if (given / "checkpoints").is_dir() else given
+    if (given / "checkpoints").is_dir():
+        return given / "checkpoints"
+    if runs := sorted(path.parent.name for path in given.glob("*/checkpoints") if path.is_dir()):
+        raise ConfigError(f"{given} holds runs ({', '.join(runs[:8])}{', ...' * (len(runs) > 8)}): give one of them")
+    return given
 
 
 def _committed(entries: list[directory.Entry]) -> list[directory.Entry]:

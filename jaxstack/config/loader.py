@@ -302,9 +302,7 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
     if code in _WANTED:
         shown = "null" if found is None else f"{_kind(found)} {found!r}"
         shown = f"a {_kind(found)}" if isinstance(found, dict | list) else shown
-        named = isinstance(found, str) and code.startswith(("model", "dict"))
-        hint = f"; set {where}.name to choose one" if named else ""
-        return f"{where} must be {_WANTED[code]}; found {shown}{hint}."
+        return f"{where} must be {_WANTED[code]}; found {shown}{_hint(path, owner, code, found)}."
     if code == "literal_error":
         choices = re.findall(r"[^', ]+", context["expected"].replace(" or ", ", "))
         return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"
@@ -318,6 +316,17 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
         return f"{where}: {message}" if where else message
     limit = problem["msg"].removeprefix("Input ")
     return f"{where}: {limit}; found {found!r}." if where else f"{limit}."
+
+
+def _hint(path: Sequence[str], owner: type[BaseModel], code: str, found: object) -> str:
+    """Return the way to write a component where only a text was given; "" in other cases."""
+    key = next(part for part in reversed(path) if not part.isdigit())
+    members = _components_in(_annotation(owner, key))
+    if not isinstance(found, str) or not members or not code.startswith(("model", "dict", "list", "tuple")):
+        return ""
+    if "name" in members[0].model_fields:
+        return f"; set {'.'.join(path)}.name to choose one"
+    return f"; write {key}=[{{path: {found}}}]" if "path" in members[0].model_fields else ""
 
 
 def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:

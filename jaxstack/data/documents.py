@@ -148,6 +148,9 @@ def _parse_line(line: bytes, where: str) -> tuple[dict, int]:
     decoded, replaced = decode_utf8(line)
     try:
         record = json.loads(decoded)
+    except json.JSONDecodeError as e:
+        cut = "; the line is cut off" if e.pos >= len(decoded.rstrip()) else ""
+        raise ConfigError(f"{where} is not JSON: {e.msg} at character {e.pos + 1}{cut}") from None
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"{where} is not JSON: {e}") from None
     if not isinstance(record, dict):

@@ -20,6 +20,7 @@ from jaxstack.launch.child import Child, adopt_orphans, end_all
 from jaxstack.launch.cleanup_process import CleanupProcess
 from jaxstack.launch.health import Limits, find_straggler, find_stuck
 from jaxstack.launch.restart_budget import RestartBudget
+from jaxstack.observe.units import plural
 from jaxstack.resilience.exit_on_signal import SAME_SECONDS, stop_signals
 from jaxstack.resilience.progress_file import Record
 
@@ -106,7 +107,7 @@ class Supervisor:
         finally:
             end_all(children, _END_SECONDS)
             if left := shared_memory.remove_left_behind(before):
-                say(f"removed {len(left)} files that it had left in {shared_memory.FOLDER}")
+                say(f"removed {plural(len(left), 'file')} that it had left in {shared_memory.FOLDER}")
         return Outcome(code, reason, max(child.record().saved for child in children))
 
     def _start(self, folder: Path, attempt: int) -> list[Child]:

@@ -1,5 +1,6 @@
 """Model and tokenizer settings taken from `run.init_from`: a run directory or a Hugging Face checkpoint."""
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,21 @@ def is_run(directory: str | Path) -> bool:
         return False
     raise ConfigError(
         f"{directory} is neither a run directory (with {_RUN_CONFIG}) nor a Hugging Face checkpoint "
-        f"(with {_HUGGING_FACE_CONFIG})."
+        f"(with {_HUGGING_FACE_CONFIG}){_similar(Path(directory))}."
     )
+
+
+def _similar(directory: Path) -> str:
+    """Return `; did you mean ...?` for a directory that does not exist, or for one that holds runs; "" if none fits."""
+    parent = directory if directory.is_dir() else directory.parent
+    found = [path.parent for name in (_RUN_CONFIG, _HUGGING_FACE_CONFIG) for path in parent.glob(f"*/{name}")]
+    names = sorted({path.name for path in found})
+    if parent == directory:
+        close = names[:3]
+    else:
+        close = difflib.get_close_matches(directory.name, names, cutoff=0.6)
+        close = close or [name for name in names if name.lower() == directory.name.lower()]
+    return f"; did you mean {' or '.join(str(parent / name) for name in close)}" if close else ""
 
 
 def read_model(directory: str | Path) -> ModelConfig:

@@ -26,6 +26,7 @@ from jaxstack.models import (
 )
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
+from jaxstack.observe.units import plural
 from jaxstack.plan.choose import training_layout
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.build import make_trainer, resolve_model
@@ -190,7 +191,7 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     active = f"{count.active:,} per token, " if count.active != count.total else ""
     return (
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
-        f"{config.model.num_layers} layers; "
+        f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
         f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
         f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "

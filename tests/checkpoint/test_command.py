@@ -94,3 +94,9 @@ def test_help_is_quick_because_it_loads_no_jax(run_python):
         "print([name for name in ('jax', 'numpy', 'orbax', 'pydantic') if name in sys.modules])"
     )
     assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_folder_of_runs_is_no_run(tmp_path, capsys):
+    (tmp_path / "first" / "checkpoints").mkdir(parents=True)
+    assert main(["list", str(tmp_path)]) == 2
+    assert "holds runs (first): give one of them" in capsys.readouterr().err

@@ -158,8 +158,11 @@ def test_broken_files_are_named(name, damage, tmp_path):
 def test_broken_json_names_the_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(jsonl() + b"{broken\n")
-    with pytest.raises(ConfigError, match=r"a\.jsonl, line 4 is not JSON"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 4 is not JSON: .* at character 2$"):
         documents(path, tmp_path)
+    path.write_bytes(jsonl() + b'{"text": "abc"\n')
+    with pytest.raises(ConfigError, match=r"line 4 is not JSON: .*; the line is cut off$"):
+        documents(path, tmp_path / "3")
     path.write_bytes(b"[1]\n")
     with pytest.raises(ConfigError, match="JSON list, not an object"):
         documents(path, tmp_path / "2")

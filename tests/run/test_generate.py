@@ -164,3 +164,10 @@ def test_the_message_after_ctrl_c_has_a_line_of_its_own(source, capsys, monkeypa
     assert command.main(["--run", str(source), "--prompt", "w5", ONE]) == 130
     said = capsys.readouterr()
     assert said.out == "w5w7\n" and said.err.endswith("jaxstack generate: interrupted\n")
+
+
+def test_a_wrong_run_and_a_bare_prompt_are_answered_with_what_was_meant(converted, capsys):
+    folder = converted.parent
+    assert f"did you mean {converted}." in refused(capsys, "--run", str(folder / "qwen"))
+    assert f"did you mean {converted}." in refused(capsys, "--run", str(folder))
+    assert "for a prompt add --prompt" in refused(capsys, "--run", str(converted), "once upon a time")
