@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxstack.data.batch_source import HostBatch, check_batch
+from jaxstack.data.batch_source import HostBatch, check_batch, check_not_one_batch
 from jaxstack.data.device import BatchPlacement, check_rows
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.module import Dict
@@ -32,6 +32,13 @@ class HeldOutData(Protocol):
     ) -> Iterator[HostBatch]:
         """Yield the rows `rows` of all held-out batches, or of those up to `max_tokens` tokens."""
         ...
+
+
+def check_held_out(data: object) -> None:
+    """Raise TypeError if `data` is not of a kind that an `Evaluator` takes."""
+    check_not_one_batch(data, "eval_data")
+    if data is not None and not isinstance(data, HeldOutData | Iterable):
+        raise TypeError(f"eval_data must be an iterable of batches, such as a list; found {type(data).__name__}.")
 
 
 class Evaluator:

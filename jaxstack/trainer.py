@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, check_batch, peek
 from jaxstack.data.device import BatchPlacement, abstract_batch
-from jaxstack.evaluation import Evaluator, HeldOutData
+from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
 from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import Loop, LoopSettings
@@ -74,6 +74,8 @@ class Trainer:
         eval_data: HeldOutData | Iterable[HostBatch] | None = None,
         seed: int = 0,
     ):
+        if not isinstance(train, TrainConfig | None):
+            raise TypeError(f"train must be a TrainConfig, such as TrainConfig(steps=100); found {train!r}.")
         self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
         self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.placement = BatchPlacement(self.rules)
@@ -102,6 +104,7 @@ class Trainer:
         )
         self.shardings = state_shardings(self.module, optimizer, self.rules, layout.zero)
         self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
+        check_held_out(eval_data)
         self._eval_data = data if eval_data is None and isinstance(data, HeldOutData) else eval_data
         self._state: TrainState | None = None
 

@@ -190,6 +190,7 @@ def test_an_iterable_is_skipped_forward_on_resuming(tmp_path):
         (lambda step: {"x": POINTS[:3], "y": ROWS["y"][:3]}, r"global_batch_size \(16\)"),
         (lambda step: {"x": POINTS[:16], "y": ROWS["y"][:15]}, "one first dim"),
         (lambda step: [1, 2], "dict of arrays"),
+        (lambda step: {"x": POINTS[:16], "name": np.array(["a"] * 16)}, "the array 'name' of a batch has dtype <U1"),
         ([], "batch"),
     ],
 )
@@ -254,6 +255,16 @@ def test_a_loss_declares_what_it_returns():
             trainer.train_step(trainer.put({"x": POINTS[:16], "y": ROWS["y"][:16]}))
 
 
+def test_a_batch_of_another_shape_or_with_other_keys_is_named():
+    def batches(step):
+        batch = {"x": POINTS[:16], "y": ROWS["y"][:16]}
+        return batch if step < 2 else {"x": np.tile(batch["x"], 2)}
+
+    trainer = Trainer(Network, squares, batches, train=TrainConfig(steps=4, global_batch_size=16))
+    with pytest.raises(JaxstackError, match=r"batch 2 has the shapes \{'x': .*\}, batch 0 had \{.*'y': \(16,.*pad"):
+        trainer.fit()
+
+
 def test_wrong_arguments_are_explained():
     with pytest.raises(TypeError, match="batches"):
         Trainer(Network, squares, 3)
@@ -265,6 +276,12 @@ def test_wrong_arguments_are_explained():
         Trainer(Network, squares, ROWS)
     with pytest.raises(TypeError, match=r"optimizer must be .*AdamW\(learning_rate=1e-3\).*found 'adam'"):
         own_trainer(optimizer="adam")
+    with pytest.raises(TypeError, match=r"eval_data must be batches, not one dict .*give \[batch\]"):
+        Trainer(Network, squares, [{}], eval_data=ROWS)
+    with pytest.raises(TypeError, match="eval_data must be an iterable of batches, such as a list; found function"):
+        Trainer(Network, squares, [{}], eval_data=lambda step: {})
+    with pytest.raises(TypeError, match=r"train must be a TrainConfig.*found \{'steps': 2\}"):
+        Trainer(Network, squares, [{}], train={"steps": 2})
     with pytest.raises(TypeError, match="found str"):
         Trainer(Network, squares, "data")
     with pytest.raises(TypeError, match="loss"):

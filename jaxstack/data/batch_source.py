@@ -8,6 +8,8 @@ import numpy as np
 
 from jaxstack.errors import JaxstackError
 
+_NOT_NUMBERS = "OSUMm"
+"""NumPy's kinds of dtypes that devices do not have: objects, texts and times."""
 HostBatch = Mapping[str, np.ndarray]
 """The arrays of a batch in host memory, whose first dims are equal."""
 
@@ -38,10 +40,19 @@ class UserBatches:
         """Yield the rows `rows` of the batches `start`, start + 1, ...
 
         Raises:
-          JaxstackError: a batch is no dict of arrays with `global_batch_size` rows.
+          JaxstackError: a batch is no dict of arrays with `global_batch_size` rows, or differs in shape from the first.
         """
-        for batch in self._from(start):
-            yield {name: np.asarray(value)[rows] for name, value in check_batch(batch, global_batch_size).items()}
+        first: dict[str, tuple[int, ...]] = {}
+        for number, batch in enumerate(self._from(start), start):
+            whole = check_batch(batch, global_batch_size)
+            shapes = {name: np.shape(value) for name, value in whole.items()}
+            if (first := first or shapes) != shapes:
+                raise JaxstackError(
+                    f"batch {number} has the shapes {_shown(shapes, first)}, batch {start} had "
+                    f"{_shown(first, shapes)}: all batches must have the same keys and shapes, for which the step is "
+                    "compiled; pad them."
+                )
+            yield {name: np.asarray(value)[rows] for name, value in whole.items()}
 
     def peek(self, start: int) -> HostBatch | None:
         """Return batch `start`, which `batches` yields all the same; None if there is none."""
@@ -101,11 +112,31 @@ def check_batch(batch: object, rows: int | None = None) -> HostBatch:
         raise JaxstackError("the data has no batch: give an iterable that is not empty, or a function of the step.")
     if not isinstance(batch, Mapping) or not batch:
         raise JaxstackError(f"a batch must be a dict of arrays; found {type(batch).__name__}.")
+    for name, value in batch.items():
+        if (dtype := np.asarray(value).dtype if isinstance(value, list) else getattr(value, "dtype", None)) is None:
+            continue
+        if getattr(dtype, "kind", "") in _NOT_NUMBERS:
+            raise JaxstackError(f"the array {name!r} of a batch has dtype {dtype}, which no device has: leave it out.")
     sizes = {name: np.shape(value)[0] if np.ndim(value) else None for name, value in batch.items()}
     if len(set(sizes.values())) != 1 or None in sizes.values() or (rows and set(sizes.values()) != {rows}):
         wanted = f" of train.global_batch_size ({rows}) rows" if rows else ""
         raise JaxstackError(f"the arrays of a batch must have one first dim{wanted}; found {sizes}.")
     return batch
+
+
+def _shown(shapes: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the keys and shapes that are not the same in `other`."""
+    return str({name: shape for name, shape in shapes.items() if other.get(name) != shape})
+
+
+def check_not_one_batch(data: object, what: str = "data") -> None:
+    """Raise TypeError if `data` is one batch instead of several."""
+    if isinstance(data, Mapping):
+        keys = ", ".join(map(repr, data))
+        way = "[batch]" if what == "eval_data" else "lambda step: batch"
+        raise TypeError(
+            f"{what} must be batches, not one dict with the keys {keys}; to use the same batch every time give {way}."
+        )
 
 
 def as_source(data: object) -> BatchSource:
@@ -116,11 +147,7 @@ def as_source(data: object) -> BatchSource:
     """
     if isinstance(data, BatchSource):
         return data
-    if isinstance(data, Mapping):
-        raise TypeError(
-            f"data must be batches, not one dict with the keys {', '.join(map(repr, data))}; to train on the same "
-            "batch in every step give a function of the step: lambda step: batch."
-        )
+    check_not_one_batch(data)
     if callable(data) or (isinstance(data, Iterable) and not isinstance(data, str)):
         return UserBatches(cast(Iterable[HostBatch], data))
     raise TypeError(
