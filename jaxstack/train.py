@@ -4,10 +4,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxstack.cli import add_examples, lasting_output, run_command
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
+from jaxstack.errors import ConfigError
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
+
+if TYPE_CHECKING:
+    from jaxstack.run_config import RunConfig
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,6 +48,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return coordination.exit_process(code) if coordination is not None else code
 
 
+def _check_place(file: Path, config: "RunConfig", overrides: Sequence[str]) -> None:
+    """Check that the configuration of a run trains that run, also after its directory was renamed or copied.
+
+    Raises:
+      ConfigError: it would train another one; the message has the overrides that go on here.
+    """
+    here = file.resolve().parent
+    chosen = any(override.partition("=")[0].strip() in ("run", "run.name", "run.dir") for override in overrides)
+    moved = file.name == "config.yaml" and (here / "checkpoints").is_dir() and here != config.directory.resolve()
+    if moved and not chosen:
+        raise ConfigError(
+            f"{file} is the configuration of the run {here}, but it says that the run is {config.directory}: the "
+            "directory was renamed or copied, or this is another current directory. To go on with it add "
+            f"run.dir={here.parent} run.name={here.name}; for a new run add another run.name."
+        )
+
+
 def _run(args: argparse.Namespace) -> int:
     names = {COORDINATOR: args.coordinator, COUNT: args.processes, INDEX: args.process_id}
     os.environ |= {name: str(value) for name, value in names.items() if value is not None} | trust_variables(args)
@@ -53,6 +76,7 @@ def _run(args: argparse.Namespace) -> int:
         from jaxstack.run_config import load_config
 
         config = load_config(args.config, args.overrides)
+        _check_place(Path(args.config), config, args.overrides)
         if args.print_config:
             print(dump_yaml(config), end="")
             return

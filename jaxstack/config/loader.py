@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
 
 def _construct_whole_number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
     value = float(str(loader.construct_scalar(node)).replace("_", ""))
-    return int(value) if value.is_integer() else value
+    return int(value) if value.is_integer() and abs(value) < 2**63 else value
 
 
 _WHOLE = "tag:jaxstack,2026:whole"
@@ -113,7 +113,11 @@ def load_yaml(path: str | Path) -> Tree:
         folder = path.is_dir()
         parent = path if folder else path.parent if path.parent.is_dir() else Path(".")
         names = [str(p) for p in sorted(parent.glob("*.yaml"))]
-        hint = nearest(str(path), names) if names else f"there is no YAML file in {parent}."
+        hint = (
+            nearest(str(path), names)
+            if names
+            else f"there is no YAML file in {'the current directory' if parent == Path('.') else parent}."
+        )
         if folder:
             raise ConfigError(f"cannot read configuration file {path}: it is a directory; {hint}") from None
         raise ConfigError(f"configuration file {path} does not exist; {hint}") from None
@@ -296,6 +300,9 @@ def _explain(kind: type[BaseModel], problem: ErrorDetails, overrides: Sequence[s
 def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDetails) -> str:
     where, found, code, context = ".".join(path), problem.get("input"), problem["type"], problem.get("ctx", {})
     if code == "extra_forbidden":
+        section, _, inner = path[-1].partition(".")
+        if inner and section in _keys(owner):
+            return f"unknown key {where!r}; in a file, write {section}: {{{inner}: {found}}}."
         return f"unknown key {where!r}; {nearest(path[-1], _keys(owner))}"
     if code == "missing":
         return f"{where} is required."

@@ -153,6 +153,7 @@ def test_merge_trees_goes_down_and_replaces_lists():
         ("model=5", "model must be a section with keys"),
         ("model=[1]", "model must be a section with keys"),
         ("data.sources=text", "data.sources must be a list; found text 'text'; write sources=[{path: text}]."),
+        ("model={train.steps: 3, moe.top: 1}", "in a file, write moe: {top: 1}."),
         ("data.sources=[text]", "found text 'text'; write sources=[{path: text}]."),
         ("model.preset=llama3-8", "did you mean 'llama3-8b'"),
         ("model.preset=[1]", "there is no preset"),

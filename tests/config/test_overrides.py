@@ -78,6 +78,7 @@ def test_a_run_made_shorter_than_its_warmup_warms_up_for_a_tenth(path):
 
 def test_whole_numbers_with_an_exponent(path):
     config, _ = load(path, "train.steps=1e3", "optimizer.learning_rate=1e-3")
+    assert load(path, "optimizer.learning_rate=1e30")[0].optimizer.learning_rate == 1e30
     assert config.train.steps == 1000 and config.optimizer.learning_rate == 1e-3
     with pytest.raises(ConfigError, match="whole number"):
         load(path, "train.steps=1.5e0")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxstack import train
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 60
 CONFIG = f"""
@@ -214,3 +216,17 @@ def test_wrong_use_of_generate_is_exit_code_2(folder, unbroken, arguments, said)
     found = generate(folder, *(str(unbroken) if a == "RUN" else a for a in arguments))
     assert found.returncode == 2, found.stderr
     assert said in found.stderr and "Traceback" not in found.stderr
+
+
+def test_the_configuration_of_a_renamed_run_does_not_start_another(tmp_path, capsys):
+    """It would begin anew under the old name, in silence."""
+    folder = tmp_path / "new"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text(f"run: {{name: old, dir: {tmp_path}}}\n")
+    command = ["--config", str(folder / "config.yaml"), "data.sources=[{path: /nowhere}]", "parallel.data=-1"]
+    assert train.main(command) == 2
+    said = capsys.readouterr().err
+    assert f"add run.dir={tmp_path} run.name=new" in said and said.count("\n") == 1
+    for name in ("new", "other"):
+        assert train.main([*command, f"run.name={name}"]) == 2
+        assert "/nowhere" in capsys.readouterr().err
