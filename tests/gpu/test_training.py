@@ -41,9 +41,21 @@ def test_bfloat16_trains_as_float32(exact, scanned):
     assert found[-1] < found[0]
 
 
+SLOWLY = "optimizer.learning_rate=0.0005"
+"""At the rate of the other tests the third step overshoots, and by how much depends on rounding (4 % in FP8)."""
+
+
+@pytest.fixture(scope="module")
+def exact_at_a_low_rate():
+    """Losses in float32 on one GPU, at a rate without overshoot."""
+    return float32_losses(SLOWLY)
+
+
 @pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
-def test_fp8_trains_as_float32(exact, recipe):
-    np.testing.assert_allclose(losses(f"precision.fp8={recipe}", FP8_RULE), exact, rtol=0.03)
+def test_fp8_trains_as_float32(exact_at_a_low_rate, recipe):
+    found = losses(f"precision.fp8={recipe}", FP8_RULE, SLOWLY)
+    np.testing.assert_allclose(found, exact_at_a_low_rate, rtol=0.03)
+    assert found[-1] < found[0]
 
 
 @pytest.mark.parametrize(
