@@ -164,10 +164,10 @@ class Work:
 
     def multiplier(self, name: str) -> Any:
         from pallas_kernels.collective_matmul.mosaic import Overlapped
-        from pallas_kernels.collective_matmul.xla import Serialised
+        from pallas_kernels.collective_matmul.xla import NotOverlapped
 
         if name == "serialised":
-            return Serialised()
+            return NotOverlapped()
         if name == "no communication":
             return Local(self.devices)
         fields = VARIANTS[name]

@@ -5,7 +5,7 @@
     python benchmarks/device.py --tiny                       # tiny sizes on simulated CPU devices
 
 Parts:
-    gemm         matmuls in bfloat16, FP8 (operands that are quantised already) and int8, by cuBLAS through XLA
+    gemm         matmuls in bfloat16, FP8 (operands that are quantized already) and int8, by cuBLAS through XLA
     copy         y = -x on one device
     attention    forward and backward at the shapes of the works of benchmarks/train_step.py, by the fastest backend
     collective   all-reduce, all-gather, reduce-scatter, permute, all-to-all over all devices

@@ -1,4 +1,4 @@
-"""FP8 matrix products, quantisation included, against bfloat16, at the shapes of llama3-1b and llama3-8b layers.
+"""FP8 matrix products, quantization included, against bfloat16, at the shapes of llama3-1b and llama3-8b layers.
 
     python benchmarks/fp8.py                                  # about 4 minutes on an H200
     python benchmarks/fp8.py --model llama3-8b --recipes bfloat16 current
@@ -6,8 +6,8 @@
 
 "error" is that of the forward's result against float32 sums, relative, in the Frobenius norm: about 0.04 for E4M3.
 
-A work is one weight: x [rows, D] times [D, outputs]. "forward" quantises both and multiplies; "forward and backward"
-also quantises the incoming gradient and computes both gradients. "FP8 matmul alone" is what the forward would take
+A work is one weight: x [rows, D] times [D, outputs]. "forward" quantizes both and multiplies; "forward and backward"
+also quantizes the incoming gradient and computes both gradients. "FP8 matmul alone" is what the forward would take
 were its operands in FP8 already, "FP8 weight gradient alone" (blockwise) the same product with scales for 128 values of
 both operands. Rows are appended to benchmarks/results/fp8.jsonl.
 """
@@ -68,7 +68,7 @@ def make_pass(product: Product, name: str) -> Callable[..., Any]:
 
 
 def compile_as_in_training(function: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
-    """A call of it with these arrays; without the options of a training step XLA would leave quantisations out."""
+    """A call of it with these arrays; without the options of a training step XLA would leave quantizations out."""
     options: Any = step_options() if jax.default_backend() == "gpu" else None
     return functools.partial(jax.jit(function).lower(*arrays).compile(compiler_options=options), *arrays)
 
@@ -101,7 +101,7 @@ def error_of(found: jax.Array, arrays: tuple[jax.Array, ...]) -> float:
 
 
 def products_alone(recipe: str, arrays: tuple[jax.Array, ...]) -> dict[str, tuple[Any, Any, Any]]:
-    """Pass -> a product, and operands that are quantised before, both with the summed dim contiguous."""
+    """Pass -> a product, and operands that are quantized before, both with the summed dim contiguous."""
     x, w = arrays[:2]
     if recipe == "current":
 
@@ -120,7 +120,7 @@ def products_alone(recipe: str, arrays: tuple[jax.Array, ...]) -> dict[str, tupl
 
 
 def measure_alone(model: str, name: str, recipe: str, arrays: tuple[jax.Array, ...]) -> list[dict[str, Any]]:
-    """Rows of a recipe's products without its quantisation."""
+    """Rows of a recipe's products without its quantization."""
     (rows, inner), outputs = arrays[0].shape, arrays[1].shape[1]
     found = []
     for pass_name, (product, *operands) in products_alone(recipe, arrays).items():

@@ -222,8 +222,8 @@ class _Bar:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.progress import TransferSpeedColumn as Speed
 
-        self._bar = Progress(TextColumn("tokenising"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
-        self._task = self._bar.add_task("tokenising", total=total)
+        self._bar = Progress(TextColumn("tokenizing"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+        self._task = self._bar.add_task("tokenizing", total=total)
 
     def __enter__(self):
         self._bar.start()

@@ -1,6 +1,6 @@
 """The configuration of a run, composed of the sections that its components declare.
 
-No module on a lower floor imports `RunConfig`: each component takes its own section.
+No module in a lower layer imports `RunConfig`: each component takes its own section.
 """
 
 import re

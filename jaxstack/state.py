@@ -1,4 +1,4 @@
-"""The train state and its sharded initialisation: no device ever holds more than its shards."""
+"""The train state and its sharded initialization: no device ever holds more than its shards."""
 
 from typing import Any, NamedTuple
 
@@ -52,7 +52,9 @@ def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransforma
 def state_shardings(
     module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules, zero: int = 0
 ) -> TrainState:
-    """Return the NamedSharding of every leaf: optimizer moments as their parameter, everything else replicated.
+    """Return the NamedSharding of every leaf.
+
+    Parameters are sharded by the rules, optimizer moments like their parameter; everything else is replicated.
 
     Args:
       module: the module whose state it is.

@@ -116,7 +116,7 @@ class Trainer:
 
     def _scheduled(self, optimizer: Optimizer, schedule: Schedule) -> optax.GradientTransformation:
         """Set the learning rate, freeze what the optimizer's groups freeze, and build the optimizer of the others."""
-        multiplier, peak = schedule.multiplier(self.train.steps), optimizer.learning_rate
+        multiplier, peak = schedule.make_multiplier(self.train.steps), optimizer.learning_rate
         self.learning_rate = lambda step: peak * multiplier(step)
         everything = self.module.abstract_params
         self.module.freeze(frozen_rule(optimizer, everything))
@@ -150,7 +150,7 @@ class Trainer:
         """Replace the state by a fresh one at step 0 with these parameters, whose buffers are donated.
 
         Args:
-          params: as in `abstract_stored_state`, but without the parameters of adapters, which are initialised.
+          params: as in `abstract_stored_state`, but without the parameters of adapters, which are initialized.
         """
 
         def create(key: jax.Array, params: Dict) -> TrainState:

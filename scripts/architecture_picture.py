@@ -1,4 +1,4 @@
-"""Draws the packages of the code and the way of a batch through them, for docs/architecture.md."""
+"""Draws the packages of the code and the path of a batch through them, for docs/architecture.md."""
 
 import html
 import sys
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.picture import document
 
-FLOORS = (
+LAYERS = (
     ("commands", ("train", "evaluate", "generate", "convert", "prepare", "plan", "launch")),
     ("runs", ("run",)),
     ("training", ("trainer", "loop", "evaluation", "step")),
@@ -19,7 +19,7 @@ FLOORS = (
     ("foundations", ("parallel", "precision", "observe", "distributed")),
     ("ground", ("config", "tree_rules", "cli", "files", "jax_compat", "errors")),
 )
-"""Floors from top to bottom, with the modules and packages of `jaxstack` on each. Imports point down."""
+"""Layers from top to bottom, with the modules and packages of `jaxstack` on each. Imports point down."""
 WAY = (
     ("data", "rows of token ids", "in the order of the seed"),
     ("data.device", "global batch", "sharded, ahead of use"),
@@ -40,11 +40,11 @@ def text(x: float, y: float, words: str, **attributes: str) -> str:
     return f'<text x="{x:g}" y="{y:g}"{extra}>{html.escape(words)}</text>'
 
 
-def draw_floors() -> str:
-    """Return the SVG of the floors, with the kernels beside them."""
+def draw_layers() -> str:
+    """Return the SVG of the layers, with the kernels beside them."""
     width, left, right, row = 860, 170, 690, 44
     parts = []
-    for index, (name, modules) in enumerate(FLOORS):
+    for index, (name, modules) in enumerate(LAYERS):
         y = 20 + index * row
         parts.append(text(left - 14, y + 23, name, text_anchor="end", class_="soft").replace("class-", "class"))
         step = (right - left) / len(modules)
@@ -52,7 +52,7 @@ def draw_floors() -> str:
             x = left + place * step
             parts.append(BOX.format(x=f"{x:g}", y=y, w=f"{step - 6:g}", h=row - 9, fill="var(--code)"))
             parts.append(text(x + (step - 6) / 2, y + 23, module, text_anchor="middle", font_size="12"))
-    top, bottom = 20 + 3 * row, 20 + len(FLOORS) * row - 9
+    top, bottom = 20 + 3 * row, 20 + len(LAYERS) * row - 9
     parts.append(BOX.format(x=right + 24, y=top, w=126, h=bottom - top, fill="var(--code)"))
     middle = right + 24 + 63
     lines = (
@@ -74,7 +74,7 @@ def draw_floors() -> str:
 
 
 def draw_way(way: Sequence[tuple[str, str, str]] = WAY) -> str:
-    """Return the SVG of the way of a batch, in two rows of boxes with arrows between them."""
+    """Return the SVG of the path of a batch, in two rows of boxes with arrows between them."""
     width, w, h, gap, columns = 860, 186, 86, 22, 4
     parts = [
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -96,9 +96,9 @@ def draw_way(way: Sequence[tuple[str, str, str]] = WAY) -> str:
     parts.append(
         text(20, below, "The metrics go to jaxstack.observe, every few steps the state to jaxstack.checkpoint.")
     )
-    return document(width, below + 20, "\n".join(parts), "The way of a batch through the packages")
+    return document(width, below + 20, "\n".join(parts), "The path of a batch through the packages")
 
 
 def drawings() -> dict[str, str]:
     """Return file name -> SVG."""
-    return {"architecture.svg": draw_floors(), "way-of-a-batch.svg": draw_way()}
+    return {"architecture.svg": draw_layers(), "way-of-a-batch.svg": draw_way()}

@@ -50,8 +50,8 @@ PARTS = {
 OPENING = """\
 # Performance
 
-After this page you know how fast jaxstack trains its main works, how that compares with the best peer measured in the
-same run on the same GPU, and how far it is from what the GPU can do. You can repeat every number with one command.
+After this page you know how fast jaxstack trains its main workloads, how that compares with the best peer measured in
+the same run on the same GPU, and how far it is from what the GPU can do. You can repeat every number with one command.
 
 <!-- Made by `python scripts/performance_page.py` from benchmarks/results/. Do not edit. -->
 

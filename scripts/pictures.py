@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxstack.observe.report.sharding import picture_layouts, picture_of_mesh
+from jaxstack.observe.report.sharding_pictures import picture_layouts, picture_of_mesh
 from jaxstack.observe.report.style import CSS
 from jaxstack.observe.report.timeline import render_picture
 from jaxstack.parallel.pipeline.schedule import SCHEDULES

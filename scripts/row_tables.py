@@ -17,16 +17,16 @@ PREFACE = """\
 # All rows
 
 After this page you can look up any measured number, see the commit and the command that gave it, and run that command
-on your own machine. Start with [Performance](performance.md), which shows the main works as charts.
+on your own machine. Start with [Performance](performance.md), which shows the main workloads as charts.
 
 <!-- Made by `python scripts/performance_page.py` from benchmarks/results/. Do not edit. -->
 
-Of each work, implementation, variant and device the tables show the newest row.
+The tables show the newest row of each workload, implementation, variant and device.
 
 - Tokens/s, TFLOP/s and memory are those of one device. The time is that of one step (or one call) on all devices.
 - TFLOP/s are model FLOPs: 6 x the parameters of the matrix products (the output head counts, the input embedding does
   not), and causal attention at half of 12 x layers x sequence x (heads x head_dim), per token. Recomputation does not
-  count. All implementations of a work have the same count.
+  count. All implementations of a workload have the same count.
 - MFU divides by the dense bfloat16 peak in the device's data sheet (989 TFLOP/s for H100 SXM and H200), for FP8 too.
 - Compare rows of one run only. Machines, clocks, drivers and other users differ between runs.
 - Rows with *at the start* tokens/s are sustained: 30 s of steps, of which the second half counts. Rows without are
@@ -61,7 +61,7 @@ weights, gradients and moments once at the speed of a copy; the limit does not i
 """,
     "fp8": """\
 A work is one weight; its rows are the products of one step on one device. `alone` is a product of operands that are in
-FP8 already; the others quantise them first, and `forward and backward` also quantises the incoming gradient.
+FP8 already; the others quantize them first, and `forward and backward` also quantizes the incoming gradient.
 """,
     "grouped_matmul": """\
 `one dense matmul` has the FLOPs of all groups in one product; `groups not aligned` first copies the rows to tile

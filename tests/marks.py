@@ -1,4 +1,4 @@
-"""Marks that say what makes a test slow, read off the code that the test and its fixtures call.
+"""Marks that say what makes a test slow, found by inspecting the code that the test and its fixtures call.
 
 A test with such a mark also gets `slow`, which the default command leaves out. Every test module keeps at least one
 test in the default: its tests without a mark, those marked `quick`, or, where it has neither, its first that is not

@@ -15,12 +15,12 @@ ALLOWED = {
         "Exhaustive tests repeat at more cases what others show; `.ci/run` gives them what is left of its time."
     ),
     "our Hopper kernels need jax 0.11|refuses every call there|is refused there|XLA of jax 0.10 copies them": (
-        "Python 3.11 has jax 0.10 at most; the main leg, on Python 3.12, runs these tests."
+        "Python 3.11 has jax 0.10 at most; the main part, on Python 3.12, runs these tests."
     ),
-    "has what the kernels need": "The counterpart: what is said where jax is too old; the leg on Python 3.11 runs it.",
-    "mutual TLS needs jax 0.11.2": "Python 3.11 has jax 0.10 at most; the main leg runs these tests.",
+    "has what the kernels need": "The counterpart: what is said where jax is too old; the part on Python 3.11 runs it.",
+    "mutual TLS needs jax 0.11.2": "Python 3.11 has jax 0.10 at most; the main part runs these tests.",
     "could not import 'torch'": (
-        "PyTorch's wheels for Python 3.12 bring CUDA, 3 GB; the leg on Python 3.11 has it, and runs these tests."
+        "PyTorch's wheels for Python 3.12 bring CUDA, 3 GB; the part on Python 3.11 has it, and runs these tests."
     ),
     "no chromium installed": "A browser is no Python package; the pages' text is tested without it.",
     "mounting a tmpfs needs root": "The outer machine decides who runs the tests.",

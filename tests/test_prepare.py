@@ -249,7 +249,7 @@ def test_a_bar_on_a_terminal_only(corpus, tmp_path):
             break
         seen += part
     os.close(parent)
-    assert process.wait() == 0 and b"\x1b[" in seen and b"tokenising" in seen
+    assert process.wait() == 0 and b"\x1b[" in seen and b"tokenizing" in seen
 
 
 @pytest.mark.parametrize("more", [["--source", ""], ["--tokenizer", ""], ["--vocab-size", "99999999999999"]])

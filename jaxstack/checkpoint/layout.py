@@ -117,7 +117,7 @@ def load_target(wanted: jax.Array | jax.ShapeDtypeStruct | np.ndarray, stored: L
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=_for_key_data(sharding))
 
 
-def finish_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
+def restored_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
     """Return a leaf of the restored tree from the loaded array.
 
     Args:

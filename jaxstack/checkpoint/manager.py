@@ -16,7 +16,7 @@ from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.damage import DamageFinder, KeepCheck, has_right_sizes
-from jaxstack.checkpoint.layout import check_layout, finish_leaf, initial_leaves, load_target
+from jaxstack.checkpoint.layout import check_layout, restored_leaf, initial_leaves, load_target
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
 from jaxstack.distributed import coordination
@@ -242,7 +242,7 @@ class CheckpointManager:
             reason = explain(error, source)
             raise JaxstackError(f"the checkpoint {source} could not be read: {reason}") from error
         loaded |= fresh
-        leaves = [finish_leaf(name, loaded.get(name), leaf, stored[name]) for name, leaf in wanted.items()]
+        leaves = [restored_leaf(name, loaded.get(name), leaf, stored[name]) for name, leaf in wanted.items()]
         return structure.unflatten(leaves), index.get("extra")
 
     def discard_newer(self, step: int) -> None:

@@ -241,7 +241,7 @@ class _Builder:
                 yield running.pop(0).result()
         except BrokenProcessPool:
             raise JaxstackError(
-                "a tokenising process was killed (out of memory?): run again to continue, or prepare the "
+                "a tokenizing process was killed (out of memory?): run again to continue, or prepare the "
                 "text first by `python -m jaxstack.prepare` with fewer --workers"
             ) from None
         finally:

@@ -103,7 +103,7 @@ def ensure_tokens(plan: TokenizationPlan, tokenizer: Tokenizer, folder: Path, op
         waiting = "waiting for another process that prepares the data"
         with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: options.report(waiting)):
             if not (place / INDEX).is_file():
-                options.report(f"tokenising {byte_size(plan.size)} of text into {place}")
+                options.report(f"tokenizing {byte_size(plan.size)} of text into {place}")
                 build(plan, place, tokenizer, options)
     return place
 

@@ -33,7 +33,7 @@ _ARRAYS = ("ids", "answers", "ends")
 
 @dataclass(frozen=True)
 class Examples:
-    """All examples of one side of a source's split, concatenated: E examples, N tokens."""
+    """All training or all held-out examples of a source, concatenated: E examples, N tokens."""
 
     ids: np.ndarray
     """[N] int32."""
@@ -69,8 +69,8 @@ class Chats:
         return ChatFormat(self.template.source, self.template.tokens)
 
     @property
-    def remark(self) -> str | None:
-        """A warning about this template with this tokenizer; None without one."""
+    def warning(self) -> str | None:
+        """A warning if the template writes tokens that this tokenizer does not know as special; else None."""
         written = [] if self.template is None else self.template.written_tokens
         lacking = [text for text in written if text not in self.tokenizer.special_tokens]
         if not lacking:
@@ -123,7 +123,7 @@ def open_examples(
         waiting = "waiting for another process that prepares the chats"
         with writing_to(place.parent), exclusive(place.with_suffix(".lock"), lambda: report(waiting)):
             if not (place / _INDEX).is_file():
-                report(f"tokenising the chats of {source.path}")
+                report(f"tokenizing the chats of {source.path}")
                 place.mkdir(exist_ok=True)
                 records = (r for file in files for r in read_records(Piece("jsonl", file)))
                 _write(place, _tokenized(records, chats), held_out_fraction, source.path)
@@ -215,9 +215,9 @@ def _learnt(example: _Text, places: np.ndarray) -> np.ndarray:
             if across.size:
                 token = example.text[begins[across[0]] : ends[across[0]]]
                 raise ConfigError(
-                    f"{example.where}: the token {token!r} is a part of the answer and of what stands "
-                    f"{'before' if border == first else 'behind'} it; move white space from the prompt's end to the "
-                    "beginning of the answer, or take another template"
+                    f"{example.where}: the token {token!r} spans the border between the answer and the text "
+                    f"{'before' if border == first else 'after'} it; move white space from the prompt's end to the "
+                    "beginning of the answer, or use another template"
                 )
         learnt |= (begins >= first) & (ends <= last) & (begins < ends)
     return learnt
@@ -260,8 +260,7 @@ class _Reader:
             )
 
     def _end(self, text: str, end: int) -> int:
-        """Return an answer's end without the white space that a template adds after its end token: nobody generates
-        it."""
+        """Return an answer's end without white space after the end token: generation stops before it."""
         bare = text[:end].rstrip()
         return len(bare) if any(bare.endswith(token) for token in self._chats.tokenizer.special_tokens) else end
 

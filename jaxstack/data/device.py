@@ -84,7 +84,7 @@ def arrange(batch: HostBatch, rules: AxisRules) -> HostBatch:
 
 
 def abstract_batch(batch: HostBatch, rules: AxisRules, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes, dtypes and shardings of the global batch of `rows` rows that a host batch is a part of.
+    """Return the abstract global batch of `rows` rows (shapes, dtypes, shardings), given the part of it on this host.
 
     Raises:
       ConfigError: the devices of the batch axes do not divide the rows.
@@ -163,8 +163,7 @@ def device_batches(
       depth: batches that are put on the devices before they are needed, at least 1.
 
     Yields:
-      The batch, and the seconds for which the caller waited for it: for reading on the host and for starting the
-      copies.
+      The batch, and the seconds that the caller waited: reading on the host, and starting the copies.
     """
     source = iter(batches)
     ready: deque[dict[str, jax.Array]] = deque()

@@ -59,8 +59,8 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
     if with_chats:
         opener.chats = import_chat().open_chats(config.chat, tokenizer)
         tokenizer.chat = opener.chats.format
-        if opener.chats.remark is not None:
-            options.report(opener.chats.remark)
+        if opener.chats.warning is not None:
+            options.report(opener.chats.warning)
     train = [opener.open(s, "train", False, i) for i, s in enumerate(config.sources)]
     if config.held_out:
         held_out = [opener.open(s, "held_out", True, i) for i, s in enumerate(config.held_out)]

@@ -95,7 +95,7 @@ class SubwordTokenizer(Tokenizer):
     def _byte_lengths(self) -> np.ndarray:
         return np.array([len(b) for b in self._token_bytes], np.int64)
 
-    def model_json(self) -> str:
+    def tokenizer_json(self) -> str:
         return self._json
 
 
@@ -127,9 +127,9 @@ def file_vocab_size(model: Model) -> int:
     return max(model.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def is_byte_level(model_json: str) -> bool:
+def is_byte_level(tokenizer_json: str) -> bool:
     """Return True if each id of this tokenizer.json stands for fixed bytes (GPT-2, Llama 3, Qwen)."""
-    decoder = json.loads(model_json).get("decoder") or {}
+    decoder = json.loads(tokenizer_json).get("decoder") or {}
     steps = decoder.get("decoders") or [decoder]
     return [s.get("type") for s in steps] == ["ByteLevel"]
 

@@ -88,7 +88,9 @@ class Fitted:
 
 
 class ExampleRows:
-    """Rows of whole examples: longest first, each in the fullest row with enough room. The rows have their own order.
+    """Rows packed from whole examples: longest first, each into the fullest row with enough room.
+
+    Packed rows are then shuffled with a fixed seed.
 
     Args:
       examples: the examples.

@@ -82,7 +82,7 @@ class Tokenizer(ABC):
     def hash(self) -> str:
         """SHA-256 of everything that decides the ids."""
         digest = hashlib.sha256(json.dumps(self.description(), sort_keys=True).encode())
-        digest.update((self.model_json() or "").encode())
+        digest.update((self.tokenizer_json() or "").encode())
         return digest.hexdigest()
 
     def description(self) -> dict:
@@ -95,7 +95,7 @@ class Tokenizer(ABC):
             "document_start": self.document_start,
         }
 
-    def model_json(self) -> str | None:
+    def tokenizer_json(self) -> str | None:
         """Return the text of tokenizer.json; None if this kind needs none."""
         return None
 
@@ -103,7 +103,7 @@ class Tokenizer(ABC):
         """Write the tokenizer, so that `load_tokenizer` returns an equal one."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        model = self.model_json()
+        model = self.tokenizer_json()
         if model is not None:
             write_file(folder / MODEL_FILE, model.encode())
         description = {**self.description(), "sha256": self.hash}

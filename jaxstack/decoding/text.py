@@ -160,7 +160,7 @@ class TextGenerator:
         self.opening, self.stop_tokens = tuple(opening), frozenset(stop_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with those that open it."""
+        """Return the ids of a text, after those that every prompt begins with (`opening`)."""
         return [*self.opening, *map(int, self.tokenizer.encode(text))]
 
     def stream(

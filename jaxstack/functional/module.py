@@ -74,11 +74,11 @@ class FunctionalModule:
         return params
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Return this module's train state as that of `plain`. Traceable."""
+        """Convert this module's train state to the order of checkpoints, that of `plain`. Traceable."""
         return state
 
     def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Return a train state of `plain` as that of this module. Traceable."""
+        """Convert a train state from the order of checkpoints, that of `plain`, to this module's. Traceable."""
         return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:

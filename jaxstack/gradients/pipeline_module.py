@@ -107,11 +107,11 @@ class StagedModule(FunctionalModule):
         return self.layout.is_canonical and not self.unrolled
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Return this module's train state as that of the plain module. Traceable."""
+        """Convert this module's train state to the order of checkpoints, that of `plain`. Traceable."""
         return self._to_plain(state, abstract_state(self.plain, optimizer))
 
     def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Return a train state of the plain module as that of this module. Traceable."""
+        """Convert a train state from the order of checkpoints, that of `plain`, to this module's. Traceable."""
         return self._to_stages(state, abstract_state(self, optimizer))
 
     def _to_plain(self, tree: Any, wanted: Any) -> Any:
@@ -150,7 +150,10 @@ class StagedModule(FunctionalModule):
         return x.shape != wanted.shape if self.unrolled else x.ndim > 0 and x.shape[0] == rows
 
     def _staged_name(self, name: str) -> tuple[str, int | None]:
-        """Return a plain leaf's name here and its group of layers (0 for a stack; None: not stacked)."""
+        """Map a leaf's name in the plain module to its name in this one, and to its group of layers.
+
+        The group is 0 if the leaf is a whole stack, and None if it is not part of the stack.
+        """
         match = _LAYER.match(name)
         if match is None:
             return name, None

@@ -67,7 +67,8 @@ def find_straggler(before: Mapping[int, Record], after: Mapping[int, Record]) ->
     """Return the process whose host time per step, between two looks, was so long that it slows the others down.
 
     A step takes the same time on all ranks, as they wait for one another in collectives. They differ in the time that
-    each spends on its host instead of waiting. Reported is an excess of more than a tenth of a step over the median.
+    each spends on its host instead of waiting. A process is reported if it exceeds the median of the others by at least
+    a tenth of a step and 2 ms.
     """
     own, pace = {}, []
     for rank, now in after.items():

@@ -16,4 +16,3 @@ from .preset import load_preset as load_preset
 from .preset import preset_config as preset_config
 from .preset import preset_names as preset_names
 from .transformer import Transformer as Transformer
-from .unroll import unroll_layers as unroll_layers

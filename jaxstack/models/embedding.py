@@ -26,9 +26,8 @@ class Embedding(nnx.Module):
         If the rows are sharded over the tensor axis, each device looks up its own rows, and an all-reduce joins them
         (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
         """
-        rows = self.table.get_metadata().get("whole_shape", self.table.shape)[
-            0
-        ]  # of the whole table, not of this device's shard
+        # Rows of the whole table, not of this device's shard.
+        rows = self.table.get_metadata().get("whole_shape", self.table.shape)[0]
 
         def local(part: jax.Array, ids: jax.Array) -> jax.Array:
             if part.shape[0] == rows:

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxstack.models.initialization import Initializer
-from jaxstack.models.norm import LayerInput, array_of
+from jaxstack.models.norm import LayerInput, carrier_of
 from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
 from jaxstack.parallel.context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
@@ -89,7 +89,7 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
         return [apply_together(x, layer)[0] for layer in layers]
     if isinstance(dot_general, Fp8Matmul):
         return _apply_fp8(x, layers, dot_general)
-    x = save_for_backward(array_of(x))
+    x = save_for_backward(carrier_of(x))
     kernels = [layer.kernel[...].astype(x.dtype) for layer in layers]
     if len(layers) > 1 and not is_sharded() and current_target().platform == "cpu":
         results = _multiply_wide(dot_general, x, kernels, contracted)
@@ -100,18 +100,24 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
 
 
 def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
-    """Return `apply_together` for layers that read the residual stream [B, T, D], which may have to be gathered."""
-    whole = array_of(x)
-    results = gather_project(whole, _cast_kernels(whole, layers), _no_overlap_reason(layers))
+    """Do as `apply_together` for layers that read the residual stream [B, T, D].
+
+    With sequence parallelism its all-gather overlaps the matmuls where a kernel can do that.
+    """
+    whole = carrier_of(x)
+    results = gather_project(whole, _cast_kernels(whole, layers), _not_fusable_reason(layers))
     if results is None:
         return apply_together(x, *layers)
     return [layer.add_bias(y) for layer, y in zip(layers, results, strict=True)]
 
 
 def apply_scattered(y: Float[Array, "B T ..."], layer: Linear) -> Float[Array, "B T D"]:
-    """Return layer(y) for an output that is added to the residual stream, which may have to be scattered."""
+    """Return layer(y) for a layer that writes the residual stream.
+
+    With sequence parallelism the matmul overlaps its reduce-scatter where a kernel can do that.
+    """
     (kernel,) = _cast_kernels(y, (layer,))
-    out = project_scatter(y, kernel, _no_overlap_reason((layer,)))
+    out = project_scatter(y, kernel, _not_fusable_reason((layer,)))
     return layer(y) if out is None else layer.add_bias(out)
 
 
@@ -128,11 +134,11 @@ def apply_mlp(
       activation: elementwise function of the first layers' outputs.
       fused_name: name of the activation in `activated_matmul`; None: that kernel does not support it.
     """
-    whole = array_of(x)
+    whole = carrier_of(x)
     biases = [None if layer.bias is None else layer.bias[...].astype(whole.dtype) for layer in first_layers]
     kernels = _cast_kernels(whole, (*first_layers, last))
     pairs = list(zip(kernels[:-1], biases, strict=True))
-    reason = _no_overlap_reason((*first_layers, last))
+    reason = _not_fusable_reason((*first_layers, last))
     out = gather_project_scatter(whole, pairs, activation, kernels[-1], reason)
     if out is not None:
         return last.add_bias(out)
@@ -140,7 +146,7 @@ def apply_mlp(
     if activation is swiglu and isinstance(matmul, Fp8Matmul) and _is_fp8_mlp(matmul, first_layers, last):
         return last.add_bias(_apply_fp8_mlp(x, (*first_layers, last), matmul))
     inner = [shard(y, "batch", "length", "act_mlp") for y in apply_together(x, *first_layers)]
-    if fused_name is None or is_sharded() or _no_overlap_reason((last,)) is not None:
+    if fused_name is None or is_sharded() or _not_fusable_reason((last,)) is not None:
         return last(activation(*inner))
     return last.add_bias(activated_matmul(inner, kernels[-1], fused_name))
 
@@ -158,9 +164,10 @@ def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "...
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fan_out(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
-    """Return x for each of `count` matmuls, so that each matmul of the backward pass adds to the sum of those before.
+    """Return `count` references to x, one for each matmul that reads it.
 
-    In JAX's own order the sum is the first operand of every addition, and XLA fuses only the first into a matmul.
+    In the backward pass each matmul then adds to the running sum: the sum is the second operand of the addition, not the
+    first as in JAX's own order, because XLA fuses only an addition whose first operand is the matmul.
     """
     return (x,) * count
 
@@ -172,7 +179,8 @@ def _fan_out_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> 
     return (total,)
 
 
-# All results are the same array: those of another call would each be saved for the backward pass of a pipeline stage.
+# All results are the same array: if the forward rule called `fan_out` itself, a pipeline stage would save each result as
+# an array of its own.
 fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 
 
@@ -205,7 +213,7 @@ def _multiply_wide(
     return [part.reshape(shape) for part, shape in zip(jnp.split(y, boundaries, axis=-1), shapes, strict=True)]
 
 
-def _no_overlap_reason(layers: tuple[Linear, ...]) -> str | None:
+def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
     """Return why kernels that fuse the plain matmul of these layers with other work cannot be used, or None."""
     if any(layer.adapter is not None for layer in layers):
         return "the layers have adapters"
@@ -215,7 +223,7 @@ def _no_overlap_reason(layers: tuple[Linear, ...]) -> str | None:
 
 
 def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
-    """Return the kernels in the dtype of x; quantized ones unchanged, for a recipe's layers are never overlapped."""
+    """Return the kernels in the dtype of x; quantized ones unchanged: the matmul of an FP8 recipe is never fused."""
     values = _stored_kernels(layers)
     return [cast(jax.Array, v) if isinstance(v, QuantizedWeight) else v.astype(x.dtype) for v in values]
 
@@ -236,7 +244,7 @@ def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> 
     """Return the layers' outputs, quantizing the input once; kernels may come quantized from `gather_weights`."""
     contracted, kernels = layers[0].contracted, _stored_kernels(layers)
     states = _scaling_states(layers)
-    whole = save_for_backward(array_of(x))
+    whole = save_for_backward(carrier_of(x))
     rows = whole.shape[: whole.ndim - contracted]
     outputs = [kernel.shape[contracted:] for kernel in kernels]
     if is_sharded():

@@ -15,8 +15,8 @@ LayerInput = jax.Array | NormalisedInput
 """Input of a dense layer: an array, or an RMSNorm that the layer may recompute while it rounds to FP8."""
 
 
-def array_of(x: LayerInput) -> jax.Array:
-    """Return the array of a sublayer's input."""
+def carrier_of(x: LayerInput) -> jax.Array:
+    """Return the array that carries the gradient of a sublayer's input: x itself, or the norm's output."""
     return x.carrier if isinstance(x, NormalisedInput) else x
 
 

@@ -1,4 +1,4 @@
-"""Conversion of parameters between stackings of the layers: scanned, unrolled, or with single layers at the ends."""
+"""Converts parameters between layouts of the layers: stacked, unrolled, or stacked with single layers at the ends."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -23,6 +23,18 @@ def restack(params: Params, source: ModelConfig, target: ModelConfig) -> Params:
       source, target: configurations that differ only in `scan_layers` and `unscanned_end_layers`.
     """
     return _restack(params, source, target, lambda x, row: x[row], jnp.stack)
+
+
+def unroll_layers(config: ModelConfig, params: Params) -> Params:
+    """Convert the parameters of `Transformer(config)` to those of the same model with `scan_layers: false`.
+
+    A decoding step does little work with each weight: in a loop that slices layers out of a stack, most of its time
+    would go into copies of weights and caches. Traceable.
+
+    Args:
+      params: nested dicts of arrays.
+    """
+    return restack(params, config, config.model_copy(update={"scan_layers": False}))
 
 
 def restack_shapes(abstract: Params, source: ModelConfig, target: ModelConfig) -> Params:

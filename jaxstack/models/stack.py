@@ -87,7 +87,7 @@ class Stack(nnx.Module):
         self.remat = config.remat
 
     def layer_numbers(self, index: int) -> range:
-        """Return the numbers, from 0, of the model's layers whose weights `layers[index]` holds."""
+        """Return which of the model's layers, counted from 0, `layers[index]` holds."""
         if index in self.scanned:
             return range(index, self.start + self.period * self.repeats, self.period)
         number = index if index < self.start + self.period else index + self.period * (self.repeats - 1)

@@ -12,7 +12,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _LONGEST = 20_000
-"""Largest number of characters of an instruction's attributes."""
+"""Longer attributes of an instruction are cut before `backend_config`, which may hold a kernel's code."""
 
 
 class ArrayType(NamedTuple):

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: configurations whose `multiplier` maps a step to a factor of the peak learning rate.
+"""Learning-rate schedules: configurations that make a function from a step to a factor of the peak learning rate.
 
 All schedules warm up linearly over `warmup_steps`, from peak / warmup_steps at the first step.
 """
@@ -17,6 +17,7 @@ from pydantic import Field
 from jaxstack.config.base import Component
 
 Multiplier = Callable[[jax.typing.ArrayLike], jax.Array]
+"""Function from a step to a factor of the peak learning rate."""
 
 
 class Schedule(Component):
@@ -32,10 +33,14 @@ class Schedule(Component):
           steps: number of steps from the end of the warm-up to the end of the run.
         """
 
-    def multiplier(self, steps: int) -> Multiplier:
-        """Return step -> factor of the peak, float32, where 0 is the first step, for a run of `steps` steps."""
+    def make_multiplier(self, total_steps: int) -> Multiplier:
+        """Return the function from a step (0 is the first) to the factor of the peak, float32, for a run of this length.
+
+        Args:
+          total_steps: number of steps of the run.
+        """
         warmup = self.warmup_steps
-        after = self.decay(max(steps - warmup, 1))
+        after = self.decay(max(total_steps - warmup, 1))
 
         def at(step: jax.typing.ArrayLike) -> jax.Array:
             step = jnp.asarray(step, jnp.float32)

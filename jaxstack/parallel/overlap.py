@@ -1,9 +1,9 @@
-"""Tensor parallelism that overlaps communication with matmuls, by the kernels `all_gather_matmul` and
-`matmul_reduce_scatter` inside a `shard_map`.
+"""Tensor parallelism whose matmuls overlap their communication, inside a `shard_map`.
 
 With sequence parallelism the residual stream is sharded along the sequence over `tensor`. A matmul that reads it needs
 all of its rows, one that writes it sums over the devices. XLA runs these one after the other: all-gather, then matmul;
-matmul, then reduce-scatter. Each function here returns None if that plain form is better; `record_choices` records why.
+matmul, then reduce-scatter. The kernels `all_gather_matmul` and `matmul_reduce_scatter` do both at once. Each function
+here returns None if the plain form is better; `record_choices` records why.
 
 Dims: B batch, T length, D model, F what a kernel reads or produces (one dim or several, the first split), n devices.
 """

@@ -193,7 +193,7 @@ class AxisRules:
         """Mesh axes that no surrounding `shard_map` is manual over: XLA partitions along these."""
         return tuple(a for a in self.mesh.axis_names if a not in self.manual)
 
-    def splits(self, axis: str) -> bool:
+    def xla_splits(self, axis: str) -> bool:
         """Return True if XLA partitions along this axis: it has several devices and is not manual."""
         return self.mesh.shape[axis] > 1 and axis not in self.manual
 

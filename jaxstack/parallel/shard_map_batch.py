@@ -44,9 +44,9 @@ def with_local_batch(
     if as_stored and not gathered:
         dtype = parameter[...].dtype
     wanted = ("data", "fsdp", "expert", "context", *(["tensor"] if tensor else []))
-    axes = [a for a in wanted if rules.splits(a)]
+    axes = [a for a in wanted if rules.xla_splits(a)]
     # A gather inside the shard_map would first replicate the weight over a tensor axis that XLA still partitions.
-    inside = bool(gathered) and set(rules.weight_axes) <= set(axes) and (tensor or not rules.splits("tensor"))
+    inside = bool(gathered) and set(rules.weight_axes) <= set(axes) and (tensor or not rules.xla_splits("tensor"))
     weight = parameter[...] if inside else gather_parameter(parameter, dtype)
     if not axes:
         return function(weight, *batched)

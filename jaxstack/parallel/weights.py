@@ -139,7 +139,7 @@ def on_tensor_shards(
       rules: the rules inside the surrounding `shard_map`.
     """
     parts = restrict(spec, ("tensor",))
-    if not rules.splits("tensor") or not dims_of(parts, ("tensor",)):
+    if not rules.xla_splits("tensor") or not dims_of(parts, ("tensor",)):
         return function
     return jax.shard_map(function, in_specs=parts, out_specs=parts, axis_names={"tensor"}, check_vma=False)
 

@@ -1,1 +1,1 @@
-"""Planning of layouts: the rules of what fits, the choice, and plans for clusters that need not be there."""
+"""Planning of layouts: the rules of what fits, the choice, and plans for clusters that are not present."""

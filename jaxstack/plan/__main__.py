@@ -15,7 +15,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="jaxstack plan",
         description="Show how a configuration is laid out on a mesh: the devices, the bytes that each holds between "
         "steps, model FLOPs, and the schedule of a pipeline. Nothing is computed and no device is used. With "
-        "--rehearse, compile the real train step for GPUs that need not be there, and show whether its memory fits.",
+        "--rehearse, compile the real train step for GPUs that are not present, and show whether its memory fits.",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")

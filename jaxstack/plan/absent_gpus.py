@@ -1,4 +1,4 @@
-"""Descriptions of GPUs that need not be there, for ahead-of-time compilation."""
+"""Descriptions of GPUs that are not present, for ahead-of-time compilation."""
 
 import functools
 import importlib.util

@@ -14,7 +14,7 @@ from jaxstack.run_config import RunConfig
 
 
 class LayoutPlan(TypedDict):
-    """A run on a cluster that need not be there, as plain JSON.
+    """A run on a cluster that is not present, as plain JSON.
 
     Attributes:
       name: name of the run.

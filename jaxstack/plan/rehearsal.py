@@ -1,4 +1,4 @@
-"""Compile the real train step for GPUs that need not be there, to learn its memory and its kernels."""
+"""Compile the real train step for GPUs that are not present, to learn its memory and its kernels."""
 
 import math
 import time

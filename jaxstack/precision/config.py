@@ -27,16 +27,16 @@ class PrecisionConfig(Component):
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over devices: bfloat16 moves half the bytes, and rounds at every addition."""
     fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
-    """FP8 scaling of the layers' matmuls: none, by the tensor's largest magnitude in this step (current) or in the last
-    steps (delayed), or by that of each block of 128 values (blockwise)."""
+    """FP8 recipe of the layers' matmuls. none: no FP8. current, delayed: one scale per tensor, from its largest magnitude
+    in this step or in the last steps. blockwise: one scale per block of 128 values."""
     fp8_gradients: Literal["e5m2", "e4m3"] = "e5m2"
     """Format of the output gradients in the backward matmuls: more range (e5m2) or more digits (e4m3). Blockwise
     scaling always uses e4m3."""
     fp8_history: int = Field(default=16, ge=1)
     """Number of past steps whose largest magnitudes delayed scaling uses."""
     fp8_rules: tuple[Fp8Rule, ...] = ()
-    """Rules that come before the default, which runs the projections of attention and MLP in FP8, except those of the
-    first and the last layer; `{path: _proj, fp8: true}` includes these."""
+    """Rules that precede the default. The default: the projections of attention and MLP run in FP8, except in the first
+    and the last layer unless these are stacked with others; `{path: _proj, fp8: true}` includes these."""
 
     @model_validator(mode="after")
     def _check(self) -> "PrecisionConfig":
@@ -48,12 +48,12 @@ class PrecisionConfig(Component):
         """Return the name of the compute dtype, with the default of the platform (`cpu`, `gpu`, ...) filled in."""
         return self.compute or ("float32" if platform == "cpu" else "bfloat16")
 
-    def path_rules(self, left_out: Sequence[int] = ()) -> tuple[tuple[str, bool], ...]:
+    def path_rules(self, layers_without_fp8: Sequence[int] = ()) -> tuple[tuple[str, bool], ...]:
         """Return rules (path, True if the matmul runs in FP8) for `jaxstack.tree_rules.match`.
 
         Args:
-          left_out: numbers of the layers without FP8 unless `fp8_rules` say otherwise.
+          layers_without_fp8: layers that stay in the compute dtype unless `fp8_rules` name them.
         """
         own = ((rule.path, rule.fp8) for rule in self.fp8_rules)
-        plain = ((f"^decoder/layers/{number}/", False) for number in left_out)
+        plain = ((f"^decoder/layers/{number}/", False) for number in layers_without_fp8)
         return (*own, *plain, (_PROJECTIONS, True), (".*", False))

@@ -73,7 +73,7 @@ def _gather_blocks(
     """Quantize in blocks of the matrix [D, outputs] and all-gather; None if a shard is not made of whole blocks."""
     rules = context.rules
     ((axes, dim),) = dims_of(context.parameter_spec(names, shape), rules.weight_axes)
-    if "fsdp" not in rules.manual or rules.splits("tensor") or dim not in (0, contracted):
+    if "fsdp" not in rules.manual or rules.xla_splits("tensor") or dim not in (0, contracted):
         return None
     matrix = own.reshape(math.prod(own.shape[:contracted]), -1)
     axis = 0 if dim < contracted else 1

@@ -10,15 +10,17 @@ class ResilienceConfig(Component):
     """Limits after which a run stops, and the expected rate of failures."""
 
     max_skipped_steps: int = Field(default=10, ge=1)
-    """Largest number of steps skipped in a row, as their loss or gradients are not finite or spike. After these the run
-    goes back to the checkpoint before them and stops with an error."""
+    """Largest number of steps in a row that may be skipped because their loss or gradients are not finite, or spike.
+    After that the run goes back to the checkpoint before them and stops with an error."""
     max_skipped_share: float = Field(default=0.05, gt=0, le=1)
     """Largest share of skipped steps among the last 1,000; with more the run stops as after max_skipped_steps."""
     spike_threshold: float | None = Field(default=None, gt=0)
-    """Skip a step if its loss or gradient norm is more than this many standard deviations (from the median absolute
-    deviation, and at least 1 %) above the median of the last 128 steps, e.g. 10. null: spikes are not skipped."""
+    """Skip a step whose loss or gradient norm exceeds the median of the last 128 steps by more than this many standard
+    deviations, e.g. 10. The deviation is estimated from the median absolute one, and is at least 1 % of the median.
+    null: spikes are not skipped."""
     checksum_every_steps: int | None = Field(default=None, ge=1)
-    """Interval, in addition to each save, of comparing the replicas of the state; a difference stops the run."""
+    """Compare the replicas of the state every so many steps, and before each save; a difference stops the run. null:
+    never."""
     accept_data_change: bool = False
     """Resume with other data, another tokenizer, seed or batch size than the checkpoint's."""
     heartbeat_seconds: int = Field(default=10, ge=2, le=86_400)

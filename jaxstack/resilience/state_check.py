@@ -9,7 +9,7 @@ from jaxstack.errors import JaxstackError
 from jaxstack.resilience.replicas import ReplicaCheck
 
 _SHOWN = 5
-_GO_BACK = "It is not saved; the same command goes back to the newest checkpoint"
+_GO_BACK = "This state is not saved; run the same command again to continue from the newest checkpoint"
 
 
 class SilentCorruption(JaxstackError):
@@ -47,8 +47,8 @@ class StateCheck:
             if found:
                 raise SilentCorruption(
                     f"silent corruption: after step {step} copies of the state are not the same:\n  {_list(found)}\n"
-                    f"{_GO_BACK}, which was compared before it was saved. Leave out a device that is named again, and "
-                    "test it (dcgmi diag -r 3)."
+                    f"{_GO_BACK}. That one was compared before it was saved. If the same device is named again, take it "
+                    "out of the run and test it (dcgmi diag -r 3)."
                 )
         if before_save:
             self._check_finite(step, state.params)

@@ -147,8 +147,8 @@ def export_checkpoint(
         _parameter_reader(manager, chosen, config), config.model, output, model_type, dtype, max_shard_bytes, ids
     )
     _copy_stop_tokens(source, output)
-    if tokenizer is not None and (model_json := tokenizer.model_json()) is not None:
-        write_file(output / "tokenizer.json", model_json.encode())
+    if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
+        write_file(output / "tokenizer.json", tokenizer_json.encode())
         write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
     elif tokenizer is not None:
         tokenizer.save(output)

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Backend, select
 def _only_bands(
     unsupported_reason: Callable[[AttentionRequest], str | None],
 ) -> Callable[[AttentionRequest], str | None]:
-    """Return the rule of a backend that supports neither global tokens nor block layouts."""
+    """Wrap a backend's `unsupported_reason` so that it also refuses global tokens and block layouts."""
     return lambda request: unsupported_unless_band(request.options.mask) or unsupported_reason(request)
 
 

@@ -28,7 +28,7 @@ _NO_SEGMENT = np.iinfo(np.int32).min
 
 @dataclasses.dataclass(frozen=True)
 class KeyGather:
-    """The static part of a call.
+    """Arguments that are fixed while tracing: hashable, not differentiated.
 
     Attributes:
         axis_name: mesh axis that the sequence is sharded over.

@@ -29,7 +29,7 @@ from pallas_kernels.target import multiprocessors
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPlan:
-    """Static part of one call of the kernels.
+    """Everything about one call of the kernels that is fixed while tracing.
 
     Attributes:
         options: Mask, scale and soft cap.
@@ -129,7 +129,7 @@ def gradients(
     """Compute dQ, dK and dV.
 
     Args:
-        plan: Static part of the call.
+        plan: What is fixed while tracing.
         q: [B, T, N, H].
         k: [B, S, K, H].
         v: [B, S, K, H].

@@ -238,7 +238,9 @@ class _Rows(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The softmax of the tiles visited so far; the product of `weights` with its values is still to be added.
+    """Online softmax over the tiles visited so far.
+
+    `acc` is one tile behind: the last tile's `weights` times its values is not added yet.
 
     Attributes:
         acc: Sum of the weighted values, [rows, H].

@@ -52,7 +52,7 @@ def _position_in_document(ids: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
 
 @dataclass(frozen=True)
 class Options:
-    """The static part of a call, hashable: what a compiled kernel depends on besides shapes."""
+    """Arguments that are fixed while tracing: hashable, and what a compiled kernel depends on besides shapes."""
 
     mask: Mask
     scale: float
@@ -113,7 +113,7 @@ def make_request(
     soft_cap: float | None,
     return_lse: bool,
 ) -> AttentionRequest:
-    """Check the arguments of a call and fill in the default scale.
+    """Check the arguments of `flash_attention`, and return them as a request with the default scale filled in.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

@@ -26,7 +26,7 @@ from pallas_kernels.attention.scores import accumulator_dtype, merge, row_delta
 
 @dataclasses.dataclass(frozen=True)
 class RingOptions:
-    """The static part of a call."""
+    """Arguments of ring attention that are fixed while tracing: hashable, not differentiated."""
 
     axis_name: str
     devices: int

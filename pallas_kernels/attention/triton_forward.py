@@ -60,7 +60,10 @@ def nth_tile(number, first, first_whole, end_whole, masked: tl.constexpr):
 
 @triton.jit
 def score(products, plan: tl.constexpr):
-    """Return the scores of products q.k before the factor `plan.output_scale`; with a soft cap their tanh."""
+    """Return the scores without their last factor, `plan.output_scale`: products q.k times `plan.input_scale`.
+
+    With a soft cap it is the tanh instead, computed from exp2(products * plan.input_scale).
+    """
     if plan.capped:
         # tanh; for an infinite exponential the quotient is 0.
         scores = 1.0 - 2.0 / (tl.exp2(products * plan.input_scale) + 1.0)

@@ -44,7 +44,7 @@ class Multiplier(Protocol):
 
 @dataclass(frozen=True)
 class CollectiveRequest:
-    """Static part of one call.
+    """Shapes, dtype and axis of one call: all that is fixed while tracing.
 
     Attributes:
         rows: Rows of one device, T/n.
@@ -72,7 +72,7 @@ class CollectiveRequest:
 
 
 def make_request(operation: str, x: jax.Array, weights: tuple[jax.Array, ...], axis_name: str) -> CollectiveRequest:
-    """Check the arguments of one of the two operations.
+    """Check the arguments of one of the two operations, and return them as a request.
 
     Raises:
         ValueError: A rule is broken; the message names it, the values and the way out.

@@ -17,7 +17,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class Options:
-    """The static part of a call, hashable.
+    """Arguments that are fixed while tracing: hashable, not differentiated.
 
     Attributes:
         ignore_index: a label whose token has loss 0 and no gradient.
@@ -72,7 +72,7 @@ def make_request(
     token_weights: AnyArray | None,
     options: Options,
 ) -> CrossEntropyRequest:
-    """Check the arguments of `linear_cross_entropy` and `linear_cross_entropy_sum`.
+    """Check the arguments of `linear_cross_entropy` or its sum, and return them as a request.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

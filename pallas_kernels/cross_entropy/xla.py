@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.cross_entropy import mosaic_chunk, triton_launch
-from pallas_kernels.cross_entropy.logits import (
+from pallas_kernels.cross_entropy.from_logits import (
     accumulator_dtype,
     capped,
     log_sum_exp,

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.cross_entropy.logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
+from pallas_kernels.cross_entropy.from_logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 
 LARGEST_LOGITS = 2**27

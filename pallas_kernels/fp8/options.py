@@ -1,11 +1,11 @@
-"""The static part of an FP8 call, which all recipes share."""
+"""Arguments of an FP8 call that are fixed while tracing; all recipes share them."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Options:
-    """The static part of a call, hashable.
+    """Arguments that are fixed while tracing: hashable, not differentiated.
 
     Attributes:
         contracted: number of contracted dims: the last of the input, the first of each weight.
@@ -23,5 +23,8 @@ class Fp8Options:
 
     @property
     def no_norm_input_gradients(self) -> tuple[None, ...]:
-        """The gradients of the inputs of that RMSNorm: None each, as the gradient goes to its output."""
+        """Cotangents of the inputs of the fused RMSNorm (see `epsilon`); () without such a norm.
+
+        Each is None, because the gradient goes to the norm's output.
+        """
         return () if self.epsilon is None else (None, None)

@@ -36,7 +36,7 @@ class ActivatedMatmulRequest:
 
 
 def make_request(inputs: Sequence[jax.Array], weight: jax.Array, activation: str) -> ActivatedMatmulRequest:
-    """Check the arguments of `activated_matmul`.
+    """Check the arguments of `activated_matmul`, and return them as a request.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

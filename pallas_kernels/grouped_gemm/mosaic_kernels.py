@@ -120,7 +120,7 @@ class Kernels:
 
 
 class _Shape(NamedTuple):
-    """Tiles of a result: numbers of tiles down and across, columns of one."""
+    """The grid of a result's tiles: how many down and across, and the width of one in columns."""
 
     down: int
     across: int

@@ -35,7 +35,7 @@ class GroupedMatmulRequest:
 
 
 def make_request(x: AnyArray, weights: AnyArray, group_sizes: AnyArray, alignment: int) -> GroupedMatmulRequest:
-    """Check the arguments of `grouped_matmul`.
+    """Check the arguments of `grouped_matmul`, and return them as a request.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

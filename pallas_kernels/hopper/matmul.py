@@ -74,7 +74,7 @@ class TiledProduct:
 
     @property
     def steps(self) -> int:
-        """Steps of `DEPTH` that the product of one tile takes."""
+        """Number of steps, each `DEPTH` of the contracted dim, for one tile of the result."""
         return sum(self.depths) // DEPTH
 
     @property

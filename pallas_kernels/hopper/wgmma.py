@@ -156,7 +156,7 @@ def add_products(
 
 
 def multiply(shape: tuple[int, int], start: Callable[[Accumulator], None]) -> jax.Array:
-    """Return the float32 value, of `shape`, of the products that `start(accumulator)` starts."""
+    """Run `start` on a zero accumulator of this shape; return the sum of the products that it started, in float32."""
 
     def body(accumulator: Accumulator) -> jax.Array:
         start(accumulator)

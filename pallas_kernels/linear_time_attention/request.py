@@ -62,7 +62,7 @@ def make_request(
     state: LinearState | None,
     chunk: int | None,
 ) -> LinearAttentionRequest:
-    """Check the arguments of `linear_attention`.
+    """Check the arguments of `linear_attention`, and return them as a request.
 
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule, the values and the way out.

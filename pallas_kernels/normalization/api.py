@@ -15,7 +15,7 @@ from pallas_kernels.normalization import triton_launch as norm_triton
 
 
 class NormOptions(NamedTuple):
-    """The static part of a norm."""
+    """Arguments of a norm that are fixed while tracing: hashable, not differentiated."""
 
     epsilon: float
     centered: bool = False

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def add_four(a, b, c, d, e, f, g, h):
-    """Return four sums at once, so that the warps of a program synchronise once per row."""
+    """Combine function of `tl.reduce` over four values at once, so that a program's warps synchronize once per row."""
     return a + e, b + f, c + g, d + h
 
 

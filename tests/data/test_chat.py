@@ -86,7 +86,7 @@ def rows_of(data):
 
 def learnt(data, row) -> list[str]:
     """The runs of labels that are learnt, as text with special tokens."""
-    model = Tokenizer.from_str(data.tokenizer.model_json())
+    model = Tokenizer.from_str(data.tokenizer.tokenizer_json())
     cuts = np.flatnonzero(np.diff(row["labels"] != -100)) + 1
     runs = [part for part in np.split(row["labels"], cuts) if part[0] != -100]
     return [model.decode(part.tolist(), skip_special_tokens=False) for part in runs]
@@ -153,7 +153,7 @@ def test_prompts_with_completions_are_chats_or_as_they_are(opened):
     data = opened([pair], template="none")
     assert learnt(data, rows_of(data)[0]) == [" 5<|endoftext|>"]
     assert rows_of(data)[0]["tokens"][0] == data.tokenizer.document_start
-    with pytest.raises(ConfigError, match=r"line 1: the token ' is' is a part of the answer and of what stands before"):
+    with pytest.raises(ConfigError, match=r"line 1: the token ' is' spans the border between the answer and the text before"):
         opened([{"prompt": "2 ", "completion": "is even"}], template="none")
 
 

@@ -202,7 +202,7 @@ def test_bpe_is_trained_once_and_reused(byte_config):
     config = changed(byte_config, tokenizer=TokenizerConfig(name="bpe", vocab_size=320))
     said = []
     first = open_data(config, sequence_length=LENGTH, seed=0, report=said.append)
-    assert any("training a BPE" in s for s in said) and any("tokenising" in s for s in said)
+    assert any("training a BPE" in s for s in said) and any("tokenizing" in s for s in said)
     said.clear()
     second = open_data(config, sequence_length=LENGTH, seed=0, report=said.append)
     assert said == [] and second.fingerprint == first.fingerprint
@@ -301,7 +301,7 @@ def test_two_openers_at_once_write_once(byte_config, tmp_path):
         t.start()
     for t in threads:
         t.join()
-    assert len(opened) == 3 and len([s for s in said if s.startswith("tokenising")]) == 1
+    assert len(opened) == 3 and len([s for s in said if s.startswith("tokenizing")]) == 1
 
 
 def test_closing_the_iterator_ends_its_thread(data):

@@ -227,7 +227,7 @@ def test_initial_loss_is_that_of_a_uniform_guess(family, tokens):
     assert float(loss) == pytest.approx(math.log(61), rel=0.05)
 
 
-def test_initialisation_follows_the_papers():
+def test_initialization_follows_the_papers():
     def spread(initialization: str) -> tuple[float, float, float]:
         model = build(initialization=initialization, initializer_range=0.02, hidden_size=256, num_layers=8)
         attention = model.decoder.layers[0].attention

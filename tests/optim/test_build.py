@@ -140,7 +140,7 @@ def test_every_pair_lowers_a_quadratic(kind, schedule):
     steps = 60
     peak = {"AdamW": 0.1, "Muon": 0.1, "Lion": 0.03, "Adafactor": 0.1, "SGD": 0.05}[kind.__name__]
     optimizer = kind(learning_rate=peak, weight_decay=0.0)
-    multiplier = schedule(warmup_steps=5).multiplier(steps)
+    multiplier = schedule(warmup_steps=5).make_multiplier(steps)
     built = build_optimizer(optimizer, lambda step: peak * multiplier(step), PARAMS)
 
     def loss(params):

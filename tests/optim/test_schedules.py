@@ -12,7 +12,7 @@ STEPS = 100
 
 
 def values(schedule, steps: int = STEPS) -> np.ndarray:
-    multiplier = schedule.multiplier(steps)
+    multiplier = schedule.make_multiplier(steps)
     return np.array([float(multiplier(step)) for step in range(steps)])
 
 
@@ -57,7 +57,7 @@ def test_one_cycle_rises_and_falls():
     assert found[0] == pytest.approx(1 / 25) and found[30] == pytest.approx(1.0)
     assert found[15] == pytest.approx((1 + 1 / 25) / 2, abs=1e-3), "half way up a cosine"
     assert (np.diff(found[:31]) > 0).all() and (np.diff(found[30:]) < 0).all()
-    assert float(OneCycle(final_divisor=100.0).multiplier(STEPS)(STEPS)) == pytest.approx(1 / 2500, rel=1e-3)
+    assert float(OneCycle(final_divisor=100.0).make_multiplier(STEPS)(STEPS)) == pytest.approx(1 / 2500, rel=1e-3)
 
 
 def test_inverse_square_root():

@@ -47,7 +47,7 @@ def refused(capsys, *arguments: str) -> str:
     capsys.readouterr()
     assert evaluate.main([*arguments]) == 2
     said = capsys.readouterr().err
-    lines = [line for line in said.splitlines() if not line.startswith(("tokenising", "held out"))]
+    lines = [line for line in said.splitlines() if not line.startswith(("tokenizing", "held out"))]
     assert len(lines) == 1 and "Traceback" not in said, said
     return lines[0]
 

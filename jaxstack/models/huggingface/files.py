@@ -109,7 +109,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         found = file.get_slice(stored)
         if found.get_dtype() not in _DTYPES:
             raise ConfigError(
-                f"{name} is {found.get_dtype()}: quantised checkpoints are not read; give one in bfloat16 or float32."
+                f"{name} is {found.get_dtype()}: quantized checkpoints are not read; give one in bfloat16 or float32."
             )
         return found
 

@@ -1,1 +1,1 @@
-"""Mixture of experts: which experts a token goes to (router), where its rows lie (dispatch), what they compute."""
+"""Mixture of experts: the experts of a token (`router`), its rows (`dispatch`), their way between devices (`exchange`)."""

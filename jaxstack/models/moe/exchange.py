@@ -26,8 +26,8 @@ Kernels = Mapping[str, jax.Array]
 Compute = Callable[[jax.Array, jax.Array, Kernels, jax.Array, int], jax.Array]
 """(rows [R, D], their weights [R], kernels, sizes of the groups [G], their alignment) -> weighted results [R, D].
 
-The weights are applied here instead of where results are summed: the backward pass then needs no result again, which
-saves an exchange and a matmul where it recomputes.
+The weights are applied here, not where the results are summed: the backward pass then does not need the results, so a
+recomputing layer repeats one exchange and one matmul less.
 """
 
 AXIS = "expert"
@@ -98,7 +98,8 @@ def compute_on_expert_devices(
       kernels: this device's part of the experts.
       devices: size of the axis.
       factor: rows of a round as a multiple of an even load.
-      max_rows: bound of the rows that one device sends to another; None: all its assignments.
+      max_rows: largest number of rows that one device sends to another, if the caller knows it; None: no bound but all
+        of its assignments.
     """
     local = jax.tree.leaves(kernels)[0].shape[0]
     flat = experts.reshape(-1)

@@ -12,7 +12,7 @@ from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
-from jaxstack.observe.report.sharding import render_sharding
+from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
 from jaxstack.observe.report.tables import render_value
 from jaxstack.observe.report.timeline import render_timeline

@@ -1,8 +1,8 @@
 """Forward and backward of one layer as separate functions that meet in a buffer of residuals.
 
-`jax.vjp` keeps whatever the layer's rematerialisation policy says. Of that, only what depends on the microbatch goes
-into the buffer, and each value once: weights, other views of them, and what all layers of a microbatch share are given
-to the backward pass again, and views of what is saved are made anew.
+The layer's rematerialisation policy decides which residuals `jax.vjp` keeps. Only those that depend on the microbatch
+are stored in the buffer, each once. The backward pass gets the weights, and what all layers of a microbatch share, as
+arguments again, and recomputes cheap operations on them (`VIEWS`), and reshapes and transposes of stored values.
 """
 
 import dataclasses
@@ -27,8 +27,7 @@ class SplitLayer:
     structure: Any
     """Tree structure of the pullback of `jax.vjp`."""
     sources: tuple[int, ...]
-    """Position of each of its leaves in the list: known inputs, results of `views`, saved values, results of
-    `saved_views`."""
+    """For each leaf of the pullback its index in [*known inputs, *views(known), *saved, *saved_views(saved)]."""
     views: Callable[..., list[jax.Array]]
     """Function of the known inputs that returns the views of them that the pullback holds."""
     kept: tuple[int, ...]

@@ -10,8 +10,9 @@ Costs = Mapping[str, float]
 """Kind of task -> its time for a whole stage (all chunks) and one microbatch."""
 
 COSTS: Costs = {"F": 1.0, "B": 2.0, "W": 0.0}
+"""A whole backward costs two forwards."""
 SPLIT_COSTS: Costs = {"F": 1.0, "B": 1.0, "W": 1.0}
-"""A backward costs two forwards; split off, the weight gradients are half of it."""
+"""With weight gradients as tasks of their own, each half of the backward costs one forward."""
 
 
 @dataclasses.dataclass(frozen=True)

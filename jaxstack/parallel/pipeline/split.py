@@ -1,7 +1,8 @@
 """Splits a layer's backward pass for the zero-bubble schedule: activation gradients first, weight gradients later.
 
-The backward of one layer is a list of operations; those that the gradient of its input depends on make one half, those
-left make the other, and the values that the second takes from the first are kept. No operation is done twice.
+The backward of one layer is a list of operations. The first half consists of those that the input's gradient needs, the
+second of the rest, from its matmuls on. Values that the second half reads from the first are kept, so nothing is computed
+twice.
 """
 
 import dataclasses
@@ -41,16 +42,7 @@ class SplitBackward:
         return self._tree(dict(zip(self.late, self.second(*kept), strict=True)))
 
     def _tree(self, found: dict[int, Any]) -> Any:
-        return _Holes(found, self.structure).tree()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Holes:
-    found: dict[int, Any]
-    structure: Any
-
-    def tree(self) -> Any:
-        return jax.tree.unflatten(self.structure, [self.found.get(i) for i in range(self.structure.num_leaves)])
+        return jax.tree.unflatten(self.structure, [found.get(i) for i in range(self.structure.num_leaves)])
 
 
 def split_backward(
@@ -59,7 +51,8 @@ def split_backward(
     """Split the backward pass of `layer`, whose arguments have these shapes.
 
     Args:
-      at_once: True for each leaf of weights whose gradient the first half computes, like those of vectors.
+      at_once: tree of bools like `weights`: True for leaves whose gradient the first half must compute; it always
+        computes those of vectors.
     """
     flat_weights, structure = jax.tree.flatten(weights)
     arguments = (list(layer.saved), x, weights, shared, index)

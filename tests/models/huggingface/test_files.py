@@ -41,9 +41,9 @@ def test_missing_strange_and_misshapen_tensors_are_named_together(folder):
     assert "model.layers.0.self_attn.k_proj.weight is [32, 32], not [16, 32]" in said
 
 
-def test_integers_are_refused_as_quantised(folder):
+def test_integers_are_refused_as_quantized(folder):
     change(folder, **{NORM: np.ones(32, np.int8)})
-    assert "model.norm.weight is I8: quantised" in message(folder)
+    assert "model.norm.weight is I8: quantized" in message(folder)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import NotSupported, linear_cross_entropy_sum, lowering_platform, record_choices
-from pallas_kernels.cross_entropy.logits import log_sum_exp, logits_gradient, loss_shares
+from pallas_kernels.cross_entropy.from_logits import log_sum_exp, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import Options
 from pallas_kernels.cross_entropy.triton_launch import RowKernelPlan
 from tests.hopper import compile_for_hopper
