@@ -20,14 +20,10 @@ from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.shardings import describe_unsplit
 from jaxstack.observe.config import ObserveConfig
-from jaxstack.observe.environment import write_environment
-from jaxstack.observe.goodput import Goodput
-from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.observe.profile import StepProfiler
-from jaxstack.observe.progress import Progress
-from jaxstack.observe.report.page import write_report
+from jaxstack.observe.run_log import RunLog
 from jaxstack.observe.throughput import Meter
-from jaxstack.observe.trackers import Trackers, last_evaluation, last_logged, open_trackers
+from jaxstack.observe.trackers import last_evaluation, last_logged
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
@@ -131,8 +127,7 @@ class Loop:
     def __init__(self, trainer: Trainable, run_dir: str | Path | None, settings: LoopSettings):
         self.trainer, self.settings = trainer, settings
         self.run_dir = Path(run_dir) if run_dir is not None else None
-        self.first = jax.process_index() == 0
-        self.last_values: dict[str, Any] = {}
+        self.log = RunLog(self.run_dir, trainer.train.steps, settings.observe, settings.say)
         self.checkpoints: RunCheckpoints | None = None
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
@@ -144,23 +139,20 @@ class Loop:
 
     def run(self) -> dict[str, Any]:
         """Train until the last step, see `Trainer.fit`."""
-        train, observe = self.trainer.train, self.settings.observe
+        train, log = self.trainer.train, self.log
         with contextlib.ExitStack() as stack:
             if self.run_dir is not None:
                 self.checkpoints = self._open_checkpoints(stack, self.run_dir)
             start = self.start = self.done = self._restore()
-            if self.settings.on_start is not None and self.first:
+            if self.settings.on_start is not None and log.first:
                 self.settings.on_start()
-            self.progress = stack.enter_context(Progress(train.steps, start, enabled=observe.progress and self.first))
+            log.show_progress(stack, start)
             if start >= train.steps:
-                self._say(f"the run has all its {train.steps} steps; raise train.steps to go on")
-                self.last_values = last_logged(self.run_dir)
+                log.say(f"the run has all its {train.steps} steps; raise train.steps to go on")
+                log.last_values = last_logged(self.run_dir)
                 if evaluated := last_evaluation(self.run_dir, train.steps):
-                    return self.last_values | evaluated
-            names = observe.trackers if self.run_dir is not None and self.first else ()
-            self.trackers: Trackers = stack.enter_context(
-                contextlib.closing(open_trackers(names, self.run_dir or ".", start, self.settings.settings, self._say))
-            )
+                    return log.last_values | evaluated
+            log.open_trackers(stack, start, self.settings.settings)
             self._prepare(start)
             stack.push(self._report)
             if start < train.steps:
@@ -168,12 +160,11 @@ class Loop:
             self._evaluate(train.steps, None)
             self.finished = True
         self.signs.note("end")
-        return self.last_values
+        return log.last_values
 
     def _open_checkpoints(self, stack: contextlib.ExitStack, run_dir: Path) -> RunCheckpoints:
         """Open the run's checkpoints, to be closed with `stack`."""
-        say = lambda text: self._say(text)  # noqa: E731 (the progress display comes later)
-        manager = CheckpointManager(run_dir / "checkpoints", self.settings.checkpoint, report=say)
+        manager = CheckpointManager(run_dir / "checkpoints", self.settings.checkpoint, report=self.log.say)
         stack.enter_context(manager).claim()
         data = getattr(self.trainer.data, "fingerprint", None) or {}
         configured = self.settings.settings
@@ -184,7 +175,7 @@ class Loop:
             data={**data, "global_batch_size": self.trainer.train.global_batch_size},
             settings={name: configured[name] for name in _DECIDING if name in configured},
             accept_data_change=self.settings.resilience.accept_data_change,
-            say=say,
+            say=self.log.say,
         )
 
     def _restore(self) -> int:
@@ -203,7 +194,7 @@ class Loop:
         self.signs.note(saved=restored.step)
         jax.block_until_ready(self.trainer.state.params)
         seconds = time.perf_counter() - began
-        self._say(f"resuming from step {restored.step} ({self.run_dir}/checkpoints, restored in {seconds:.1f} s)")
+        self.log.say(f"resuming from step {restored.step} ({self.run_dir}/checkpoints, restored in {seconds:.1f} s)")
         return restored.step
 
     def _prepare(self, start: int) -> None:
@@ -219,20 +210,15 @@ class Loop:
         ran = trainer.describe()
         if self.settings.observe.fail_on_fallback:
             refuse_missing_fp8(ran)
-        self._say(f"compiled the step in {time.perf_counter() - began:.1f} s; {summarise_program(ran)}")
+        self.log.say(f"compiled the step in {time.perf_counter() - began:.1f} s; {summarise_program(ran)}")
         for sentence in trainer.compiler_notes:
-            self._say(f"warning: {sentence}")
+            self.log.say(f"warning: {sentence}")
         for sentence in describe_unsplit(ran["sharding"]):
-            self._say(f"note: {sentence}")
+            self.log.say(f"note: {sentence}")
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
-        logged = last_logged(self.run_dir)
-        kept = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
-        self.goodput = Goodput(self.run_dir if self.first else None, start, kept)
-        if self.run_dir is not None and self.first:
-            self.environment = {"ran": ran, "schedule": self._schedule()}
-            write_environment(self.run_dir, **self.environment)
+        self.log.begin(start, self.meter, ran, self._schedule() if self.log.writes else [])
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the run's schedule."""
@@ -247,7 +233,8 @@ class Loop:
         """Take the steps after `start`, with their saves and evaluations."""
         train, manager = self.trainer.train, self.checkpoints.manager if self.checkpoints is not None else None
         pending: collections.deque[tuple[int, Metrics, float]] = collections.deque()
-        profiler = StepProfiler(self.settings.observe.profile_steps, (self.run_dir or Path(".")) / "profile", self._say)
+        profile = (self.run_dir or Path(".")) / "profile"
+        profiler = StepProfiler(self.settings.observe.profile_steps, profile, self.log.say)
         batches = self.trainer.batches(start)
         with StopRequest() as stop, contextlib.closing(profiler), contextlib.closing(batches):
             self.meter.restart()
@@ -299,7 +286,7 @@ class Loop:
         )
 
     def _read(self, step: int, metrics: Metrics, waited: float) -> None:
-        """Wait for a step's metrics, check them, and log them every `log_every` steps."""
+        """Wait for a step's metrics, check and log them."""
         with self.signs.waiting():
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         self.meter.add(self.items, waited)
@@ -309,25 +296,12 @@ class Loop:
             self._skip(step, values, limits)
         values.pop("count")
         if step == self.start + 1 and values["grad_norm"] == 0:
-            self._say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
-        train, every = self.trainer.train, self.settings.observe.log_every
-        if step % every and step not in (1, train.steps):
-            return
-        before = self.meter.total_seconds
-        line = {**values, "tokens": step * self.items, **self.meter.read(), "peak_memory_bytes": peak_memory_bytes()}
-        self.goodput.add(self.meter.total_seconds - before)
-        line |= self.goodput.read()
-        if self.skips.count:
-            line["skipped_steps"] = self.skips.count
-        self.last_values = {**self.last_values, "step": step, **line}
-        self.trackers.log(step, line)
-        if step <= self.start + every:  # the first steps also load kernels, and are slower than the others
-            self.meter.forget_pace()
-        self.progress.update(step, line, self.meter.eta_seconds(train.steps - step))
+            self.log.say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
+        self.log.log_step(step, values, self.items, self.skips.count)
 
     def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
         """Report a skipped step; raise JaxstackError after too many of them."""
-        self._say(self.skips.add(step, self.skipped, values, limits))
+        self.log.say(self.skips.add(step, self.skipped, values, limits))
         if (excess := self.skips.excess(step, self.skipped)) is not None:
             good, why, advice = excess
             left = "the last good parameters are in memory only, as there is no run directory"
@@ -351,11 +325,15 @@ class Loop:
             return self.signs.record.saved
         if not self.advised and self.meter.step_seconds:
             self.advised = True
-            every, hours = self.settings.checkpoint.every_steps, self.settings.resilience.device_hours_between_failures
-            devices, seconds = self.trainer.rules.mesh.size, (record.blocking_seconds, record.total_seconds)
-            if self.trainer.train.steps * self.meter.step_seconds >= _LONG_RUN_SECONDS:
-                self._say(advise_interval(every, self.meter.step_seconds, *seconds, devices, hours))
+            self._advise(record.blocking_seconds, record.total_seconds, self.meter.step_seconds)
         return record.step
+
+    def _advise(self, blocking_seconds: float, total_seconds: float, step_seconds: float) -> None:
+        """Advise on the interval between saves of a long run, from the durations of a save and of a step."""
+        every, hours = self.settings.checkpoint.every_steps, self.settings.resilience.device_hours_between_failures
+        if self.trainer.train.steps * step_seconds >= _LONG_RUN_SECONDS:
+            devices = self.trainer.rules.mesh.size
+            self.log.say(advise_interval(every, step_seconds, blocking_seconds, total_seconds, devices, hours))
 
     def _stop(self, step: int, signum: int) -> None:
         """Save after a signal, and raise Interrupted."""
@@ -387,40 +365,19 @@ class Loop:
             return stopped
         if self.settings.describe_evaluation is not None:
             values.update(self.settings.describe_evaluation(values, max_tokens, lambda: self.signs.note("evaluate")))
-        self.last_values = {**self.last_values, "step": step, **values}
-        self.trackers.log(step, values)
-        shown = [f"held-out loss {values['eval_loss']:.4f}"]
-        if "eval_bits_per_byte" in values:
-            shown.append(f"{values['eval_bits_per_byte']:.4f} bits per byte")
-        self._say(f"step {step}: {', '.join(shown)} ({values['eval_seconds']:.1f} s)")
+        self.log.log_evaluation(step, values)
         self.meter.exclude(time.perf_counter() - began)
         return False
 
     def _report(self, kind: object, error: BaseException | None, _: object) -> None:
-        """Write the report with the measured peak of memory and how the run ended, also if it ended early."""
-        if self.run_dir is None or not self.first:
+        """Write the report and how the run ended, also if it ended early."""
+        if not self.log.writes:
             return
         steps = self.checkpoints.manager.all_steps() if self.checkpoints is not None else []
-        self.environment["ended"] = {
+        ended = {
             "state": "finished" if error is None else "stopped" if isinstance(error, Interrupted) else "failed",
             "step": self.done,
             "checkpoint": steps[-1] if steps else None,
             **({} if error is None else {"reason": str(error) or type(error).__name__}),
         }
-        memory = self.environment["ran"].get("memory")
-        if isinstance(memory, dict):
-            memory["measured_peak_bytes"] = peak_memory_bytes()
-        try:
-            self.trackers.close()
-            self.goodput.close(self.finished)
-            write_environment(self.run_dir, **self.environment)
-            self._say(f"report: {write_report(self.run_dir)}")
-        except OSError as error:  # must not hide the error that ended the run
-            self._say(f"warning: no report: {error.filename or self.run_dir}: {error.strerror or error}")
-
-    def _say(self, text: str) -> None:
-        if not self.first:
-            return
-        progress = getattr(self, "progress", None)
-        say = progress.say if progress is not None else self.settings.say or print
-        say(text)
+        self.log.end(ended, self.finished)

@@ -17,7 +17,7 @@ LAYERS = (
     ("configuration", ("run_config",)),
     ("parts", ("models", "data", "optim", "loss", "checkpoint")),
     ("foundations", ("parallel", "precision", "observe", "distributed")),
-    ("ground", ("config", "tree_rules", "cli", "files", "jax_compat", "errors")),
+    ("basics", ("config", "tree_rules", "cli", "files", "jax_compat", "errors")),
 )
 """Layers from top to bottom, with the modules and packages of `jaxstack` on each. Imports point down."""
 WAY = (

@@ -16,7 +16,7 @@ from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.damage import DamageFinder, KeepCheck, has_right_sizes
-from jaxstack.checkpoint.layout import check_layout, restored_leaf, initial_leaves, load_target
+from jaxstack.checkpoint.layout import check_layout, initial_leaves, load_target, restored_leaf
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
 from jaxstack.distributed import coordination

@@ -166,8 +166,8 @@ def add(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "...
 def fan_out(x: Float[Array, "..."], count: int) -> tuple[Float[Array, "..."], ...]:
     """Return `count` references to x, one for each matmul that reads it.
 
-    In the backward pass each matmul then adds to the running sum: the sum is the second operand of the addition, not the
-    first as in JAX's own order, because XLA fuses only an addition whose first operand is the matmul.
+    In the backward pass each matmul then adds to the running sum: the sum is the second operand of the addition (in
+    JAX's own order it is the first), because XLA fuses only an addition whose first operand is the matmul.
     """
     return (x,) * count
 
@@ -179,8 +179,8 @@ def _fan_out_backward(count: int, _: None, gradients: tuple[jax.Array, ...]) -> 
     return (total,)
 
 
-# All results are the same array: if the forward rule called `fan_out` itself, a pipeline stage would save each result as
-# an array of its own.
+# All results are the same array: if the forward rule called `fan_out` itself, a pipeline stage would save each result
+# as an array of its own.
 fan_out.defvjp(lambda x, count: ((x,) * count, None), _fan_out_backward)
 
 

@@ -34,7 +34,9 @@ class Schedule(Component):
         """
 
     def make_multiplier(self, total_steps: int) -> Multiplier:
-        """Return the function from a step (0 is the first) to the factor of the peak, float32, for a run of this length.
+        """Return the function from a step to a factor of the peak learning rate, for a run of this length.
+
+        The first step is 0; the factor is float32.
 
         Args:
           total_steps: number of steps of the run.

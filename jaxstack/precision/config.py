@@ -27,8 +27,8 @@ class PrecisionConfig(Component):
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over devices: bfloat16 moves half the bytes, and rounds at every addition."""
     fp8: Literal["none", "delayed", "current", "blockwise"] = "none"
-    """FP8 recipe of the layers' matmuls. none: no FP8. current, delayed: one scale per tensor, from its largest magnitude
-    in this step or in the last steps. blockwise: one scale per block of 128 values."""
+    """FP8 recipe of the layers' matmuls. none: no FP8. current, delayed: one scale per tensor, from its largest
+    magnitude in this step or in the last steps. blockwise: one scale per block of 128 values."""
     fp8_gradients: Literal["e5m2", "e4m3"] = "e5m2"
     """Format of the output gradients in the backward matmuls: more range (e5m2) or more digits (e4m3). Blockwise
     scaling always uses e4m3."""

@@ -47,8 +47,8 @@ class StateCheck:
             if found:
                 raise SilentCorruption(
                     f"silent corruption: after step {step} copies of the state are not the same:\n  {_list(found)}\n"
-                    f"{_GO_BACK}. That one was compared before it was saved. If the same device is named again, take it "
-                    "out of the run and test it (dcgmi diag -r 3)."
+                    f"{_GO_BACK}. That one was compared before it was saved. If the same device is named again, take "
+                    "it out of the run and test it (dcgmi diag -r 3)."
                 )
         if before_save:
             self._check_finite(step, state.params)

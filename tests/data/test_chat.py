@@ -153,7 +153,9 @@ def test_prompts_with_completions_are_chats_or_as_they_are(opened):
     data = opened([pair], template="none")
     assert learnt(data, rows_of(data)[0]) == [" 5<|endoftext|>"]
     assert rows_of(data)[0]["tokens"][0] == data.tokenizer.document_start
-    with pytest.raises(ConfigError, match=r"line 1: the token ' is' spans the border between the answer and the text before"):
+    with pytest.raises(
+        ConfigError, match=r"line 1: the token ' is' spans the border between the answer and the text before"
+    ):
         opened([{"prompt": "2 ", "completion": "is even"}], template="none")
 
 

@@ -1,1 +1,5 @@
-"""Mixture of experts: the experts of a token (`router`), its rows (`dispatch`), their way between devices (`exchange`)."""
+"""Mixture of experts.
+
+`router` chooses the experts of each token, `dispatch` the rows in which it is computed, and `exchange` sends rows
+between devices.
+"""

@@ -43,7 +43,8 @@ def value_axis(values: np.ndarray, scale: str = "auto", from_zero: bool = False)
 
     Args:
       values: known values, finite.
-      scale: "linear", "log", or "auto": logarithmic if all values are positive, their ratio exceeds 30, and not `from_zero`.
+      scale: "linear", "log", or "auto": logarithmic if all values are positive, their ratio exceeds 30, and
+        `from_zero` is not set.
       from_zero: let a linear axis begin at zero.
     """
     low, high = float(np.min(values)), float(np.max(values))
@@ -81,8 +82,8 @@ def linear_ticks(low: float, high: float, count: int = 5) -> tuple[float, ...]:
 def log_ticks(low: float, high: float) -> tuple[float, ...]:
     """Return about three to six round numbers between `low` and `high`.
 
-    These are powers of ten; if fewer than three, 1 and 3 times powers of ten, then 1, 2 and 5 times; if still fewer, the
-    ticks of a linear axis.
+    These are powers of ten; if fewer than three, 1 and 3 times powers of ten; then 1, 2 and 5 times; if still fewer,
+    the ticks of a linear axis.
     """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for factors in ((1,), (1, 3), (1, 2, 5)):

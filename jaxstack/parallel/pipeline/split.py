@@ -1,8 +1,8 @@
 """Splits a layer's backward pass for the zero-bubble schedule: activation gradients first, weight gradients later.
 
 The backward of one layer is a list of operations. The first half consists of those that the input's gradient needs, the
-second of the rest, from its matmuls on. Values that the second half reads from the first are kept, so nothing is computed
-twice.
+second of the rest, from its matmuls on. Values that the second half reads from the first are kept, so nothing is
+computed twice.
 """
 
 import dataclasses

@@ -1,0 +1,137 @@
+"""What a run says while it trains and writes to its directory: messages, metrics, the environment and the report."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.environment import write_environment
+from jaxstack.observe.goodput import Goodput
+from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.progress import Progress
+from jaxstack.observe.report.page import write_report
+from jaxstack.observe.throughput import Meter
+from jaxstack.observe.trackers import Trackers, last_logged, open_trackers
+
+
+class RunLog:
+    """Messages, metrics and report of a single run; only the first process writes.
+
+    Call `show_progress`, `open_trackers` and `begin` in this order before anything is logged. Messages may come at any
+    time.
+
+    Args:
+      run_dir: directory of metrics, environment and report; None: nothing is written.
+      total_steps: number of steps of the whole run.
+      config: what is logged, and to which trackers.
+      say: reports messages before the progress display is up; None: print.
+    """
+
+    def __init__(
+        self, run_dir: Path | None, total_steps: int, config: ObserveConfig, say: Callable[[str], None] | None = None
+    ):
+        self._run_dir, self._total_steps, self._config, self._say = run_dir, total_steps, config, say
+        self.first = jax.process_index() == 0
+        self.writes = run_dir is not None and self.first
+        """True if this process writes files."""
+        self.last_values: dict[str, Any] = {}
+        """Newest value of each metric, and their step."""
+        self._progress: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """Report a message on the first process."""
+        if self.first:
+            say = self._progress.say if self._progress is not None else self._say or print
+            say(text)
+
+    def show_progress(self, stack: contextlib.ExitStack, start: int) -> None:
+        """Open the progress display, to be closed with `stack`, for a run of which `start` steps are done."""
+        enabled = self._config.progress and self.first
+        self._progress = stack.enter_context(Progress(self._total_steps, start, enabled=enabled))
+
+    def open_trackers(self, stack: contextlib.ExitStack, start: int, settings: Mapping[str, Any]) -> None:
+        """Open the trackers of the configuration, to be closed with `stack`.
+
+        Args:
+          stack: closes them.
+          start: number of steps that are done.
+          settings: the run's configuration as plain data.
+        """
+        names = self._config.trackers if self.writes else ()
+        trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say)
+        self._trackers: Trackers = stack.enter_context(contextlib.closing(trackers))
+
+    def begin(self, start: int, meter: Meter, ran: dict[str, Any], schedule: list[list[float]]) -> None:
+        """Record the start of this process, and write the environment.
+
+        Args:
+          start: number of steps that are done.
+          meter: measures the steps; the caller adds them.
+          ran: what the compiled step runs, from `Trainer.describe`.
+          schedule: points [step, learning rate].
+        """
+        self._start, self._meter = start, meter
+        logged = last_logged(self._run_dir)
+        train_seconds = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
+        self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
+        self._environment: dict[str, Any] = {"ran": ran, "schedule": schedule}
+        if self._run_dir is not None and self.writes:
+            write_environment(self._run_dir, **self._environment)
+
+    def log_step(self, step: int, values: Mapping[str, float], items: int, skipped_steps: int) -> None:
+        """Log a step's metrics with speed, memory and goodput, every `log_every` steps, the first and the last one.
+
+        Args:
+          step: the step, counted from 1.
+          values: its metrics.
+          items: number of items (tokens) of a step.
+          skipped_steps: number of steps of the run that were skipped.
+        """
+        every = self._config.log_every
+        if step % every and step not in (1, self._total_steps):
+            return
+        before = self._meter.total_seconds
+        line = {**values, "tokens": step * items, **self._meter.read(), "peak_memory_bytes": peak_memory_bytes()}
+        self._goodput.add(self._meter.total_seconds - before)
+        line |= self._goodput.read()
+        if skipped_steps:
+            line["skipped_steps"] = skipped_steps
+        self.last_values = {**self.last_values, "step": step, **line}
+        self._trackers.log(step, line)
+        if step <= self._start + every:  # the first steps also load kernels, and are slower than the others
+            self._meter.forget_pace()
+        if self._progress is not None:
+            self._progress.update(step, line, self._meter.eta_seconds(self._total_steps - step))
+
+    def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values of an evaluation after `step` steps."""
+        self.last_values = {**self.last_values, "step": step, **values}
+        self._trackers.log(step, values)
+        shown = [f"held-out loss {values['eval_loss']:.4f}"]
+        if "eval_bits_per_byte" in values:
+            shown.append(f"{values['eval_bits_per_byte']:.4f} bits per byte")
+        self.say(f"step {step}: {', '.join(shown)} ({values['eval_seconds']:.1f} s)")
+
+    def end(self, ended: Mapping[str, Any], finished: bool) -> None:
+        """Write the report with the measured peak of memory and how the run ended.
+
+        Args:
+          ended: plain data for `ended` in the environment.
+          finished: True if the run has all its steps.
+        """
+        if self._run_dir is None or not self.writes:
+            return
+        self._environment["ended"] = ended
+        memory = self._environment["ran"].get("memory")
+        if isinstance(memory, dict):
+            memory["measured_peak_bytes"] = peak_memory_bytes()
+        try:
+            self._trackers.close()
+            self._goodput.close(finished)
+            write_environment(self._run_dir, **self._environment)
+            self.say(f"report: {write_report(self._run_dir)}")
+        except OSError as error:  # must not hide the error that ended the run
+            self.say(f"warning: no report: {error.filename or self._run_dir}: {error.strerror or error}")
