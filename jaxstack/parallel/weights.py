@@ -30,7 +30,7 @@ def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike
     context = current_context()
     if dtype is not None and x.ndim > 1:
         x = x.astype(dtype)
-    if context is None or not any(map(context.rules.splits, context.rules.weight_axes)):
+    if context is None or not any(map(context.rules.xla_splits, context.rules.weight_axes)):
         return x
     rules = context.rules
     stored = context.parameter_spec(names, x.shape)
