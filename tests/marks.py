@@ -44,6 +44,17 @@ _CALLS = {
 _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 """Mark -> names of the test modules whose tests all get it."""
 
+SHOWN_ELSEWHERE = {
+    "parallel/test_expert_collectives": "parallel/test_expert_layouts trains with experts on several devices",
+    "parallel/test_step_collectives": "parallel/test_layouts trains with the collectives that it counts",
+    "models/test_passes": "models/test_transformer runs the layers whose passes it counts",
+    "run/test_init_from": "models/test_adapters trains with adapters, docs/finetuning.md starts from a checkpoint",
+    "parallel/test_overlap": "pallas_kernels/collective_matmul tests the matmuls that overlap communication",
+    "models/test_restack": "models/test_chunks and run/test_load read parameters in another stacking",
+    "checkpoint/test_kill": "checkpoint/test_damage reads what a cut-off save leaves",
+}
+"""Modules without a test in the default, and where the default tests what they show."""
+
 
 def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
     """Add to each test the marks of what makes it slow, and `slow` to those that the default leaves out."""
@@ -55,11 +66,21 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
     for tests in modules.values():
         left_out = [item for item in tests if not item.get_closest_marker("quick") and _has_slow_mark(item)]
         if len(left_out) == len(tests):
-            # A module of exhaustive tests only repeats what another one shows.
-            representative = next((item for item in tests if not item.get_closest_marker("exhaustive")), None)
+            representative = next((item for item in tests if _may_represent(item)), None)
             left_out = [item for item in tests if item is not representative]
         for item in left_out:
             item.add_marker("slow")
+
+
+def _may_represent(item: pytest.Item) -> bool:
+    """Return True if the test may stand for a module of slow tests in the default.
+
+    Exhaustive tests only repeat what another module shows. Those that compile for GPUs need jax's CUDA plugin, which a
+    plain installation lacks, and modules of `SHOWN_ELSEWHERE` test what faster modules test too.
+    """
+    module = item.nodeid.split("::")[0].removeprefix("tests/").removesuffix(".py")
+    costly = any(item.get_closest_marker(mark) for mark in ("exhaustive", "compiles_for_gpu"))
+    return not costly and module not in SHOWN_ELSEWHERE
 
 
 def _has_slow_mark(item: pytest.Item) -> bool:

@@ -186,6 +186,7 @@ def test_a_broken_table_is_not_overwritten(tmp_path, capsys):
     assert "is no table of block sizes" in capsys.readouterr().err and path.read_text() == "not json"
 
 
+@pytest.mark.interpreted_kernel
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 def test_the_stopwatch_runs_the_kernel_and_refuses_a_wrong_result(monkeypatch):
     monkeypatch.undo()

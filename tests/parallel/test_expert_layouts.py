@@ -39,12 +39,9 @@ def slow(*layouts: tuple[str, ...]):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(
-            (*layout(fsdp=2, expert=2, tensor=2), "parallel.sequence=true", "train.gradient_accumulation=2"),
-            marks=pytest.mark.quick,
-        ),
+        pytest.param(layout(expert=2), marks=pytest.mark.quick),
+        (*layout(fsdp=2, expert=2, tensor=2), "parallel.sequence=true", "train.gradient_accumulation=2"),
         *slow(
-            layout(expert=2),
             layout(expert=3),
             layout(expert=6),
             layout(data=3, expert=2),

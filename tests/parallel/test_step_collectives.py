@@ -64,6 +64,7 @@ def about(number: int) -> Any:
     return pytest.approx(number, abs=2 * SCALARS)
 
 
+@pytest.mark.trains
 def test_the_formula_counts_the_parameters():
     assert compiled_for_hopper("parallel.data=4")[1] == PARAMETERS
 

@@ -8,6 +8,8 @@ from jaxstack.trainer import Trainer
 from tests.hopper import compile_step
 from tests.small_runs import small_config
 
+pytestmark = pytest.mark.compiles_for_gpu
+
 LAYERS, D, HEADS, KV_HEADS, H, F = 2, 512, 4, 2, 128, 1024
 SHAPE = (
     f"model.num_layers={LAYERS}", f"model.hidden_size={D}", f"model.num_heads={HEADS}", "model.vocab_size=4096",

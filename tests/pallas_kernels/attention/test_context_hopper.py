@@ -14,6 +14,8 @@ from pallas_kernels import context_attention, lowering_platform
 from tests.compilation import fully_optimized
 from tests.hopper import hopper_array, hopper_mesh
 
+pytestmark = pytest.mark.compiles_for_gpu
+
 N, B, T, HEADS, KV_HEADS, H = 4, 2, 512, 8, 2, 64
 """Devices, and the shape of one device's part."""
 LARGE = 1, 8192, 32, 8, 128

@@ -8,6 +8,8 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import flash_attention, lowering_platform, record_choices, save_attention
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 
+pytestmark = pytest.mark.compiles_for_gpu
+
 needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 KERNEL = "mosaic_gpu_v2"
 

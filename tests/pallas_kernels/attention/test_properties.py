@@ -45,6 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.exhaustive  # test_backends and test_api have the cases of the default
 @settings(max_examples=8, deadline=None, derandomize="CI" in os.environ)
 @given(case=cases(), with_lse=st.booleans())
 def test_error_at_most_twice_the_plain_version(case, with_lse):

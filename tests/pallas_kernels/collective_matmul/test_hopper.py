@@ -10,7 +10,10 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import all_gather_matmul, lowering_platform, matmul_reduce_scatter
 from tests.hopper import compile_for_hopper, hopper_array, hopper_mesh
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
+pytestmark = [
+    pytest.mark.compiles_for_gpu,
+    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11"),
+]
 UP, DOWN = P(None, "tensor"), P("tensor", None)
 KERNEL = 'custom_call_target="mosaic_gpu_v2"'
 

@@ -11,6 +11,8 @@ import pytest
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum, lowering_platform
 from tests.hopper import compile_for_hopper
 
+pytestmark = pytest.mark.compiles_for_gpu
+
 D, V = 4096, 128256
 _MATMUL = re.compile(r'custom_call_target="__cublas\$')
 

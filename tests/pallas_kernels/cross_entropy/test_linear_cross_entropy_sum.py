@@ -67,6 +67,7 @@ def test_error_at_most_twice_the_plain_version(options, dtype, backend):
     check(make_inputs((2, 10)), dtype, backend, **options)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=4, deadline=None)
 @given(leading=st.lists(st.integers(1, 12), max_size=3).map(tuple), tokens=st.integers(1, 20))
 @example(leading=(2, 40), tokens=34)

@@ -215,6 +215,7 @@ def test_float16_states_do_not_overflow():
 # --- memory, sharding, choice, messages -------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @fully_optimized()
 def test_temporary_memory_is_linear_in_the_length(monkeypatch):
     monkeypatch.setattr(xla, "_LONGEST_CHUNK", 64)
