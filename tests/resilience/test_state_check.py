@@ -91,5 +91,5 @@ def test_the_guard_looks_when_it_is_time():
 def test_parameters_that_are_not_finite_are_not_saved(poison):
     state = State({"a": jnp.ones(3), "n": jnp.arange(3), "b": {"w": jnp.ones(3).at[1].set(poison)}})
     StateCheck().check(3, state, before_save=False)
-    with pytest.raises(JaxstackError, match="after step 3 parameters are not finite: b/w. It is not saved"):
+    with pytest.raises(JaxstackError, match="after step 3 parameters are not finite: b/w. This state is not saved"):
         StateCheck().check(3, state, before_save=True)
