@@ -15,4 +15,5 @@ from .low_precision import in_fp8 as in_fp8
 from .preset import load_preset as load_preset
 from .preset import preset_config as preset_config
 from .preset import preset_names as preset_names
+from .restack import unroll_layers as unroll_layers
 from .transformer import Transformer as Transformer
