@@ -8,7 +8,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxstack.parallel.config import AXES, ParallelConfig
 
 
-def make_mesh(parallel: ParallelConfig | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    parallel: ParallelConfig | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm] (a variable in jax's stubs)
+) -> Mesh:
     """Return a mesh with the axes `pipeline, data, fsdp, expert, context, tensor`; unused axes have size 1.
 
     Args:

@@ -40,15 +40,27 @@ class _Call:
         return str(self.products)
 
 
-_BACKENDS = (
+def _unsupported_reason(call: _Call) -> str | None:
+    return call.unsuitable
+
+
+def _lower_priority_reason(call: _Call) -> str | None:
+    return None if call.always else reason_against_kernels(call.products)
+
+
+def _do_nothing(call: _Call) -> None:
+    """The table only decides: `gather_project` and the other functions call what it chose themselves."""
+
+
+_BACKENDS: tuple[Backend[_Call], ...] = (
     Backend(
         "overlapped",
         "one or two kernels, whose tensor cores work while rows and sums travel",
-        lambda call: call.unsuitable,
-        lambda: None,
-        lambda call: None if call.always else reason_against_kernels(call.products),
+        _unsupported_reason,
+        _do_nothing,
+        _lower_priority_reason,
     ),
-    Backend("compiler", "XLA's matmuls, and its collective operations before and after", lambda _: None, lambda: None),
+    Backend("compiler", "XLA's matmuls, and its collective operations before and after", lambda _: None, _do_nothing),
 )
 
 

@@ -12,7 +12,7 @@ Arrays have two dims here: M rows, K contracted or input, N outputs. Scales are 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ def multiply(
         for w, q in zip(matrices, quantized, strict=True)
     )
     carriers = tuple(w.astype(options.dtype) for w in matrices)
-    function: Callable[..., tuple[jax.Array, ...]] = _swiglu_mlp if mlp else _multiply
+    function = cast(Callable[..., tuple[jax.Array, ...]], _swiglu_mlp if mlp else _multiply)
     flat = [array.reshape(-1, len(matrices[0])) if array.shape == x.shape else array for array in (x, *norm_inputs)]
     results = function(operations, options, flat[0], tuple(flat[1:]), carriers, given)
     outputs = [w.shape[options.contracted :] for w in weights[-len(results) :]]
