@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C outside of the training steps, and stacks on SIGUSR1.
+"""SIGTERM, Ctrl-C and a closed terminal (SIGHUP) outside of the training steps, and stacks on SIGUSR1.
 
 Imports no jax, so that it is active from the first line of a command on.
 """
@@ -20,7 +20,8 @@ twice, directly and through the launcher."""
 
 def stop_signals() -> list[signal.Signals]:
     """Return the stop signals that this process handles; `nohup` has it ignore SIGHUP, which then stays ignored."""
-    return [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signum for signum in STOP_SIGNALS if signum != signal.SIGHUP or not ignores_hangup]
 
 
 def signal_name(signum: int) -> str:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as a request to save and stop, at one step that all processes of the run agree on."""
+"""SIGTERM, Ctrl-C and a closed terminal as a request to save and stop, at one step that all processes agree on."""
 
 import itertools
 import signal
@@ -25,7 +25,7 @@ class Interrupted(JaxstackError):
 
 
 class StopRequest:
-    """Takes the first SIGTERM or SIGINT as a request to stop; a SIGINT some seconds later interrupts at once.
+    """Takes the first SIGTERM, SIGINT or SIGHUP as a request to stop; a SIGINT some seconds later interrupts at once.
 
     A single process stops at its next tick. With several, each tells the others the next tick at which it can stop and
     goes no further until all have answered; all stop at the latest of these ticks. They talk in a thread, so that the
