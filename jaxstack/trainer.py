@@ -38,7 +38,7 @@ Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
 
 
 class Trainer:
-    """Trains a module.
+    """Trains a Flax module on a mesh: data, loss, optimizer and parallelism of one run.
 
     Args:
       module: a `flax.nnx.Module`; or a function `rngs -> nnx.Module` (created sharded, for large models), such as

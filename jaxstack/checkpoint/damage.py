@@ -48,7 +48,7 @@ def _name_damage(path: Path, step: int) -> str:
 
 
 class KeepCheck:
-    """Verifies the checkpoints for which older ones may be deleted. Only the first process uses it.
+    """Verifies a newer checkpoint before older ones are deleted for it. Only the first process uses it.
 
     Args:
       report: called with a line about each damaged checkpoint.

@@ -224,6 +224,8 @@ def _learnt(example: _Text, places: np.ndarray) -> np.ndarray:
 
 
 class _Reader:
+    """Turns records of chats or prompts into text, with the spans of their answers."""
+
     def __init__(self, chats: Chats):
         self._chats = chats
         special = chats.tokenizer.special_tokens

@@ -226,8 +226,10 @@ class Data:
             stream.close()
 
     def _held_out_limits(self, max_tokens: int | None) -> list[int]:
-        """Return the number of predicted tokens of each held-out stream, in proportion to its size if there is a
-        limit."""
+        """Return how many tokens of each held-out stream are predicted.
+
+        A limit `max_tokens` is shared in proportion to their sizes.
+        """
         sizes = [rows.labels for rows in self._held_out_rows]
         total = sum(sizes)
         if self._config.held_out_max_bytes is not None:

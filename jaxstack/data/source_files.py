@@ -96,8 +96,7 @@ def _not_empty(found: list[SourceFile], path: str, reason: str) -> list[SourceFi
 
 
 def _nearest_path(path: str) -> str:
-    """Describe the longest existing parent of a missing path, with the names there that are closest to the missing
-    one."""
+    """Describe the longest existing parent of a missing path, with the names in it that are closest."""
     parts = Path(path).parts
     existing = Path(parts[0])
     missing = ""

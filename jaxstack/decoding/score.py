@@ -16,7 +16,7 @@ _MAX_LOGIT_TOKENS = 4096
 
 
 class Score(NamedTuple):
-    """Score of a continuation.
+    """Log-probability of a continuation, and whether greedy decoding would produce it.
 
     Attributes:
       log_probability: natural logarithm, summed over the tokens of the continuation.

@@ -70,7 +70,7 @@ class FunctionalModule:
         return True
 
     def stage_parameters(self, params: Dict) -> Dict:
-        """Return the parameters of `plain` in the order in which this module stores them. Traceable."""
+        """Convert parameters from the order of checkpoints, that of `plain`, to this module's. Traceable."""
         return params
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:

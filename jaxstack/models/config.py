@@ -23,9 +23,9 @@ class RopeScaling(Component):
     factor: float = Field(gt=0)
     """Ratio of the new context to the original one."""
     low_freq_factor: float = 1.0
-    """With `llama3`: frequencies of fewer turns than this over the original context are divided by `factor`."""
+    """Number of turns over the original context below which `llama3` divides a frequency by `factor`."""
     high_freq_factor: float = 4.0
-    """With `llama3`: frequencies of more turns than this over the original context are unchanged."""
+    """Number of turns over the original context above which `llama3` leaves a frequency unchanged."""
     original_max_position_embeddings: int = 8192
     """Context of the original training, in tokens."""
 

@@ -100,7 +100,7 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
 
 
 def apply_gathered(x: LayerInput, *layers: Linear) -> list[jax.Array]:
-    """Do as `apply_together` for layers that read the residual stream [B, T, D].
+    """Return the outputs of layers that read the residual stream, gathering a sharded sequence as they multiply.
 
     With sequence parallelism its all-gather overlaps the matmuls where a kernel can do that.
     """

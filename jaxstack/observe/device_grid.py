@@ -59,7 +59,10 @@ def panels_name(row: Mapping[str, Any]) -> str:
 
 
 def replicating_axes(row: Mapping[str, Any], mesh: Mesh) -> list[str]:
-    """Return the mesh axes that do not shard the array: devices along them hold replicas."""
+    """Return the mesh axes that do not shard the array of a `describe_shardings` row.
+
+    Devices along them hold replicas.
+    """
     used = {axis for axes in row["mesh_axes"] for axis in axes}
     return [axis for axis in mesh if axis not in used]
 

@@ -1,4 +1,4 @@
-"""What a run says while it trains and writes to its directory: messages, metrics, the environment and the report."""
+"""Output of a training run, printed and in its directory: messages, metrics, the environment and the report."""
 
 import contextlib
 from collections.abc import Callable, Mapping

@@ -20,8 +20,10 @@ class HasShape(Protocol):
 
 
 def is_matrix(path: str, leaf: HasShape) -> bool:
-    """Return True if weight decay applies to the parameter. Scales, biases and magnitudes count as vectors even if they
-    have two dims."""
+    """Return True if weight decay applies to the parameter.
+
+    Scales, biases and magnitudes count as vectors even if they have two dims.
+    """
     return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
 
 

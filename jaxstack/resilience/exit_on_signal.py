@@ -34,7 +34,7 @@ def signal_name(signum: int) -> str:
 
 
 class ExitOnSignal:
-    """Context in which, except in a `StopRequest`, a stop signal ends the process with one line and code 128 + number.
+    """Context in which a stop signal ends the process without saving, with code 128 + number; not in a `StopRequest`.
 
     Python runs signal handlers between two of its own instructions, and one instruction can be a compilation of
     several minutes; therefore a thread reads the signals. This also catches a Ctrl-C during a library's callback, where
@@ -42,7 +42,7 @@ class ExitOnSignal:
     the GIL, to standard error or to the file that the supervisor asked for.
 
     Args:
-      name: the command, for the message.
+      name: the command, for the message on standard error.
     """
 
     def __init__(self, name: str):

@@ -33,7 +33,7 @@ both take the same time if T N / K is 4000.
 
 @dataclasses.dataclass(frozen=True)
 class ContextRequest:
-    """A call with its arguments checked.
+    """A context-attention call with its arguments checked.
 
     Attributes:
         q, k, v: this device's shards [B, T, N, H], [B, T, K, H], [B, T, K, H]; arrays or shape structs.
@@ -57,7 +57,7 @@ class ContextRequest:
 
     @property
     def chunk(self) -> int:
-        """Number of tokens per chunk."""
+        """Number of tokens per chunk; a device holds two chunks in the zigzag layout, else one."""
         return self.q.shape[1] // chunks_per_device(self.layout)
 
     @property

@@ -28,7 +28,7 @@ _NO_SEGMENT = np.iinfo(np.int32).min
 
 @dataclasses.dataclass(frozen=True)
 class KeyGather:
-    """Arguments that are fixed while tracing: hashable, not differentiated.
+    """Arguments of attention to gathered keys that are fixed while tracing: hashable, not differentiated.
 
     Attributes:
         axis_name: mesh axis that the sequence is sharded over.

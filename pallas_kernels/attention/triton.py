@@ -201,12 +201,12 @@ class AttentionKernelPlan:
 
     @property
     def query_limit(self) -> int | None:
-        """The query length if the last block of queries extends past it, else None."""
+        """The query length, if loads must be masked because the last block extends past it; None if blocks fit."""
         return self.length if self.length % self.query_block else None
 
     @property
     def key_limit(self) -> int | None:
-        """The key length if the last block of keys extends past it, else None."""
+        """The key length, if loads must be masked because the last block extends past it; None if blocks fit."""
         return self.key_length if self.key_length % self.key_block else None
 
     @property

@@ -17,7 +17,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments that are fixed while tracing: hashable, not differentiated.
+    """Arguments of a cross-entropy call that are fixed while tracing: hashable, not differentiated.
 
     Attributes:
         ignore_index: a label whose token has loss 0 and no gradient.
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True)
 class CrossEntropyRequest:
-    """A call with its arguments checked.
+    """A cross-entropy call with its arguments checked.
 
     Attributes:
         hidden: [..., D].

@@ -1,4 +1,4 @@
-"""A vocabulary that is sharded evenly over an axis of a surrounding `jax.shard_map`.
+"""Helpers for a vocabulary that is sharded evenly over an axis of a surrounding `jax.shard_map`.
 
 The backends return each device's share of the loss there: the shares sum to the loss. So the gradient of every share
 is 1, and JAX's own `psum` of the shares carries the cotangents, with and without `check_vma`.

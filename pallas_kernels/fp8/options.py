@@ -1,11 +1,11 @@
-"""Arguments of an FP8 call that are fixed while tracing; all recipes share them."""
+"""`Fp8Options`: the static (non-array) arguments of an FP8 call, the same for all recipes."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Options:
-    """Arguments that are fixed while tracing: hashable, not differentiated.
+    """Arguments of an FP8 call that are fixed while tracing: hashable, not differentiated.
 
     Attributes:
         contracted: number of contracted dims: the last of the input, the first of each weight.

@@ -1,4 +1,4 @@
-"""The gradient of an activation inside of the product that it is multiplied with, for Hopper.
+"""Backward kernel for Hopper: d_out @ weight.T, with the gradient of the activation applied before it is stored.
 
 d_hidden = d_out @ weight.T stays in registers: each piece of a tile meets the inputs of the activation there, which TMA
 has brought to shared memory meanwhile, and their gradients leave from the same place.

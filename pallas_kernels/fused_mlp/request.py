@@ -11,7 +11,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class ActivatedMatmulRequest:
-    """A call with its arguments checked.
+    """An activated-matmul call with its arguments checked.
 
     Attributes:
         inputs: arrays [..., F].

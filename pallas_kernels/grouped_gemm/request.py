@@ -11,7 +11,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class GroupedMatmulRequest:
-    """A call with its arguments checked.
+    """A grouped-matmul call with its arguments checked.
 
     Attributes:
         x: rows [R, D].

@@ -98,11 +98,11 @@ class TiledProduct:
         return Ring(self.tiling.stages, self.interpret)
 
     def by_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(i, column of tiles within it) for the member of `columns` that holds this column of tiles."""
+        """Call visit(i, column within operand i) for the right operand i that holds this column of tiles."""
         _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
 
     def by_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
-        """Call visit(i, step within it) for the member of `depths` that holds this step."""
+        """Call visit(i, step within pair i) for the pair of operands i that holds this step."""
         _visit_part([size // DEPTH for size in self.depths], step, visit)
 
     def kernel(self, name: str, body: Callable[..., None], **parameters: Any) -> Callable[..., Any]:

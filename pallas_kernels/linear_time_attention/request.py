@@ -17,7 +17,7 @@ from pallas_kernels.target import Target, current_target
 
 @dataclass(frozen=True)
 class LinearAttentionRequest:
-    """A call with its arguments checked.
+    """A linear-attention call with its arguments checked.
 
     Attributes:
         q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, H]; arrays or shape structs.

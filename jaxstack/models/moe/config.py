@@ -43,7 +43,7 @@ class MoEConfig(Component):
     """A later layer is a mixture if its number, counted from 1, is a multiple of this: 2 makes every second one."""
 
     exchange_factor: float = Field(default=1.5, gt=0)
-    """With parallel.expert: rows of one all-to-all as a multiple of an even load. Rows that do not fit are sent in
+    """Rows of one all-to-all, with parallel.expert, as a multiple of an even load. Rows that do not fit are sent in
     further rounds, so the results do not depend on it, but memory and time do."""
     implementation: str | None = None
     """Backend of the grouped matmul by name; left out: the first that supports the call."""

@@ -27,7 +27,7 @@ class SplitLayer:
     structure: Any
     """Tree structure of the pullback of `jax.vjp`."""
     sources: tuple[int, ...]
-    """For each leaf of the pullback its index in [*known inputs, *views(known), *saved, *saved_views(saved)]."""
+    """Index of each leaf of the pullback in [*known inputs, *views(known), *saved, *saved_views(saved)]."""
     views: Callable[..., list[jax.Array]]
     """Function of the known inputs that returns the views of them that the pullback holds."""
     kept: tuple[int, ...]

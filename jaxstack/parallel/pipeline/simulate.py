@@ -12,7 +12,7 @@ Costs = Mapping[str, float]
 COSTS: Costs = {"F": 1.0, "B": 2.0, "W": 0.0}
 """A whole backward costs two forwards."""
 SPLIT_COSTS: Costs = {"F": 1.0, "B": 1.0, "W": 1.0}
-"""With weight gradients as tasks of their own, each half of the backward costs one forward."""
+"""Costs with weight gradients as tasks of their own: each half of the backward costs one forward."""
 
 
 @dataclasses.dataclass(frozen=True)
