@@ -92,7 +92,7 @@ def test_no_orphans_and_no_shared_memory_are_left():
     process = launch("--max-restarts", "0", program=program)
     out, _ = process.communicate(timeout=60)
     grandchild = int(out.split("grandchild ")[1].split()[0])
-    assert process.returncode == 1 and "was ended by SIGKILL" in out and "removed 1 files" in out
+    assert process.returncode == 1 and "was ended by SIGKILL" in out and "removed 1 file that" in out
     assert not is_running(grandchild) and not Path(name).exists()
 
 
