@@ -1,23 +1,22 @@
 """The command `python -m jaxstack.plan --config FILE`: lay out a configuration on a cluster without using it."""
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, required_option, run_command
 from jaxstack.errors import ConfigError
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack plan",
         description="Show how a configuration is laid out on a mesh: the devices, the bytes that each holds between "
         "steps, model FLOPs, and the schedule of a pipeline. Nothing is computed and no device is used. With "
         "--rehearse, compile the real train step for GPUs that are not present, and show whether its memory fits.",
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
+    parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument(
         "--devices", type=int, metavar="N", help="devices of the cluster (default: product of the degrees)"
@@ -42,7 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = make_parser().parse_intermixed_args(argv)
+    parser = make_parser()
+    args = required_option(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
 
     def body() -> None:
         if args.devices is not None and args.devices < 1:

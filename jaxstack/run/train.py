@@ -32,7 +32,7 @@ from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
-from jaxstack.run.memory import check_memory, looks_too_large
+from jaxstack.run.memory import check_memory, check_size
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
@@ -84,13 +84,12 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     say = report if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
+    check_size(config)
     if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
         say(
             f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
             "compiled by itself, which can take many minutes; model.scan_layers=true compiles one layer"
         )
-    if looks_too_large(config.model, config.parallel):
-        check_memory(make_trainer(config, lambda step: {}))
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
