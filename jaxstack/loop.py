@@ -24,6 +24,7 @@ from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.run_log import RunLog
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import last_evaluation, last_logged
+from jaxstack.observe.units import plural
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
@@ -144,20 +145,21 @@ class Loop:
             if self.run_dir is not None:
                 self.checkpoints = self._open_checkpoints(stack, self.run_dir)
             start = self.start = self.done = self._restore()
-            if self.settings.on_start is not None and log.first:
+            if self.settings.on_start is not None and log.first and start <= train.steps:
                 self.settings.on_start()
             log.show_progress(stack, start)
             if start >= train.steps:
-                log.say(f"the run has all its {train.steps} steps; raise train.steps to go on")
+                more = f"{start} steps, more than train.steps={train.steps}" if start > train.steps else None
+                log.say(f"the run has {more or f'all its {plural(start, "step")}'}; raise train.steps to go on")
                 log.last_values = last_logged(self.run_dir)
-                if evaluated := last_evaluation(self.run_dir, train.steps):
+                if evaluated := last_evaluation(self.run_dir, start):
                     return log.last_values | evaluated
             log.open_trackers(stack, start, self.settings.settings)
             self._prepare(start)
             stack.push(self._report)
             if start < train.steps:
                 self._steps(start)
-            self._evaluate(train.steps, None)
+            self._evaluate(max(start, train.steps), None)
             self.finished = True
         self.signs.note("end")
         return log.last_values

@@ -90,10 +90,8 @@ def make_job(args: argparse.Namespace) -> Job:
         if not command:
             raise ConfigError("there is no command to run: jaxstack launch -- python -m jaxstack.train --config FILE")
         if command[0].endswith((".yaml", ".yml")):
-            words = " ".join(command)
-            raise ConfigError(
-                f"{command[0]} is no command; give all of it: jaxstack launch -- python -m jaxstack.train --config {words}"
-            )
+            right = " ".join(["jaxstack launch -- python -m jaxstack.train --config", *command])
+            raise ConfigError(f"{command[0]} is a file, not a command; give the whole command: {right}")
     check_shadowing(command)
     return Job(command, args.processes, nodes, limits, restarts, args.grace_seconds)
 

@@ -192,8 +192,8 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
-        f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
-        f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
+        f"{plural(config.train.steps, 'step')} of {config.train.global_batch_size} x {config.train.sequence_length} "
+        f"tokens = {tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
         f"{', without the gradients of frozen weights' * frozen})"
     )
