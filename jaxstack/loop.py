@@ -149,8 +149,9 @@ class Loop:
                 self.settings.on_start()
             log.show_progress(stack, start)
             if start >= train.steps:
-                more = f"{start} steps, more than train.steps={train.steps}" if start > train.steps else None
-                log.say(f"the run has {more or f'all its {plural(start, "step")}'}; raise train.steps to go on")
+                more = f"{start} steps, more than train.steps={train.steps}"
+                every = f"all its {plural(start, 'step')}"
+                log.say(f"the run has {more if start > train.steps else every}; raise train.steps to go on")
                 log.last_values = last_logged(self.run_dir)
                 if evaluated := last_evaluation(self.run_dir, start):
                     return log.last_values | evaluated

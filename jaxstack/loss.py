@@ -202,8 +202,8 @@ def as_loss_sum(value: object) -> LossSum:
     shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
     if shape != () or jnp.iscomplexobj(value):
         raise TypeError(
-            "a loss function must return a real scalar (the mean over its batch) or jaxstack.loss.LossSum(total, count); "
-            f"it returned {_kind(value)}."
+            "a loss function must return a real scalar (the mean over its batch) or "
+            f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
         )
     return LossSum(jnp.asarray(cast(jax.typing.ArrayLike, value), jnp.float32), jnp.ones((), jnp.float32))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -227,4 +228,4 @@ def _summarize(
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
     chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
     prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
-    say(f"next: python -m jaxstack.generate --run {config.directory} {prompt}")
+    say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")
