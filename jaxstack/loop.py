@@ -127,7 +127,7 @@ class Loop:
 
     def __init__(self, trainer: Trainable, run_dir: str | Path | None, settings: LoopSettings):
         self.trainer, self.settings = trainer, settings
-        self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.run_dir = Path(run_dir).expanduser() if run_dir is not None else None
         self.log = RunLog(self.run_dir, trainer.train.steps, settings.observe, settings.say)
         self.checkpoints: RunCheckpoints | None = None
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
