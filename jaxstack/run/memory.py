@@ -20,6 +20,20 @@ _BYTES_PER_PARAMETER = 16
 """Float32 weight and gradient, and the two moments of AdamW."""
 
 
+class DoesNotFit(ConfigError):
+    """The train state and the gradients alone exceed the memory of a device.
+
+    Args:
+      message: what does not fit, and the ways out.
+      needed: bytes that a step needs on each device, without activations.
+      available: bytes that each device has.
+    """
+
+    def __init__(self, message: str, needed: int, available: int):
+        super().__init__(message)
+        self.needed, self.available = needed, available
+
+
 def check_memory(trainer: Trainer) -> str | None:
     """Compare what every step needs with what the devices have.
 
@@ -30,7 +44,7 @@ def check_memory(trainer: Trainer) -> str | None:
       A warning if little is left for activations; None if there is enough, or if the memory is not known.
 
     Raises:
-      ConfigError: the state and the gradients alone exceed the memory of a device.
+      DoesNotFit: the state and the gradients alone exceed the memory of a device.
     """
     available = memory_per_device()
     if available is None:
@@ -50,9 +64,11 @@ def check_memory(trainer: Trainer) -> str | None:
     if needed > available:
         whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.optimizer, trained)))
         count = -(-whole // available)
-        raise ConfigError(
+        raise DoesNotFit(
             f"the model does not fit: a step needs {parts}, but there are {byte_size(available)}{shared}. "
-            f"{_ways_out(trainer, available, count)}"
+            f"{_ways_out(trainer, available, count)}",
+            needed,
+            available,
         )
     if needed > _TIGHT * available:
         return f"a step needs {parts}; there are {byte_size(available)}{shared}"
