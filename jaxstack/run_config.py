@@ -170,7 +170,8 @@ def config_from_tree(
 ) -> RunConfig:
     """Build a validated `RunConfig` from plain data.
 
-    Fills in the model and tokenizer of `run.init_from`, the preset, and the default names of optimizer and schedule.
+    Fills in the model and tokenizer of `run.init_from` or `run.branch_from`, the preset, and the default names of
+    optimizer and schedule.
 
     Args:
       tree: sections as nested dicts; a section of None counts as absent.
@@ -182,8 +183,9 @@ def config_from_tree(
     """
     sections: Tree = {key: value for key, value in tree.items() if value is not None}
     run = sections.get("run")
-    if isinstance(run, dict) and isinstance(run.get("init_from"), str):
-        sections = fill_in(sections, run["init_from"])
+    for key in ("init_from", "branch_from"):
+        if isinstance(run, dict) and isinstance(run.get(key), str):
+            sections = fill_in(sections, run[key])
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)

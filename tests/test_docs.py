@@ -147,8 +147,8 @@ def parser_of(name: str) -> Any:
 def check_command(words: list[str]) -> None:
     name, *arguments = words
     name = name.removeprefix("jaxstack.")
-    parser = parser_of(name)
-    if name not in ("train", "plan"):
+    parser = COMMANDS[name].load().make_parser(arguments) if name == "tune" else parser_of(name)
+    if name not in ("train", "plan", "tune"):
         parser.parse_intermixed_args(arguments) if name in ("generate", "evaluate") else parser.parse_args(arguments)
         return
     parsed = parser.parse_intermixed_args(arguments)

@@ -44,8 +44,8 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser.add_argument("--study", metavar="FILE", required=True, help="YAML file: trials, space; see docs/tuning.md")
     return add_examples(
         parser,
-        "tune --config configs/quickstart.yaml --study configs/quickstart-study.yaml",
-        "tune --config configs/quickstart.yaml --study configs/quickstart-study.yaml train.steps=200",
+        "tune --config configs/quickstart.yaml --study configs/studies/quickstart.yaml",
+        "tune --config configs/quickstart.yaml --study configs/studies/quickstart.yaml train.steps=200",
         "tune learning-rate --config configs/quickstart.yaml",
     )
 

@@ -82,13 +82,21 @@ class OptunaStudy:
       directory: directory of the study, for the default storage.
       identity: what makes trials comparable, as plain data; a stored study with another one is refused.
       steps: number of steps of a trial, for the pruners.
+      base_first: let the first trial of a new study be the configuration as it is, if that is in the space.
 
     Raises:
       ConfigError: the storage cannot be opened, or the stored study is of another configuration.
     """
 
     def __init__(
-        self, config: StudyConfig, space: SearchSpace, directory: Path, identity: Mapping[str, Any], steps: int
+        self,
+        config: StudyConfig,
+        space: SearchSpace,
+        directory: Path,
+        identity: Mapping[str, Any],
+        steps: int,
+        *,
+        base_first: bool = True,
     ):
         optuna.logging.set_verbosity(logging.ERROR)
         self.config, self.space = config, space
@@ -102,14 +110,14 @@ class OptunaStudy:
                 load_if_exists=True,
                 pruner=make_pruner(config, steps),
             )
-            self._check_identity(json.loads(json.dumps(identity)))
+            self._check_identity(json.loads(json.dumps(identity)), base_first)
 
-    def _check_identity(self, identity: Mapping[str, Any]) -> None:
+    def _check_identity(self, identity: Mapping[str, Any], base_first: bool) -> None:
         stored = self._study.user_attrs.get("identity")
         if stored is None:
             self._study.set_user_attr("identity", identity)
-            base = self.space.base_values()
-            if base is not None:  # the first trial is the configuration as it is
+            base = self.space.base_values() if base_first else None
+            if base is not None:
                 self._study.enqueue_trial({key: _encode(self.space.dimensions[key], v) for key, v in base.items()})
         elif difference := fingerprint_difference(stored, identity):
             raise ConfigError(

@@ -100,7 +100,7 @@ def study_identity(base: RunConfig, settings: StudyConfig) -> dict[str, Any]:
     for key in settings.space:  # these differ from trial to trial
         *sections, last = key.split(".")
         functools.reduce(lambda tree, name: tree.get(name) or {}, sections, found).pop(last, None)
-    return {"configuration": found, "space": settings.space, "metric": settings.metric}
+    return {"space": settings.space, "metric": settings.metric, "configuration": found}
 
 
 @dataclasses.dataclass
@@ -224,8 +224,7 @@ class Search:
         write_file(directory / "config.yaml", dump_yaml(config).encode(), durable=False)
         (directory / OUTCOME).unlink(missing_ok=True)
         slot = min(set(range(self._workers)) - {trial.slot for trial in self._running})
-        command = [sys.executable, "-m", "jaxstack.tune.trial", str(directory)]
-        child = Child(number, command, self._environment(slot), directory, None)
+        child = Child(number, trial_command(directory), self._environment(slot), directory, None)
         self._running.append(_Running(number, directory, child, lock, slot, config, values))
         return True
 
@@ -332,6 +331,11 @@ class Search:
             text = dump_yaml(config_from_tree(tree, "the best trial"))
             write_file(self.directory / "best.yaml", text.encode(), durable=False)
         write_report(self.directory, self.study.config, records, self.study.importance(), self.study.space, text)
+
+
+def trial_command(directory: Path) -> list[str]:
+    """Return the command of a trial's process, which leaves `outcome.json` in the trial's directory."""
+    return [sys.executable, "-m", "jaxstack.tune.trial", str(directory)]
 
 
 def _kill(child: Child) -> None:
