@@ -46,7 +46,7 @@ class Range:
 
     def samples(self) -> list[Any]:
         """Return the two ends, which the configuration must accept."""
-        return [int(self.low), int(self.high)] if self.whole else [float(self.low), float(self.high)]
+        return [self.low, self.high]
 
     def contains(self, value: object) -> bool:
         """Return True if the value is in the range (and on its grid)."""

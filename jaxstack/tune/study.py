@@ -18,7 +18,7 @@ class StudyConfig(Component):
     """Name of the study; its directory is `run.dir`/name. Default: the name of the study file."""
     trials: int = Field(default=30, ge=1, le=100_000)
     """Number of trials, over all processes and hosts; raise it to go on with a study."""
-    space: dict[str, JsonValue] = Field(min_length=1)
+    space: dict[str, JsonValue]
     """`section.key` -> `{low, high, log, step}` for a range, or a list of choices."""
     metric: Literal["eval_loss", "eval_bits_per_byte"] = "eval_loss"
     """Value to minimize, of the evaluation after a trial's last step. Bits per byte compare between tokenizers."""
@@ -41,6 +41,13 @@ class StudyConfig(Component):
     the study's directory."""
     keep_checkpoints: Literal["best", "all", "none"] = "best"
     """Checkpoints that are kept: the best trial's so far, those of every trial, or none."""
+
+    @field_validator("space")
+    @classmethod
+    def _is_not_empty(cls, space: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if not space:
+            raise ValueError("should have at least one section.key, such as optimizer.learning_rate.")
+        return space
 
     @field_validator("name")
     @classmethod
