@@ -46,8 +46,8 @@ def _branch(config: RunConfig, source: Path, report: Callable[[str], None]) -> N
     step = link_checkpoint(source / "checkpoints", config.run.branch_step, target)
     report(f"branching from {source}, step {step}")
     before = config_from_tree(load_yaml(source / "config.yaml"), str(source / "config.yaml"))
-    old, new = learning_rate_at(before, step - 1), learning_rate_at(config, step)
-    if abs(new - old) > _SAME_RATE * old + rate_change(config, step):
+    old, new = learning_rate_at(before, step), learning_rate_at(config, step)
+    if abs(new - old) > _SAME_RATE * old:
         report(
             f"warning: the learning rate jumps at step {step}, from {old:.3g} to {new:.3g}: a decay that begins there "
             f"has schedule.decay_steps = train.steps - {step}"
@@ -58,8 +58,3 @@ def learning_rate_at(config: RunConfig, step: int) -> float:
     """Return the scheduled learning rate of a step, counted from 0."""
     multiplier = config.schedule.make_multiplier(config.train.steps)
     return config.optimizer.learning_rate * float(multiplier(step))
-
-
-def rate_change(config: RunConfig, step: int) -> float:
-    """Return the change of the scheduled learning rate from a step to the next one."""
-    return abs(learning_rate_at(config, step + 1) - learning_rate_at(config, step))

@@ -230,9 +230,9 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
     if config.sampler == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     if config.sampler == "gp":
-        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=config.startup_trials)
+        return optuna.samplers.GPSampler(seed=seed, n_startup_trials=config.random_trials)
     return optuna.samplers.TPESampler(
-        seed=seed, n_startup_trials=config.startup_trials, multivariate=True, constant_liar=True
+        seed=seed, n_startup_trials=config.random_trials, multivariate=True, constant_liar=True
     )
 
 

@@ -108,7 +108,7 @@ def _charts(config: StudyConfig, records: Sequence[TrialRecord], best: TrialReco
     )
     shown = [record for record in records if record is not best][-_MAX_CURVES:]
     curves = [
-        Curve(f"{r.number}", make_series(r.curve), "dashed" if r.state == "pruned" else "faint")
+        Curve(f"trial {r.number}", make_series(r.curve), "dashed" if r.state == "pruned" else "faint")
         for r in shown
         if r.curve
     ]

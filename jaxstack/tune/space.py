@@ -12,12 +12,10 @@ from pydantic import BaseModel
 from jaxstack.config.loader import (
     Tree,
     drop_keys_of_replaced,
-    load_yaml,
     merge_overrides,
-    merge_trees,
 )
 from jaxstack.errors import ConfigError, nearest
-from jaxstack.run_config import RunConfig, config_from_tree
+from jaxstack.run_config import RunConfig, config_from_tree, load_tree
 
 Values: TypeAlias = Mapping[str, Any]
 """`section.key` -> value of one trial."""
@@ -119,8 +117,7 @@ def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence
     Raises:
       ConfigError: a key is unknown or fixed by an override, a range is empty, or the configuration refuses its ends.
     """
-    tree, _ = drop_keys_of_replaced(RunConfig, load_yaml(config), overrides)
-    tree = merge_trees({"run": {"name": "trial"}}, merge_overrides(tree, overrides))
+    tree = load_tree(config, overrides)
     config_from_tree(tree, str(config), overrides)  # tells what is wrong with the configuration itself
     fixed = {override.partition("=")[0].strip() for override in overrides}
     dimensions: dict[str, Dimension] = {}
@@ -169,22 +166,22 @@ def _number(text: Mapping[str, object], name: str, where: str) -> float:
 
 
 def _checked(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
-    """Return the dimension with the type of its key, after the configuration accepted its ends or choices."""
-    dimension, names = dimensions[key], _names_to_try(key, dimensions)
-    for position, name in enumerate(names):
-        try:
-            return _accepted(key, dimension, name, tree, where)
-        except ConfigError:
-            if position + 1 == len(names):
-                raise
-    return dimension
+    """Return the dimension with the type of its key, after the configuration accepted its ends or choices.
 
-
-def _accepted(key: str, dimension: Dimension, name: Values, tree: Tree, where: str) -> Dimension:
-    """Return the dimension with the type of its key, if the configuration with `name` accepts its ends or choices."""
+    A value is accepted if it fits together with the configuration, or with a value of one of the other dimensions.
+    """
+    dimension = dimensions[key]
+    others = [{other: value} for other, one in dimensions.items() if other != key for value in one.samples()]
+    contexts: list[Values] = [{}, *others]
 
     def value_of(value: object) -> object:
-        return _value_at(_with_values(tree, {**name, key: value}, where, strict=True), key)
+        refused = None
+        for context in contexts:
+            try:
+                return _value_at(_with_values(tree, {**context, key: value}, where, strict=True), key)
+            except ConfigError as error:
+                refused = refused or error
+        raise refused or ConfigError(f"{where} cannot be {value!r}.")
 
     found = value_of(dimension.samples()[0])
     if isinstance(dimension, Range):
@@ -196,14 +193,6 @@ def _accepted(key: str, dimension: Dimension, name: Values, tree: Tree, where: s
     for value in dimension.samples()[1:]:
         value_of(value)
     return dimension
-
-
-def _names_to_try(key: str, dimensions: Mapping[str, Dimension]) -> list[dict[str, Any]]:
-    """Return assignments of the `name` beside the key: those of the space, as the key may exist with one name only."""
-    beside = f"{key.rpartition('.')[0]}.name"
-    if key == beside or beside not in dimensions:
-        return [{}]
-    return [{beside: name} for name in dimensions[beside].samples()]
 
 
 def _with_values(tree: Tree, values: Values, origin: str, strict: bool = False) -> RunConfig:

@@ -25,8 +25,8 @@ class StudyConfig(Component):
     sampler: Literal["tpe", "gp", "random"] = "tpe"
     """`tpe`: tree-structured Parzen estimator (Bergstra et al. 2011); `gp`: Gaussian process, which needs PyTorch and
     SciPy; `random`: no model, for comparison."""
-    startup_trials: int = Field(default=10, ge=1)
-    """Random trials before the sampler's model proposes any."""
+    startup_trials: int | None = Field(default=None, ge=1)
+    """Random trials before the sampler's model proposes any. Default: a fifth of `trials`, from 5 to 10."""
     pruner: Literal["median", "hyperband", "none"] = "median"
     """Rule that stops a trial early by its held-out losses so far: above the median of the other trials at the same
     step, or successive halving (Li et al. 2018)."""
@@ -41,6 +41,11 @@ class StudyConfig(Component):
     the study's directory."""
     keep_checkpoints: Literal["best", "all", "none"] = "best"
     """Checkpoints that are kept: the best trial's so far, those of every trial, or none."""
+
+    @property
+    def random_trials(self) -> int:
+        """`startup_trials` with its default."""
+        return self.startup_trials or min(max(self.trials // 5, 5), 10)
 
     @field_validator("space")
     @classmethod

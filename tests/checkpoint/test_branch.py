@@ -8,6 +8,7 @@ import pytest
 from jaxstack.checkpoint import branch
 from jaxstack.checkpoint.branch import link_checkpoint
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.checkpoint.manifest import MANIFEST
 from jaxstack.errors import ConfigError, JaxstackError
 from tests.checkpoint.states import assert_same, make_state
 
@@ -50,7 +51,7 @@ def test_refusals(source, tmp_path):
         link_checkpoint(source, 3, tmp_path / "b")
     with pytest.raises(ConfigError, match="no checkpoint"):
         link_checkpoint(tmp_path / "none", None, tmp_path / "b")
-    next((source / "4").glob("MANIFEST*")).write_text("nonsense")
+    (source / "4" / MANIFEST).write_text("nonsense")
     with pytest.raises(JaxstackError, match="checkpoint 4 .* is damaged"):
         link_checkpoint(source, 4, tmp_path / "b")
     (tmp_path / "file").write_text("")

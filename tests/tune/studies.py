@@ -30,8 +30,8 @@ def write_config(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def write_study(folder: Path, name: str = "study", **keys: Any) -> Path:
-    path = folder / f"{name}.yaml"
+def write_study(folder: Path, stem: str = "study", **keys: Any) -> Path:
+    path = folder / f"{stem}.yaml"
     path.write_text(yaml.safe_dump({"trials": 4, "space": SPACE, **keys}))
     return path
 

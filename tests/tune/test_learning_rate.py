@@ -37,7 +37,7 @@ def test_the_search_ends_where_the_loss_is_four_times_its_minimum():
 def test_suggestions_of_a_known_curve():
     """A loss that falls as a sigmoid around 1e-3 and rises from 1e-1 on."""
     logs = np.log10(RATES.rates())
-    finding = read_losses(RATES.rates(), 4 - 3 / (1 + np.exp(-6 * (logs + 3))) + 40 * np.maximum(logs + 1, 0) ** 2)
+    finding = read_losses(RATES.rates(), 4 - 3 / (1 + np.exp(-6 * (logs + 3))) + 400 * np.maximum(logs + 1, 0) ** 2)
     lag = 1 / (1 - 0.98) / 20  # of the moving average, in decades: 20 steps each
     assert -3 <= np.log10(finding.steepest) <= -3 + lag
     assert finding.tenth_of_minimum == pytest.approx(finding.rates[np.argmin(finding.averages)] / 10)
@@ -62,7 +62,7 @@ def test_a_real_model_learns_with_the_rate_that_it_finds(tmp_path):
         [
             f"run.dir={tmp_path}", "model.hidden_size=32", "model.num_layers=1", "model.num_heads=2",
             f"data.sources=[{{path: {texts}}}]", "data.tokenizer.name=byte", f"data.cache_dir={tmp_path}/tokens",
-            "data.held_out_fraction=0.0", "train.sequence_length=32", "train.global_batch_size=8",
+            "data.held_out_fraction=0.0", "train.sequence_length=32", "train.global_batch_size=8", "parallel.data=-1",
         ],
     )  # fmt: skip
     said: list[str] = []
