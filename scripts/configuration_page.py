@@ -2,7 +2,7 @@
 
 python scripts/configuration_page.py
 
-Text outside the tables is written by hand.
+The table of a study's keys in docs/tuning.md is made too. Text outside the tables is written by hand.
 """
 
 import json
@@ -23,8 +23,10 @@ from jaxstack.optim.base import Optimizer
 from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES, Schedule
 from jaxstack.run_config import RunConfig
+from jaxstack.tune.study import StudyConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+STUDIES = PAGE.with_name("tuning.md")
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 NAMED_HEAD = "| name | keys with their defaults |\n|---|---|\n"
 BASES = {"optimizer": (Optimizer, OPTIMIZERS), "schedule": (Schedule, SCHEDULES)}
@@ -143,6 +145,12 @@ def make_page(text: str) -> str:
     return "".join(parts)
 
 
+def make_studies_page(text: str) -> str:
+    """Return the page about studies with the table of their keys updated; other text is unchanged."""
+    rows = re.escape(HEAD.split(" |\n")[0]) + r".*\n(?:\|.*\n)+"
+    return re.sub(rows, lambda _: table("study", StudyConfig), text)
+
+
 def tables_of(section: str) -> tuple[list[str], list[str]]:
     """Return the tables of a section in their order: those of keys, and those of components chosen by name."""
     if section in BASES:
@@ -158,4 +166,5 @@ def tables_of(section: str) -> tuple[list[str], list[str]]:
 
 if __name__ == "__main__":
     PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(PAGE.name)
+    STUDIES.write_text(make_studies_page(STUDIES.read_text(encoding="utf-8")), encoding="utf-8")
+    print(PAGE.name, STUDIES.name)

@@ -1,8 +1,13 @@
 """Search spaces: types from the configuration's schema, conditional keys, and one message for every mistake."""
 
+import re
+from pathlib import Path
+
 import pytest
+import yaml
 
 from jaxstack.errors import ConfigError
+from jaxstack.tune import study
 from jaxstack.tune.space import Choice, Range, read_space
 from jaxstack.tune.study import load_study
 from tests.tune.studies import write_config, write_study
@@ -81,6 +86,17 @@ def test_a_wrong_space_is_refused_with_its_key(config, space, said):
     with pytest.raises(ConfigError, match=said) as error:
         read(config, space, "optimizer.b2=0.9")
     assert str(error.value).startswith(f"s.yaml: space.{next(iter(space))}")
+
+
+def test_studies_of_the_documentation_are_studies(tmp_path):
+    root = Path(study.__file__).parents[2]
+    shown = re.findall(r"^```yml\n(.*?)^```", (root / "docs" / "tuning.md").read_text(), re.M | re.S)
+    shipped = (root / "configs" / "studies" / "quickstart.yaml").read_text()
+    assert len(shown) == 2 and yaml.safe_load(shown[0]) == yaml.safe_load(shipped)
+    for text in shown:
+        (tmp_path / "shown.yaml").write_text(text)
+        found = load_study(tmp_path / "shown.yaml")
+        read_space(found.space, root / "configs" / "quickstart.yaml", ["train.steps=200"], "shown.yaml")
 
 
 def test_study_files(tmp_path):

@@ -99,8 +99,8 @@ def _path(curve: Curve, x: Axis, y: Axis, named: bool = False) -> str:
         if not joined and ends:
             parts.append("h0.01")
     lone = " lone" if np.count_nonzero(known) <= 1 else ""
-    title = f"<title>{html.escape(curve.label)}</title>" if named else ""
-    return f'<path class="line {curve.look}{lone}" d="{"".join(parts)}">{title}</path>'
+    end = f"><title>{html.escape(curve.label)}</title></path>" if named else "/>"
+    return f'<path class="line {curve.look}{lone}" d="{"".join(parts)}"{end}'
 
 
 def _hover_data(curves: Sequence[Curve], chart: Chart, x: Axis, y: Axis) -> str:
