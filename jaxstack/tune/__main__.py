@@ -45,7 +45,7 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     return add_examples(
         parser,
         "tune --config configs/quickstart.yaml --study configs/studies/quickstart.yaml",
-        "tune --config configs/quickstart.yaml --study configs/studies/quickstart.yaml train.steps=200",
+        "tune --config configs/quickstart.yaml --study STUDY.yaml train.steps=200",
         "tune learning-rate --config configs/quickstart.yaml",
     )
 

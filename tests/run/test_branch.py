@@ -13,8 +13,9 @@ from jaxstack.run_config import load_config
 SMALL = (
     "model.hidden_size=32", "model.num_layers=1", "model.num_heads=2", "data.tokenizer.name=byte",
     "data.held_out_fraction=0.0", "train.sequence_length=16", "train.global_batch_size=8", "parallel.data=-1",
-    "observe.log_every=1", "observe.trackers=[jsonl]", "schedule.name=wsd", "schedule.warmup_steps=2", "schedule.decay_steps=3",
-    "checkpoint.every_steps=4", "checkpoint.keep_every_steps=4", "optimizer.learning_rate=0.01",
+    "observe.log_every=1", "observe.trackers=[jsonl]", "schedule.name=wsd", "schedule.warmup_steps=2",
+    "schedule.decay_steps=3", "checkpoint.every_steps=4", "checkpoint.keep_every_steps=4",
+    "optimizer.learning_rate=0.01",
 )  # fmt: skip
 
 
