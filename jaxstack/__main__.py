@@ -81,6 +81,12 @@ def _checkpoint() -> CommandModule:
     return checkpoint
 
 
+def _tune() -> CommandModule:
+    from jaxstack.tune import __main__ as tune
+
+    return tune
+
+
 def _schema() -> CommandModule:
     from jaxstack import schema
 
@@ -93,6 +99,7 @@ COMMANDS = {
     "generate": Command("sample text from a trained run", _generate),
     "evaluate": Command("compute loss and bits per byte on held-out text, or run evaluation tasks", _evaluate),
     "plan": Command("show how a configuration is laid out on a mesh, without its devices", _plan),
+    "tune": Command("search hyperparameters over many short runs, or find a learning rate", _tune),
     "convert": Command("convert Hugging Face checkpoints to run directories, and back", _convert),
     "prepare": Command("tokenize text into shards", _prepare),
     "checkpoint": Command("verify, list or prune the checkpoints of a run", _checkpoint),

@@ -28,7 +28,7 @@ def config(tmp_path_factory) -> Path:
     return path
 
 
-COMMANDS = ["train", "generate", "evaluate", "convert", "prepare", "checkpoint", "schema"]
+COMMANDS = ["train", "tune", "generate", "evaluate", "convert", "prepare", "checkpoint", "schema"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

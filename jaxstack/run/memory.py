@@ -23,6 +23,20 @@ _BYTES_PER_PARAMETER = 16
 """Float32 weight and gradient, and the two moments of AdamW."""
 
 
+class DoesNotFit(ConfigError):
+    """Weights and optimizer state alone exceed the memory of a device.
+
+    Args:
+      message: what does not fit, and the ways out.
+      needed: bytes of the state on each device, without gradients and activations.
+      available: bytes that each device has.
+    """
+
+    def __init__(self, message: str, needed: int, available: int):
+        super().__init__(message)
+        self.needed, self.available = needed, available
+
+
 def check_size(config: RunConfig) -> None:
     """Check, from the number of parameters alone, that the train state can fit the devices.
 
@@ -33,7 +47,7 @@ def check_size(config: RunConfig) -> None:
       config: the configuration of the run, whose layout is resolved.
 
     Raises:
-      ConfigError: weights and optimizer state alone exceed the memory of a device.
+      DoesNotFit: weights and optimizer state alone exceed the memory of a device.
     """
     available = memory_per_device()
     if available is None:
@@ -60,7 +74,7 @@ def check_memory(trainer: Trainer) -> str | None:
       A warning if little or nothing is left for activations; None if there is enough, or if the memory is not known.
 
     Raises:
-      ConfigError: weights and optimizer state alone exceed the memory of a device.
+      DoesNotFit: weights and optimizer state alone exceed the memory of a device.
     """
     available = memory_per_device()
     if available is None:
@@ -84,13 +98,15 @@ def check_memory(trainer: Trainer) -> str | None:
 
 
 def _refuse_state(weights: int, optimizer: int, whole: int, available: int) -> None:
-    """Raise ConfigError if the state of a device exceeds `available`; `whole` is that of all devices. All in bytes."""
+    """Raise DoesNotFit if the state of a device exceeds `available`; `whole` is that of all devices. All in bytes."""
     if weights + optimizer <= available:
         return
-    raise ConfigError(
+    raise DoesNotFit(
         f"the model does not fit: its state takes {byte_size(weights + optimizer)} on each device "
         f"({byte_size(weights)} of weights, {byte_size(optimizer)} of optimizer state), and gradients and activations "
-        f"on top, but there are {byte_size(available)}{_shared()}. {_ways_out(available, -(-whole // available))}"
+        f"on top, but there are {byte_size(available)}{_shared()}. {_ways_out(available, -(-whole // available))}",
+        weights + optimizer,
+        available,
     )
 
 

@@ -30,6 +30,7 @@ from jaxstack.models.pretrained import is_run
 from jaxstack.observe.units import plural
 from jaxstack.plan.choose import training_layout
 from jaxstack.resilience.preflight import check_devices, check_program
+from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
@@ -86,6 +87,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     for line in warnings:
         say(f"warning: {line}")
     check_size(config)
+    branch(config, say)
     if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
         say(
             f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
