@@ -9,7 +9,8 @@ float32 weights and the optimizer's state. Within a step come, on top:
 - activations that `model.remat` saves, in the compute dtype, for each token and layer: 4D + 2Q + 2K + 3F values with
   `none` (2D + 2Q + 2K + 2F where weights are gathered, as elementwise results are then recomputed), 2D + 2Q + 2K + 2F
   with `save_dots`, D + Q with `save_attention`, D with `full`, Q or none on the device with those that offload
-  (compare Korthikanti et al. 2022). An MLP without a gate has 2F and F in place of 3F and 2F;
+  (compare Korthikanti et al. 2022). An MLP without a gate has 2F and F in place of 3F and 2F; a mixture of experts with
+  k experts for a token saves 4kD more, 6kD with an `expert` axis; sequence parallelism saves one gathered input, D;
 - the activations and gradients of the one layer that is in its backward pass, and a chunk of logits;
 - buffers: of experts that receive tokens, and of keys and values from the `context` axis.
 
@@ -142,6 +143,11 @@ def saved_values(shape: ModelShape, layouts: Layouts, prefetch: bool = False) ->
     whole = 4 * d / stream + (2 * q + 2 * k + (inner + 1) * f) / tensor
     dots = 2 * d / stream + (2 * q + 2 * k + inner * f) / tensor
     attention = (q + 2 * shape.heads) / tensor
+    # Rows at their experts and back; with `expert` also before and after the exchange.
+    routed = np.where(layouts["expert"] > 1, 6, 4) * shape.routed * d * shape.mixtures / shape.layers
+    # Sequence parallelism saves the gathered inputs of matmuls.
+    more = routed + np.where(layouts["sequence"] > 0, d, 0)
+    whole, dots = whole + more, dots + more
     gathered = gathers_weights(layouts)
     cases = {
         "none": np.where(gathered, dots, whole),
