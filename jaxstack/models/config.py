@@ -222,7 +222,9 @@ class ModelConfig(Component):
 
         The pattern is followed by the layers of an incomplete repetition and by the `end_layers`.
         """
-        start, period = _repeated_pattern(tuple(self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers]))
+        start, period = _repeated_pattern(
+            tuple(self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers])
+        )
         return self.end_layers + start, period
 
     @property

@@ -10,7 +10,14 @@ from jaxstack.plan.cluster import cluster_names, cluster_of_devices, parse_clust
 
 @pytest.mark.parametrize(
     "text, hosts, gpus",
-    [("8 x 8 h200", 8, 8), ("8x8 H200", 8, 8), ("4 h200", 1, 4), ("2 x h200", 1, 2), ("h200", 1, 8), ("1 x 1 a100", 1, 1)],
+    [
+        ("8 x 8 h200", 8, 8),
+        ("8x8 H200", 8, 8),
+        ("4 h200", 1, 4),
+        ("2 x h200", 1, 2),
+        ("h200", 1, 8),
+        ("1 x 1 a100", 1, 1),
+    ],
 )
 def test_numbers_in_the_text(text, hosts, gpus):
     cluster = parse_cluster(text)

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxstack.plan.cluster import parse_cluster
-from jaxstack.plan.forecast import LayoutModel, forecast
-from jaxstack.plan.layouts import Layouts, enumerate_layouts, layout_of
-from jaxstack.plan.memory import PARTS, in_flight
 from jaxstack.parallel.pipeline.schedule import SCHEDULES as TABLES
 from jaxstack.parallel.pipeline.simulate import simulate
-from jaxstack.plan.layouts import SCHEDULES
+from jaxstack.plan.cluster import parse_cluster
+from jaxstack.plan.forecast import LayoutModel, forecast
+from jaxstack.plan.layouts import SCHEDULES, Layouts, enumerate_layouts, layout_of
+from jaxstack.plan.memory import PARTS, in_flight
 from jaxstack.plan.step_time import bubble_of_work
 from jaxstack.run_config import load_config
 
@@ -23,7 +22,9 @@ COMPILED = Path(__file__).parent / "data" / "compiled_memory.jsonl"
 
 
 def model_of(*overrides, cluster="1 x 8 h200"):
-    config = load_config(None, ["model.preset=llama3-8b", "train.sequence_length=4096", *overrides], report=lambda _: None)
+    config = load_config(
+        None, ["model.preset=llama3-8b", "train.sequence_length=4096", *overrides], report=lambda _: None
+    )
     return LayoutModel(config, parse_cluster(cluster))
 
 
