@@ -162,7 +162,8 @@ def calibrate(rows: Sequence[tuple[str, Row]]) -> tuple[dict[str, float], dict[s
     values = {
         **profile_rates(profile, peaks), **attention_rates(device, peaks["bfloat16"]), "copy_rate": copy_rate,
         "scan_passes": scan_passes(ablation, copy_rate, cluster.memory_bandwidth),
-        "elementwise": 0.6, "overlap": 0.5, "overlap_scanned": 0.5, **{name: value for name, (value, _) in GIVEN.items()},
+        "elementwise": 0.6, "overlap": 0.5, "overlap_scanned": 0.5,
+        **{name: value for name, (value, _) in GIVEN.items()},
     }  # fmt: skip
     values = fit(values, rows)
     attention = [source("device", row) for row in device if row["work"].startswith("attention")]

@@ -7,9 +7,9 @@
 Each model has a process of its own and its share of the time. It measures the planner's choice, then the fastest layout
 of each kind (axes, ZeRO stage, schedule, rematerialisation, with microbatches or without), then all others, until the
 time is used up. A layout that fails, for example for lack of memory, gives a row with `failed` and no time.
-Rows: `milliseconds`, `predicted_milliseconds`, `error` (predicted over measured, minus one), `compiled_bytes` (memory by
-the compiler), `predicted_bytes`, `rank` (by the predicted time). The last lines give, for each model, the time of the planner's choice
-relative to the best measured one, and the median absolute error.
+Rows: `milliseconds`, `predicted_milliseconds`, `error` (predicted by measured, minus 1), `compiled_bytes` (memory by
+the compiler), `predicted_bytes`, `rank` (by the predicted time). The last lines give, for each model, the time of the
+planner's choice relative to the best measured one, and the median absolute error.
 """
 
 import argparse

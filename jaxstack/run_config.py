@@ -144,6 +144,7 @@ def load_config(
       ConfigError: the file or a value is wrong; one message lists every problem.
     """
     tree = _expand_auto(load_yaml(path)) if path is not None else {}
+    overrides = ["parallel.auto=true" if o.replace(" ", "") == "parallel=auto" else o for o in overrides]
     named = {"run": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem)}} if path is not None else {}
     tree, notes = drop_keys_of_replaced(RunConfig, tree, overrides)
     tree = merge_trees(named, merge_overrides(tree, overrides))

@@ -86,7 +86,7 @@ class CollectiveModel:
         return np.where(group.hosts > 1, np.minimum(link, network * group.per_host), link)
 
     def all_gather(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds to gather `size` bytes (of the result) on each device: (n - 1) / n of them are received."""
+        """Return the seconds to gather a result of `size` bytes: each device receives (n - 1) / n of them."""
         return self._fastest(np.asarray(size, float) * (1 - 1 / group.size), group.size - 1, group)
 
     def reduce_scatter(self, size: ArrayLike, group: Group) -> Values:

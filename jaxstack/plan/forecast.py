@@ -1,4 +1,4 @@
-"""Forecasts of layouts: memory, time of a step, throughput, and what a number of tokens takes in days, money, energy."""
+"""Forecasts of layouts: memory, time of a step, throughput, and the days, money and energy of a number of tokens."""
 
 import dataclasses
 import math

@@ -3,8 +3,8 @@
 Widths: D hidden, Q heads x head_dim, K kv_heads x head_dim, F feed-forward, V vocabulary. Between steps a device holds
 float32 weights and the optimizer's state. Within a step come, on top:
 
-- a working copy in the compute dtype: of all weights with ZeRO 1 and 2 (Rajbhandari et al. 2020), of embedding and head,
-  and of the layer that computes;
+- a working copy in the compute dtype: of all weights with ZeRO 1 and 2 (Rajbhandari et al. 2020), of embedding and
+  head, and of the layer that computes;
 - gradients in float32 (in the compute dtype with ZeRO 1), and with gradient accumulation their sums;
 - activations that `model.remat` saves, in the compute dtype, for each token and layer: 4D + 2Q + 2K + 3F values with
   `none` (2D + 2Q + 2K + 2F where weights are gathered, as elementwise results are then recomputed), 2D + 2Q + 2K + 2F
@@ -135,7 +135,7 @@ def in_flight(layouts: Layouts) -> Floats:
 
 
 def saved_values(shape: ModelShape, layouts: Layouts, prefetch: bool = False) -> Floats:
-    """Return the values saved on the device for each token and layer, with the degrees of `tensor` taken into account."""
+    """Return the values saved on the device for each token and layer, by one of the `tensor` devices."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
     inner = 2 if shape.gated else 1
     stream = np.where(layouts["sequence"] > 0, layouts["tensor"], 1)

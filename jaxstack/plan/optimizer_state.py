@@ -17,12 +17,13 @@ def optimizer_bytes(optimizer: Optimizer, shape: ModelShape) -> float:
       optimizer: settings of the optimizer; groups are left out.
       shape: the model, of which one layer, the embedding and the head are counted.
     """
-    d, width = shape.hidden, shape.feed_forward
+    d, width, head = shape.hidden, shape.feed_forward, shape.head_dim
+    keys = shape.key // head
     sizes = {
-        "decoder/layers/0/attention/q_proj/kernel": ((d, shape.query), shape.layers),
-        "decoder/layers/0/attention/k_proj/kernel": ((d, shape.key), shape.layers),
-        "decoder/layers/0/attention/v_proj/kernel": ((d, shape.key), shape.layers),
-        "decoder/layers/0/attention/o_proj/kernel": ((shape.query, d), shape.layers),
+        "decoder/layers/0/attention/q_proj/kernel": ((d, shape.heads, head), shape.layers),
+        "decoder/layers/0/attention/k_proj/kernel": ((d, keys, head), shape.layers),
+        "decoder/layers/0/attention/v_proj/kernel": ((d, keys, head), shape.layers),
+        "decoder/layers/0/attention/o_proj/kernel": ((shape.heads, head, d), shape.layers),
         "decoder/layers/0/mlp/up_proj/kernel": ((d, width), shape.layers * (1 + shape.gated)),
         "decoder/layers/0/mlp/down_proj/kernel": ((width, d), shape.layers),
         "embedding/table": ((shape.vocabulary, d), 1),

@@ -82,7 +82,7 @@ def draw_budget(budget: TrainingBudget) -> list[str]:
     cost = f", {budget.cost:,.0f} at the cluster's price" if budget.cost is not None else ""
     return [
         f"{short_number(budget.tokens)} tokens with the first: {short_number(budget.days)} days, "
-        f"{short_number(budget.gpu_hours)} GPU-hours{cost}, {short_number(budget.kilowatt_hours / 1000)} MWh of the GPUs"
+        f"{short_number(budget.gpu_hours)} GPU-hours{cost}, {short_number(budget.kilowatt_hours / 1000)} MWh"
     ]
 
 

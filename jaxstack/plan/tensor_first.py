@@ -1,4 +1,4 @@
-"""The policy "tensor first" of Megatron-LM: as little model parallelism as fits, tensor parallelism within a host first.
+"""Megatron-LM's policy "tensor first": as little model parallelism as fits, tensor parallelism within a host first.
 
 Narayanan et al. 2021 choose the layouts of their Table 1 in this way. It is a policy by itself, because a search for
 the smallest modelled time finds other layouts: on paper an interleaved pipeline of small microbatches beats tensor

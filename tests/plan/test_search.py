@@ -81,7 +81,7 @@ def test_the_layout_depends_on_model_and_memory():
     assert dense.parallel.expert == 1
     small = config_of("model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024")
     parallel = search_layouts(small, parse_cluster("8 h200")).best.config.parallel
-    assert (parallel.data, parallel.fsdp, parallel.tensor) == (8, 1, 1)
+    assert parallel.data * parallel.fsdp == 8 and small.model.remat == "none"
     tight = parse_cluster("8 h200").model_copy(update={"memory_bytes": 24 * 2**30})
     assert search_layouts(config_of(*DENSE), tight).best.config.model.remat != "none"
 
@@ -91,8 +91,8 @@ def test_a_model_that_fits_nowhere_gets_a_way_out():
     with pytest.raises(ConfigError, match=r"needs .* on each GPU \(.*optimizer.*usable.*It fits \d+ x 8 L40S"):
         search_layouts(config, parse_cluster("8 l40s"))
     odd = config_of("model.preset=gpt2-124m", "train.global_batch_size=5", "train.sequence_length=1024")
-    with pytest.raises(ConfigError, match="has 7 devices.*train.global_batch_size"):
-        search_layouts(odd, parse_cluster("7 h200"))
+    with pytest.raises(ConfigError, match="has 13 devices.*train.global_batch_size"):
+        search_layouts(odd, parse_cluster("13 h200"))
 
 
 def test_forecasts_scale_as_they_should():
