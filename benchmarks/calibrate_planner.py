@@ -40,8 +40,14 @@ GIVEN = {
     "tick_seconds": (3e-4, "1F1B and interleaved pipelines of 16 layers of width 4096 on four H200s"),
 }
 """Values that no row of the results has, with their sources."""
-FITTED = ("elementwise", "overlap", "overlap_scanned")
-"""Parameters that are fitted to whole steps, in this order."""
+FITTED = {
+    "matmul": np.linspace(0.70, 0.80, 21),
+    "elementwise": np.linspace(0.3, 1.2, 46),
+    "overlap": np.linspace(0, 1, 21),
+    "overlap_scanned": np.linspace(0, 1, 21),
+}
+"""Parameters that are fitted to whole steps, in this order, with the values that are tried. The rate of matmuls is
+between that of a lone GEMM, under which the clock falls most, and that of the traces."""
 
 
 def read(script: str) -> list[Row]:
@@ -143,8 +149,7 @@ def fit(values: dict[str, float], rows: Sequence[tuple[str, Row]]) -> dict[str, 
         return float(np.mean([abs(predict(model, efficiency) / seconds - 1) for model, seconds in opened]))
 
     for _ in range(2):
-        for name in FITTED:
-            grid = np.linspace(0.3, 1.2, 46) if name == "elementwise" else np.linspace(0, 1, 21)
+        for name, grid in FITTED.items():
             # A parameter on which no row depends keeps its value.
             scores = {float(value): loss({**values, name: float(value)}) for value in (values[name], *grid)}
             best = min(scores, key=lambda value: scores[value])
@@ -166,6 +171,8 @@ def calibrate(rows: Sequence[tuple[str, Row]]) -> tuple[dict[str, float], dict[s
         **{name: value for name, (value, _) in GIVEN.items()},
     }  # fmt: skip
     values = fit(values, rows)
+    if not any(model.time.scanned and row["devices"] > 1 for model, row in ((open_row(r)[0], r) for _, r in rows)):
+        values["overlap_scanned"] = values["overlap"]
     attention = [source("device", row) for row in device if row["work"].startswith("attention")]
     traces = [source("step_profile", row) for row in profile]
     sources = {

@@ -2,8 +2,8 @@
 
 python scripts/plan_page.py
 
-The examples are searches of the planner. Measured rows come from benchmarks/results/planner.jsonl (and train_step.jsonl)
-and compiled memory from tests/plan/data/compiled_memory.jsonl.
+The examples are searches of the planner. Measured rows come from train_step.jsonl and planner.jsonl of
+benchmarks/results, and compiled memory from tests/plan/data/compiled_memory.jsonl.
 """
 
 import json
@@ -14,8 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
@@ -23,6 +22,7 @@ from jaxstack.plan.forecast import forecast, training_budget
 from jaxstack.plan.search import describe_degrees
 from jaxstack.run_config import load_config
 
+ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "plan.md", ROOT / "benchmarks" / "results"
 COMPILED = ROOT / "tests" / "plan" / "data" / "compiled_memory.jsonl"
 EXAMPLES = {
@@ -58,8 +58,8 @@ def example(name: str) -> str:
     counts = f"{result.found.fitting:,} of {result.found.tried:,} possible layouts fit."
     cost = f" {budget.cost:,.0f} at the file's price," if budget.cost is not None else ""
     line = (
-        f"{counts} {budget.tokens / 1e9:,.0f} billion tokens (20 per parameter) with the first: {budget.days:,.1f} days, "
-        f"{budget.gpu_hours:,.0f} GPU-hours,{cost} {budget.kilowatt_hours / 1000:,.1f} MWh."
+        f"{counts} {budget.tokens / 1e9:,.0f} billion tokens (20 per parameter) with the first: "
+        f"{budget.days:,.1f} days, {budget.gpu_hours:,.0f} GPU-hours,{cost} {budget.kilowatt_hours / 1000:,.1f} MWh."
     )
     return f"{table(titles, rows)}\n\n{line}"
 
@@ -83,8 +83,8 @@ def measured() -> str:
             continue
         predicted, real = 1e3 * forecast(config, cluster).step_seconds, row["milliseconds"]
         errors.append(predicted / real - 1)
-        lines.append([row["work"], row.get("variant") or "", f"{predicted:,.0f}", f"{real:,.0f}", f"{100 * errors[-1]:+.1f}",
-                      str(row["commit"])[:7]])  # fmt: skip
+        named = [row["work"], row.get("variant") or "", f"{predicted:,.0f}", f"{real:,.0f}"]
+        lines.append([*named, f"{100 * errors[-1]:+.1f}", str(row["commit"])[:7]])
     titles = ["work", "variant", "predicted ms", "measured ms", "difference %", "commit"]
     middle = 100 * median(abs(error) for error in errors)
     return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %, over {len(errors)} rows."
@@ -100,8 +100,9 @@ def compiled() -> str:
         layers = f" of {config.model.num_layers} layers" if any("num_layers" in o for o in row["overrides"]) else ""
         shape = f"{config.train.global_batch_size} x {config.train.sequence_length}"
         scanned = "" if config.model.scan_layers else ", unrolled"
-        lines.append([f"{config.model.preset}{layers}, {shape}", describe_degrees(config) + scanned, f"{found / 2**30:.1f}",
-                      f"{row['predicted_bytes'] / 2**30:.1f}", f"{100 * errors[-1]:+.1f}"])  # fmt: skip
+        named = [f"{config.model.preset}{layers}, {shape}", describe_degrees(config) + scanned]
+        sizes = [f"{size / 2**30:.1f}" for size in (found, row["predicted_bytes"])]
+        lines.append([*named, *sizes, f"{100 * errors[-1]:+.1f}"])
     titles = ["work", "layout", "planner GiB", "compiler GiB", "difference %"]
     middle = 100 * median(abs(error) for error in errors)
     return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %."

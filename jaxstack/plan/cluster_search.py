@@ -113,6 +113,8 @@ def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
         found = dataclasses.replace(found, forecasts=[tensor_first_layout(known, cluster)])
         notes.append("policy tensor-first: the smallest tensor x pipeline that fits")
     notes += _check_budget(found.best, tokens, options)
+    if options.verify and cluster.name != "H200":
+        raise ConfigError(f"--verify compiles for H200s only, and the cluster has {cluster.name}; leave it out.")
     count = min(options.verify, len(found.forecasts))
     verified = [rehearse(one.config, cluster.devices) for one in found.forecasts[:count]]
     if options.output is not None:

@@ -135,6 +135,7 @@ class LayoutModel:
             rotates=config.model.positions == "rope",
             scanned=config.model.scan_layers,
             prefetch=config.parallel.prefetch,
+            copies=config.parallel.copy_engines != "never",
         )
 
     @property

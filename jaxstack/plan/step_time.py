@@ -57,6 +57,7 @@ class StepModel:
       rotates: True if queries and keys are rotated by their positions.
       scanned: `model.scan_layers`.
       prefetch: `parallel.prefetch`.
+      copies: True if copy engines may move the weights and gradients of unrolled layers.
     """
 
     shape: ModelShape
@@ -70,6 +71,7 @@ class StepModel:
     rotates: bool
     scanned: bool
     prefetch: bool
+    copies: bool
 
     def parts(self, layouts: Layouts) -> dict[str, Floats]:
         """Return the seconds of a step for each layout, by part."""
@@ -204,7 +206,11 @@ class StepModel:
         shape, model, group = self.shape, self._collectives, joined(groups["fsdp"], groups["context"])
         size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
         byte = np.where(layouts["fp8"] > 0, 1, 2)
-        gathered = 2 * model.all_gather(byte * size, group) + model.reduce_scatter(self.reduce_bytes * size, group)
+        # Copy engines send gradients as they were computed.
+        others = layouts["tensor"] * layouts["expert"] * layouts["pipeline"]
+        copied = self.copies and not self.scanned and self.cluster.hosts == 1
+        reduced = np.where(copied & (others == 1), 2, self.reduce_bytes)
+        gathered = 2 * model.all_gather(byte * size, group) + model.reduce_scatter(reduced * size, group)
         # ZeRO 2 reduce-scatters each layer's gradient over `data` in each microbatch.
         local = size / group.size
         scattered = model.reduce_scatter(self.reduce_bytes * local, groups["data"])
