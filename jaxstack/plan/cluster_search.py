@@ -52,7 +52,7 @@ class SearchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSearch:
-    """What a search on the command line found.
+    """Result of a search on the command line.
 
     Attributes:
       found: the ranked layouts.

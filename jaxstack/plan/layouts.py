@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -187,8 +186,3 @@ def _rule(message: str) -> str:
 def count_tokens(config: RunConfig) -> int:
     """Return the tokens of a step."""
     return config.train.global_batch_size * config.train.sequence_length
-
-
-def model_devices(layouts: Layouts) -> Floats:
-    """Return the number of devices of each layout."""
-    return np.asarray(math.prod(layouts[axis] for axis in AXES), float)

@@ -56,7 +56,7 @@ def memory_parts(
     stored = stored_parameters(shape, layouts, zero_from=1)
     gradients = _gradients(shape, layouts)
     activations = saved_values(shape, layouts, prefetch) * _COMPUTE * layers_of_stage(shape, layouts)
-    activations = activations * _row_tokens(layouts, tokens) * in_flight(layouts)
+    activations = activations * row_tokens(layouts, tokens) * in_flight(layouts)
     work = _working_set(shape, layouts, tokens)
     if not scanned:
         # Unrolled layers free their activations one by one while their gradients take the place.
@@ -70,7 +70,7 @@ def memory_parts(
         "activations": activations,
         "transient": work,
         "logits": np.minimum(
-            _row_tokens(layouts, tokens) * shape.vocabulary * _COMPUTE / layouts["tensor"], CHUNK_BYTES
+            row_tokens(layouts, tokens) * shape.vocabulary * _COMPUTE / layouts["tensor"], CHUNK_BYTES
         ),
         "buffers": _buffers(shape, layouts, tokens),
     }
@@ -165,21 +165,15 @@ def saved_values(shape: ModelShape, layouts: Layouts, prefetch: bool = False) ->
     return found + waiting
 
 
-def _row_tokens(layouts: Layouts, tokens: int) -> Floats:
-    """Return the tokens of one microbatch on each device."""
-    rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["context"]
-    return tokens / (rows * layouts["microbatches"])
-
-
 def row_tokens(layouts: Layouts, tokens: int) -> Floats:
     """Return the tokens of one microbatch on each device."""
-    return _row_tokens(layouts, tokens)
+    return row_tokens(layouts, tokens)
 
 
 def _working_set(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
     """Return the bytes of activations and gradients of the layer that is in its backward pass."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
-    rows, tensor = _row_tokens(layouts, tokens), layouts["tensor"]
+    rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
     stream = np.where(layouts["sequence"] > 0, tensor, 1)
     narrow = (4 * d / stream + (2 * q + 2 * k) / tensor) * rows * _COMPUTE
     wide = (3 if shape.gated else 2) * f / tensor * rows * _COMPUTE
@@ -191,17 +185,17 @@ def _working_set(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
 
 def _working_copies(shape: ModelShape, layouts: Layouts, prefetch: bool) -> Floats:
     """Return the bytes of weights in the compute dtype."""
-    tensor, stages, experts = layouts["tensor"], layouts["pipeline"], layouts["expert"]
+    tensor, experts = layouts["tensor"], layouts["expert"]
     layers = layers_of_stage(shape, layouts)
     of_layers = (shape.layer_parameters + shape.all_experts / experts) / shape.layers * layers / tensor
     one = of_layers / layers * (2 if prefetch else 1)
     gathered = np.where(gathers_weights(layouts), one, np.where(layouts["zero"] > 0, of_layers, one))
-    return _COMPUTE * (gathered + shape.tables / tensor / np.where(stages > 1, 1, 1))
+    return _COMPUTE * (gathered + shape.tables / tensor)
 
 
 def _buffers(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
     """Return the bytes of tokens at their experts, and of keys and values of other devices."""
-    rows, tensor = _row_tokens(layouts, tokens), layouts["tensor"]
+    rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
     copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2
     experts = copies * rows * _COMPUTE * (shape.mixtures > 0)
     keys = np.where(layouts["context"] > 1, 2 * shape.key * 2 * (_COMPUTE + 4) * rows / tensor, 0)
