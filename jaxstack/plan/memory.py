@@ -7,7 +7,7 @@ float32 weights and the optimizer's state. Within a step come, on top:
   head, and of the layer that computes;
 - gradients in float32 (in the compute dtype with ZeRO 1), and with gradient accumulation their sums;
 - activations that `model.remat` saves, in the compute dtype, for each token and layer: 4D + 2Q + 2K + 3F values with
-  `none` (2D + 2Q + 2K + 2F where weights are gathered, as elementwise results are then recomputed), 2D + 2Q + 2K + 2F
+  `none` (2D + 2Q + 2K + 2F where scanned layers gather weights, and recompute elementwise results), 2D + 2Q + 2K + 2F
   with `save_dots`, D + Q with `save_attention`, D with `full`, Q or none on the device with those that offload
   (compare Korthikanti et al. 2022). An MLP without a gate has 2F and F in place of 3F and 2F; a mixture of experts with
   k experts for a token saves 4kD more, 6kD with an `expert` axis; sequence parallelism saves one gathered input, D;
@@ -55,7 +55,7 @@ def memory_parts(
     """
     stored = stored_parameters(shape, layouts, zero_from=1)
     gradients = _gradients(shape, layouts)
-    activations = saved_values(shape, layouts, prefetch) * _COMPUTE * layers_of_stage(shape, layouts)
+    activations = saved_values(shape, layouts, scanned=scanned) * _COMPUTE * layers_of_stage(shape, layouts)
     activations = activations * row_tokens(layouts, tokens) * in_flight(layouts)
     work = _working_set(shape, layouts, tokens)
     if not scanned:
@@ -134,7 +134,7 @@ def in_flight(layouts: Layouts) -> Floats:
     return np.where(stages > 1, np.minimum(found, count), 1.0)
 
 
-def saved_values(shape: ModelShape, layouts: Layouts, prefetch: bool = False) -> Floats:
+def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Floats:
     """Return the values saved on the device for each token and layer, by one of the `tensor` devices."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
     inner = 2 if shape.gated else 1
@@ -148,9 +148,8 @@ def saved_values(shape: ModelShape, layouts: Layouts, prefetch: bool = False) ->
     # Sequence parallelism saves the gathered inputs of matmuls.
     more = routed + np.where(layouts["sequence"] > 0, d, 0)
     whole, dots = whole + more, dots + more
-    gathered = gathers_weights(layouts)
     cases = {
-        "none": np.where(gathered, dots, whole),
+        "none": np.where(gathers_weights(layouts) & scanned, dots, whole),
         "save_dots": dots,
         "save_attention": d / stream + attention,
         "full": d / stream,

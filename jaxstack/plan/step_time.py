@@ -112,7 +112,7 @@ class StepModel:
         casts = 6 * weights * 2 / self._memory_rate
         elementwise = elementwise + casts + self.efficiency.layer_seconds
         if self.scanned:
-            stacked = saved_values(shape, layouts, self.prefetch) * 2 * rows * self.efficiency.scan_passes
+            stacked = saved_values(shape, layouts, scanned=True) * 2 * rows * self.efficiency.scan_passes
             elementwise = elementwise + stacked / self._memory_rate
         found = {"matmul": matmul, "attention": attention, "elementwise": elementwise}
         return {name: layers * seconds for name, seconds in found.items()}
