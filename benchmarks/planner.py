@@ -96,7 +96,8 @@ def candidates(config: RunConfig, devices: int, device_kind: str) -> list[tuple[
     numbered = list(enumerate(ranked, start=1))
     first = {kind_of(one): (rank, one) for rank, one in reversed(numbered)}
     chosen = sorted(first.values(), key=lambda pair: pair[0])
-    return [*chosen, *(pair for pair in numbered if pair not in chosen)]
+    taken = {rank for rank, _ in chosen}
+    return [*chosen, *((rank, one) for rank, one in numbered if rank not in taken)]
 
 
 def measure(forecast: Forecast, overrides: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -108,12 +109,12 @@ def measure(forecast: Forecast, overrides: Sequence[str], seconds: float) -> dic
     try:
         config, trainer = open_trainer(overrides)
         began = time.perf_counter()
-        trainer.compile(trainer.peek_batch())
+        compiled = trainer.compile(trainer.peek_batch())
         compile_seconds = time.perf_counter() - began
         batches = trainer.batches(0)
         times = time_steps(lambda: trainer.train_step(next(batches)[0])["loss"], seconds)
         batches.close()
-        memory = predicted_memory(trainer.compiled) if trainer.compiled is not None else {}
+        memory = predicted_memory(compiled)
     except Exception as error:  # one layout that fails, for lack of memory or by a bug, must not end the others
         return {"failed": str(error).splitlines()[0][:300] if str(error) else type(error).__name__}
     rate = rates(config, times["milliseconds"], jax.device_count(), jax.devices()[0].device_kind)
