@@ -25,8 +25,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table, require_commit
@@ -90,7 +88,7 @@ def candidates(config: RunConfig, devices: int, device_kind: str) -> list[tuple[
     cluster = cluster_of_devices(device_kind, devices, one_host=True) or parse_cluster(f"{devices} h200")
     layouts, _ = enumerate_layouts(config, devices)
     model = LayoutModel(config, cluster)
-    fitting = layouts.select(np.asarray(sum(model.memory(layouts).values())) <= model.usable_bytes)
+    fitting = layouts.select(model.fits(layouts))
     best = search_layouts(config, cluster, top=1).best
     ranked = sorted(model.forecasts(fitting), key=lambda one: (one.config != best.config, one.step_seconds))
     numbered = list(enumerate(ranked, start=1))

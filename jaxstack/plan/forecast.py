@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.models.count import model_flops_per_token
 from jaxstack.plan.cluster import Cluster
@@ -109,6 +111,11 @@ def compute_optimal(flops: float) -> tuple[float, float]:
     return parameters, CHINCHILLA_TOKENS * parameters
 
 
+def total(parts: Mapping[str, Floats]) -> Floats:
+    """Return the sum of the parts of each layout's memory or time."""
+    return np.sum(np.stack(list(parts.values())), axis=0)
+
+
 class LayoutModel:
     """Computes memory and time of any layouts of one configuration on one cluster.
 
@@ -153,6 +160,10 @@ class LayoutModel:
             scanned=self.time.scanned,
             prefetch=self.time.prefetch,
         )
+
+    def fits(self, layouts: Layouts) -> np.ndarray:
+        """Return True for each layout whose predicted memory is usable."""
+        return total(self.memory(layouts)) <= self.usable_bytes
 
     def seconds(self, layouts: Layouts) -> dict[str, Floats]:
         """Return the seconds of a step for each layout, by part."""

@@ -145,7 +145,7 @@ def _variants(
         try:
             yield ParallelConfig.model_validate(tree)
         except ValidationError as error:
-            refused[_rule(str(error.errors()[0]["ctx"]["error"]))] += 1
+            refused[_rule(error.errors()[0]["msg"].removeprefix("Value error, "))] += 1
 
 
 def _with_degrees(base: ParallelConfig, degrees: dict[str, int]) -> dict[str, Any]:

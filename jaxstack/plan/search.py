@@ -10,7 +10,7 @@ import numpy as np
 from jaxstack.errors import ConfigError
 from jaxstack.observe.units import byte_size
 from jaxstack.plan.cluster import Cluster
-from jaxstack.plan.forecast import Forecast, LayoutModel
+from jaxstack.plan.forecast import Forecast, LayoutModel, total
 from jaxstack.plan.layouts import ON_DEVICE, Floats, Layouts, enumerate_layouts
 from jaxstack.plan.memory import PARTS
 from jaxstack.run_config import RunConfig
@@ -71,12 +71,12 @@ def search_layouts(
         )
     model = LayoutModel(config, cluster)
     memory = model.memory(layouts)
-    fits = sum(memory.values()) <= model.usable_bytes
+    fits = total(memory) <= model.usable_bytes
     if not fits.any():
         raise ConfigError(_nothing_fits(model, layouts, memory))
     refused.update(_largest_parts(layouts.select(~fits), {name: part[~fits] for name, part in memory.items()}))
     fitting = layouts.select(fits)
-    order = _ranking(fitting, np.asarray(sum(model.seconds(fitting).values())))[:top]
+    order = _ranking(fitting, total(model.seconds(fitting)))[:top]
     found = model.forecasts(fitting.select(order))
     return SearchResult(found, len(layouts), len(fitting), refused, time.perf_counter() - began)
 
@@ -103,14 +103,14 @@ def _largest_parts(layouts: Layouts, memory: dict[str, Floats]) -> collections.C
 
 def _nothing_fits(model: LayoutModel, layouts: Layouts, memory: dict[str, Floats]) -> str:
     """Return the message for a model that fits nowhere on the cluster, with the nearest way out."""
-    total = np.asarray(sum(memory.values()))
-    row = int(np.argmin(total))
+    sizes = total(memory)
+    row = int(np.argmin(sizes))
     parts = sorted(((float(memory[name][row]), name) for name in PARTS), reverse=True)[:2]
     shown = ", ".join(f"{byte_size(size)} of {name.replace('_', ' ')}" for size, name in parts)
     smallest = describe_degrees(layouts.configuration(row, model.config))
     return (
         f"no layout of this model fits {model.cluster.title}: the smallest ({smallest}) needs "
-        f"{byte_size(total[row])} on each GPU ({shown}), and {byte_size(model.usable_bytes)} are usable. "
+        f"{byte_size(sizes[row])} on each GPU ({shown}), and {byte_size(model.usable_bytes)} are usable. "
         f"{_way_out(model)}"
     )
 
@@ -121,7 +121,7 @@ def _way_out(model: LayoutModel) -> str:
     for factor in _MORE_HOSTS:
         larger = cluster.model_copy(update={"hosts": cluster.hosts * factor})
         layouts, _ = enumerate_layouts(config, larger.devices, ("full",))
-        if len(layouts) and (sum(model.memory(layouts).values()) <= model.usable_bytes).any():
+        if len(layouts) and model.fits(layouts).any():
             return f"It fits {larger.title}."
     return (
         "No larger number of these GPUs helps, as the batch is too small to be split further: lower "

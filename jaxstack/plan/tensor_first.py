@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxstack.errors import ConfigError
 from jaxstack.plan.cluster import Cluster
-from jaxstack.plan.forecast import Forecast, LayoutModel
+from jaxstack.plan.forecast import Forecast, LayoutModel, total
 from jaxstack.plan.layouts import enumerate_layouts
 from jaxstack.run_config import RunConfig
 
@@ -103,7 +103,7 @@ def tensor_first_layout(config: RunConfig, cluster: Cluster) -> Forecast:
     plain = (layouts["fsdp"] == 1) & (layouts["context"] == 1) & (layouts["expert"] == 1)
     layouts = layouts.select(plain)
     model = LayoutModel(config, cluster)
-    layouts = layouts.select(np.asarray(sum(model.memory(layouts).values())) <= model.usable_bytes)
+    layouts = layouts.select(model.fits(layouts))
 
     def rows(tensor: int, pipeline: int) -> np.ndarray:
         return (layouts["tensor"] == tensor) & (layouts["pipeline"] == pipeline)
@@ -119,5 +119,5 @@ def tensor_first_layout(config: RunConfig, cluster: Cluster) -> Forecast:
             "to search fsdp, context and expert parallelism too."
         )
     chosen = layouts.select(rows(*found))
-    fastest = int(np.argmin(sum(model.seconds(chosen).values())))
+    fastest = int(np.argmin(total(model.seconds(chosen))))
     return model.forecasts(chosen.select(np.array([fastest])))[0]
