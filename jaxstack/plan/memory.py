@@ -166,7 +166,8 @@ def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Float
 
 def row_tokens(layouts: Layouts, tokens: int) -> Floats:
     """Return the tokens of one microbatch on each device."""
-    return row_tokens(layouts, tokens)
+    rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["context"]
+    return tokens / (rows * layouts["microbatches"])
 
 
 def _working_set(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
