@@ -34,7 +34,11 @@ def test_layout_has_all_devices_and_the_configurations_batch():
 
 def test_a_run_trains_with_it(tmp_path):
     lines = []
-    config = load_config(None, [*SMALL, *AUTO, f"run.dir={tmp_path}", "train.steps=2", "parallel.simulate_devices=8"])
+    run = [f"run.dir={tmp_path}", "train.steps=2", "parallel.simulate_devices=8", "checkpoint.every_steps=100"]
+    text = ["model.vocab_size=null", "data.tokenizer.name=byte", "train.eval_tokens=256"]
+    config = load_config(None, [*SMALL, *AUTO, *run, *text])
     done = train(config, report=lines.append)
-    assert any(line.startswith("parallel: auto chose data 8") for line in lines)
-    assert done.config.parallel.data == 8 and load_config(done.directory / "config.yaml").parallel.data == 8
+    assert any(line.startswith("parallel: auto chose ") for line in lines)
+    parallel = done.config.parallel
+    assert parallel.resolve(8) == parallel and not parallel.auto
+    assert load_config(done.directory / "config.yaml").parallel == parallel
