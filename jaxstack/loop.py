@@ -103,6 +103,8 @@ class LoopSettings:
     resilience: ResilienceConfig = ResilienceConfig()
     flops_per_token: float | None = None
     """Model FLOPs per item; None: 6 x parameters."""
+    forecast: Mapping[str, Any] | None = None
+    """The planner's forecast as plain data, which the report shows beside what was measured; None: there is none."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
     describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
@@ -221,7 +223,8 @@ class Loop:
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
-        self.log.begin(start, self.meter, ran, self._schedule() if self.log.writes else [])
+        schedule = self._schedule() if self.log.writes else []
+        self.log.begin(start, self.meter, ran, schedule, self.settings.forecast)
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the run's schedule."""

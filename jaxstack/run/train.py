@@ -28,7 +28,8 @@ from jaxstack.models import (
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
 from jaxstack.observe.units import plural
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import forecast_here, training_layout
+from jaxstack.plan.search import describe_degrees
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
@@ -79,13 +80,15 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     """
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # reports a wrong directory before data is prepared
-    warnings = _connect(config)
+    warnings, automatic = _connect(config), config.parallel.auto
     config = training_layout(config, _start_devices(config))
     cache_compilations()
     first = jax.process_index() == 0
     say = report if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
+    if automatic:
+        say(f"parallel: auto chose {describe_degrees(config)}")
     check_size(config)
     branch(config, say)
     if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
@@ -100,6 +103,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
     flops = _describe(config, data, trainer, say)
+    predicted = forecast_here(config)
     baselines, tasks = _ByteBaselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
@@ -108,6 +112,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             observe=config.observe,
             resilience=config.resilience,
             flops_per_token=flops,
+            forecast=predicted and predicted.describe(),
             settings=config.model_dump(mode="json", by_alias=True),
             describe_evaluation=lambda values, max_tokens, alive: {
                 **baselines.describe(values, max_tokens),

@@ -11,6 +11,7 @@ import yaml
 from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.forecast import render_forecast
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
@@ -75,6 +76,7 @@ def write_report(run_dir: str | Path) -> Path:
             f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
             _ending(environment),
             _tiles(metrics, config, environment),
+            render_forecast(environment.get("forecast"), metrics),
             _charts(metrics, environment),
             _sections("What actually ran", environment.get("ran")),
             _details(config_text, environment),
@@ -292,7 +294,7 @@ def _details(config_text: str, environment: Mapping[str, Any]) -> str:
         shown = html.escape(config_text[:_MAX_TEXT]) + ("\n..." if len(config_text) > _MAX_TEXT else "")
         summary = "<summary>Configuration (config.yaml)</summary>"
         parts.append(f'<details class="card" open>{summary}<pre>{shown}</pre></details>')
-    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule")}
+    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule", "forecast")}
     if known:
         parts.append(f'<details class="card"><summary>Environment</summary>{render_value(known)}</details>')
     return f"<h2>Configuration and environment</h2>{''.join(parts)}" if parts else ""
