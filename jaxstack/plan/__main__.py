@@ -1,5 +1,6 @@
 """The command `python -m jaxstack.plan --config FILE`: lay out a configuration on a cluster without using it."""
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def make_parser() -> CommandParser:
     )
 
 
-def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+def add_search_arguments(parser: CommandParser) -> None:
     """Add the options of the search to a parser."""
     group = parser.add_argument_group("search", "layouts ranked by their predicted time; needs --cluster")
     group.add_argument(
