@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxstack.cli import add_examples, lasting_output, run_command
+from jaxstack.cli import CommandParser, add_examples, lasting_output, run_command
 from jaxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ class Subcommand(NamedTuple):
       run: does its work with the parsed arguments.
     """
 
-    make_parser: Callable[[], argparse.ArgumentParser]
+    make_parser: Callable[[], CommandParser]
     run: Callable[[argparse.Namespace], int | None]
 
 
-def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+def make_parser(arguments: Sequence[str] = ()) -> CommandParser:
     """Return the parser of the command line.
 
     Args:
@@ -33,7 +33,7 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     """
     if arguments and arguments[0] in SUBCOMMANDS:
         return SUBCOMMANDS[arguments[0]].make_parser()
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack tune",
         description="Search the values of a configuration by Bayesian optimization (pip install 'jaxstack[tune]'). "
         "Each trial is a training run of its own process; the held-out loss decides. A study that was stopped goes "
@@ -50,7 +50,7 @@ def make_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _add_config(parser: CommandParser) -> None:
     parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
 
@@ -93,8 +93,8 @@ def _summary(result: "StudyResult") -> list[str]:
     return [*lines, f"report: {result.directory / 'report.html'}"]
 
 
-def _learning_rate_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _learning_rate_parser() -> CommandParser:
+    parser = CommandParser(
         prog="jaxstack tune learning-rate",
         description="Find a learning rate: train for some steps while it rises exponentially, and look where the loss "
         "falls fastest (Smith 2017). Nothing of the run itself is touched.",
