@@ -5,10 +5,11 @@ from collections.abc import Callable
 import chex
 import jax
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxstack.optim.base import GroupRule, Optimizer, is_matrix
-from jaxstack.tree_rules import ADAPTER, map_by_path, match
+from jaxstack.optim.base import GroupRule, Optimizer, RunFacts, StepOptimizer, is_matrix
+from jaxstack.tree_rules import ADAPTER, map_by_path, match, path_name
 
 BALANCE = r"(^|/)balance_bias$"
 """Path of the bias that balances the load of experts; its "gradient" is the load."""
@@ -20,7 +21,10 @@ def build_optimizer(
     params: PyTree,
     known: PyTree = None,
     stacked: PyTree = None,
-) -> optax.GradientTransformation:
+    *,
+    total_steps: int | None = None,
+    specs: PyTree = None,
+) -> StepOptimizer:
     """Build the chain: clip by global norm, the optimizer's core, decoupled weight decay, learning rate.
 
     Frozen parameters are not updated. A balance bias (`BALANCE`) moves by `balance_rate` against the sign of its load,
@@ -32,6 +36,8 @@ def build_optimizer(
       params: the trained parameters or their shapes; their paths decide on groups, their ranks on weight decay.
       known: all parameters, including frozen ones; default: `params`.
       stacked: True for each of `params` whose first dim counts layers; default: False for all.
+      total_steps: number of steps of the run, for the optimizers that depend on it.
+      specs: PartitionSpec in which each of `params` is stored; default: they are on one device.
 
     Raises:
       ConfigError: the path of a rule matches no parameter.
@@ -53,14 +59,16 @@ def build_optimizer(
 
     decays = jax.tree.map(decay, groups, matrix, is_leaf=is_group)
     scales = jax.tree.map(lambda group: group.learning_rate_scale, groups, is_leaf=is_group)
+    run = RunFacts(learning_rate, total_steps, _by_path(specs))
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
         clip,
-        _finished_core(optimizer, stacked),
+        _finished_core(optimizer, optimizer.core(run), stacked),
         _per_parameter(lambda update, param, amount: update + amount * param if amount else update, decays),
         optax.scale_by_learning_rate(learning_rate),
         _per_parameter(lambda update, param, scale: update * scale if scale != 1 else update, scales),
     )
+    chain = optimizer.wrap(chain, run)
     transforms = {"trained": chain, "frozen": optax.set_to_zero(), "balance": _against_sign(optimizer.balance_rate)}
 
     def label(path: str) -> str:
@@ -76,7 +84,16 @@ def build_optimizer(
         # Labels are computed by path at each call: the layers of the stored state may be arranged differently from
         # those that are trained.
         chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
-    return chain
+    built = StepOptimizer(chain.init, optax.with_extra_args_support(chain).update)
+    built.curvature_every = optimizer.curvature_interval
+    if type(optimizer).gradient_point is not Optimizer.gradient_point:
+        built.gradient_point = optimizer.gradient_point
+    return built
+
+
+def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return {path_name(path): spec for path, spec in leaves}
 
 
 def frozen_rule(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
@@ -118,17 +135,21 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u: -rate * jax.numpy.sign(u), updates))
 
 
-def _finished_core(optimizer: Optimizer, stacked: PyTree) -> optax.GradientTransformation:
+def _finished_core(
+    optimizer: Optimizer, core: optax.GradientTransformation, stacked: PyTree
+) -> optax.GradientTransformation:
     """The core transformation, then `finish`, vmapped over stacked layers. Its state is the core's."""
-    core = optimizer.core()
+    core = optax.with_extra_args_support(core)
     by_layer = lambda u, p, stack: (jax.vmap(optimizer.finish) if stack else optimizer.finish)(u, p)  # noqa: E731
     finish = _per_parameter(by_layer, stacked)
 
-    def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
-        updates, state = core.update(updates, state, params)
+    def update(
+        updates: PyTree, state: optax.OptState, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, optax.OptState]:
+        updates, state = core.update(updates, state, params, **extra)
         return finish.update(updates, optax.EmptyState(), params)[0], state
 
-    return optax.GradientTransformation(core.init, update)
+    return optax.GradientTransformationExtraArgs(core.init, update)
 
 
 def _per_parameter(

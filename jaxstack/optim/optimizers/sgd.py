@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer
+from jaxstack.optim.base import Optimizer, RunFacts
 
 
 class SGD(Optimizer):
@@ -16,5 +16,5 @@ class SGD(Optimizer):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = False
 
-    def core(self) -> optax.GradientTransformation:
+    def core(self, run: RunFacts) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

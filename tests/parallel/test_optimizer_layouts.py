@@ -1,0 +1,38 @@
+"""Every optimizer trains in every kind of layout as on one device, from stored state that it resumes exactly."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxstack.optim.optimizers import OPTIMIZERS
+from tests.parallel.test_layouts import layout, reference, train
+
+SETTINGS = {
+    "soap": ("optimizer.block_size=8", "optimizer.refresh_every=3"),
+    "shampoo": ("optimizer.block_size=8", "optimizer.refresh_every=3"),
+    "sophia": ("optimizer.curvature_every=3",),
+    "adamw_8bit": ("optimizer.min_size=256",),
+    "schedule_free_adamw": ("schedule.name=constant",),
+}
+NAMES = [
+    name for kind in OPTIMIZERS if "eps" in kind.model_fields and (name := kind.model_fields["name"].default) != "adamw"
+]
+LAYOUTS = [
+    (*layout(1, 8, 1), "train.gradient_accumulation=2"),
+    layout(2, 2, 2, True),
+    (*layout(4, 1, 2), "parallel.zero=1"),
+    (*layout(2, 2, 1), "parallel.pipeline=2"),
+]
+
+
+def shape_of(name: str) -> tuple[str, ...]:
+    return (f"optimizer.name={name}", *SETTINGS.get(name, ()))
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS, ids=" ".join)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_losses_are_those_of_one_device(name, overrides):
+    found, wanted = train(*overrides, shape=shape_of(name)), reference(*shape_of(name))
+    assert wanted.losses[-1] < wanted.losses[0] - 0.02
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-3), found.params, wanted.params)
