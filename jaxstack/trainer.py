@@ -130,6 +130,7 @@ class Trainer:
             everything,
             stacked,
             total_steps=self.train.steps,
+            width=self.module.width,
             specs=specs if self.rules.mesh.size > 1 else None,
         )
 

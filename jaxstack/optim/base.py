@@ -2,8 +2,8 @@
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
+from jaxstack.models.parametrization import Role
 from jaxstack.tree_rules import check_patterns
 
 
@@ -29,6 +30,10 @@ def is_matrix(path: str, leaf: HasShape) -> bool:
     Scales, biases and magnitudes count as vectors even if they have two dims.
     """
     return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
+
+
+ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output": -1.0, "final_gain": -1.0}
+"""muP of an optimizer whose updates do not depend on the size of gradients (arXiv:2203.03466, table 3)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,9 @@ class Optimizer(Component):
 
     The chain around `core` is the same for all: clip by global norm, core, decoupled weight decay, learning rate.
     """
+
+    width_powers: ClassVar[Mapping[Role, float] | None] = None
+    """Role of a parameter -> p of the factor (width / base width)^p of its learning rate in muP; None: not known."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak of the schedule."""

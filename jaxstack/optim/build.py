@@ -1,5 +1,6 @@
 """Builds one Optax transformation from the configuration of an optimizer and a schedule."""
 
+import operator
 from collections.abc import Callable
 
 import chex
@@ -8,7 +9,9 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
+from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunFacts, StepOptimizer, is_matrix
+from jaxstack.optim.mup import check_rule, rate_factor, scale_epsilon
 from jaxstack.tree_rules import ADAPTER, map_by_path, match, path_name
 
 BALANCE = r"(^|/)balance_bias$"
@@ -23,6 +26,7 @@ def build_optimizer(
     stacked: PyTree = None,
     *,
     total_steps: int | None = None,
+    width: Width | None = None,
     specs: PyTree = None,
 ) -> StepOptimizer:
     """Build the chain: clip by global norm, the optimizer's core, decoupled weight decay, learning rate.
@@ -37,11 +41,15 @@ def build_optimizer(
       known: all parameters, including frozen ones; default: `params`.
       stacked: True for each of `params` whose first dim counts layers; default: False for all.
       total_steps: number of steps of the run, for the optimizers that depend on it.
+      width: the model's width, which decides on learning rates in muP; None: the standard parametrization.
       specs: PartitionSpec in which each of `params` is stored; default: they are on one device.
 
     Raises:
-      ConfigError: the path of a rule matches no parameter.
+      ConfigError: the path of a rule matches no parameter, or the optimizer has no rule for muP.
     """
+    if width is not None:
+        check_rule(optimizer)
+        optimizer = scale_epsilon(optimizer, width)
     rules = [(group.path, group) for group in optimizer.groups]
     known = params if known is None else known
     stacked = jax.tree.map(lambda _: False, params) if stacked is None else stacked
@@ -59,6 +67,9 @@ def build_optimizer(
 
     decays = jax.tree.map(decay, groups, matrix, is_leaf=is_group)
     scales = jax.tree.map(lambda group: group.learning_rate_scale, groups, is_leaf=is_group)
+    if width is not None:
+        factors = map_by_path(lambda path, leaf: rate_factor(optimizer, width, path, leaf), params)
+        scales, decays = jax.tree.map(operator.mul, scales, factors), jax.tree.map(operator.truediv, decays, factors)
     run = RunFacts(learning_rate, total_steps, _by_path(specs))
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(

@@ -1,6 +1,7 @@
 """The dims of a parameter that form its matrix, and optimizers that treat matrices apart from all other parameters."""
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import optax
 from jaxtyping import PyTree
@@ -34,6 +35,9 @@ KNOWN = (
 
 class MatrixOptimizer(Optimizer):
     """Base of optimizers of the matrices of hidden layers; embeddings, output head and vectors are updated by AdamW."""
+
+    matrix_width_power: ClassVar[float] = -1.0
+    """The power of the matrices that `matrix_core` updates, in muP; `width_powers` has those of AdamW's parameters."""
 
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.95, ge=0, lt=1)

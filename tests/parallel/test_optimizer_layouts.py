@@ -35,4 +35,6 @@ def test_the_losses_are_those_of_one_device(name, overrides):
     found, wanted = train(*overrides, shape=shape_of(name)), reference(*shape_of(name))
     assert wanted.losses[-1] < wanted.losses[0] - 0.02
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-5, rtol=1e-3), found.params, wanted.params)
+    # A value that lies between two codes of 8 bits is rounded to either of them, a few percent of a step apart.
+    atol = 1e-3 if name == "adamw_8bit" else 5e-5
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol, rtol=1e-3), found.params, wanted.params)

@@ -5,12 +5,13 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, Optimizer, RunFacts
 
 
 class AdamW(Optimizer):
     """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019). State: two float32 per weight."""
 
+    width_powers = ADAM_WIDTH_POWERS
     name: Literal["adamw"] = "adamw"
     weight_decay: float = Field(default=0.1, ge=0)
     b1: float = Field(default=0.9, ge=0, lt=1)

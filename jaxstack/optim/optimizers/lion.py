@@ -5,12 +5,13 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, Optimizer, RunFacts
 
 
 class Lion(Optimizer):
     """Sign of an interpolated momentum (Chen et al. 2023). State: one float32 per weight."""
 
+    width_powers = ADAM_WIDTH_POWERS
     name: Literal["lion"] = "lion"
     learning_rate: float = Field(default=1e-4, gt=0)
     weight_decay: float = Field(default=1.0, ge=0)

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxstack.optim.base import RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunFacts
 from jaxstack.optim.matrices import MatrixOptimizer
 from jaxstack.parallel.mesh import spread
 from jaxstack.tree_rules import map_by_path
@@ -28,6 +28,9 @@ class Muon(MatrixOptimizer):
     for AdamW's.
     """
 
+    width_powers = ADAM_WIDTH_POWERS
+    # A matrix whose elements have a fixed mean square and whose singular values are equal stretches by sqrt(width).
+    matrix_width_power = -0.5
     name: Literal["muon"] = "muon"
     weight_decay: float = Field(default=0.1, ge=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)

@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunFacts
 from jaxstack.optim.blocks import Blocks, cut, refresh
 from jaxstack.optim.matrices import MatrixOptimizer
 from jaxstack.tree_rules import map_by_path
@@ -43,11 +43,12 @@ class Soap(MatrixOptimizer):
     """Adam on gradients rotated into the eigenbasis of Shampoo's factors (Vyas et al. 2024, arXiv:2409.11321).
 
     Matrices are cut into blocks, whose bases are refreshed on the devices that store them. The first step only starts
-    the factors. Bases start from the identity, not from an eigendecomposition, and are not sorted again: both would
-    depend on rounding, and so on the layout, where eigenvalues are equal. Embeddings, output head and vectors are updated by AdamW. State: six float32 per weight of a matrix
-    whose blocks are square, two for AdamW's.
+    the factors. Bases start from the identity, not from an eigendecomposition, and are never sorted: both would depend
+    on rounding, and so on the layout, where eigenvalues are equal. Embeddings, output head and vectors are updated by
+    AdamW. State: six float32 per weight of a matrix whose blocks are square, two for AdamW's.
     """
 
+    width_powers = ADAM_WIDTH_POWERS
     name: Literal["soap"] = "soap"
     learning_rate: float = Field(default=3e-3, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
