@@ -119,8 +119,8 @@ class ModelConfig(Component):
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial embeddings, and of matrices unless `initialization` is fan_in."""
     parametrization: Literal["standard", "mup"] = "standard"
-    """`mup`: initial weights, learning rates and weight decay depend on hidden_size / base_width, so that what was tuned
-    at the base width holds at every width (Yang et al. 2022)."""
+    """`mup`: initial weights, learning rates and weight decay depend on hidden_size / base_width, so that the best
+    learning rate of the base width is the best at every width (Yang et al. 2022)."""
     base_width: int | None = Field(default=None, ge=1)
     """hidden_size of the model that the learning rate was tuned on, needed for `mup`. Widen num_heads, num_kv_heads and
     intermediate_size in proportion."""

@@ -1,8 +1,8 @@
 """Maximal update parametrization (muP, Yang et al. 2022, arXiv:2203.03466): the rules of a model's width, by path.
 
-With width / base width = m, the model with m = 1 is that of the standard parametrization. The forward pass has no factor
-of m but that of the attention scores: the factor of the logits is part of the head, or of the gains of the final norm if
-the head is the embedding, and that of the router's scores is part of its matrix.
+With width / base width = m, the model with m = 1 is that of the standard parametrization. The forward pass has no
+factor of m except in the attention scores: the factor of the logits is part of the head, or of the gains of the final
+norm if the head is the embedding, and that of the router's scores is part of its matrix.
 
 | role | parameters | initial weights |
 |---|---|---|

@@ -25,7 +25,10 @@ def check_rule(optimizer: Optimizer) -> None:
 
 
 def rate_factor(optimizer: Optimizer, width: Width, path: str, leaf: HasShape) -> float:
-    """Return the factor of a parameter's learning rate; its weight decay is divided by it, so that their product stays."""
+    """Return the factor of a parameter's learning rate.
+
+    Its weight decay is divided by the factor, so that rate x decay does not depend on the width.
+    """
     assert optimizer.width_powers is not None
     power = optimizer.width_powers[width.role(path)]
     if isinstance(optimizer, MatrixOptimizer) and optimizer.takes(path, leaf) and width.role(path) == "hidden":
