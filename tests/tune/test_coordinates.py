@@ -32,7 +32,7 @@ def test_activations_grow_in_the_standard_parametrization_only():
         None,
         ["model.hidden_size=64", "model.num_heads=2", "model.num_layers=2", "data.tokenizer.name=byte",
          "train.global_batch_size=8", "train.sequence_length=64", "optimizer.learning_rate=2e-3",
-         "model.initializer_range=1.0", "model.initialization=fan_in"],
+         "model.initializer_range=1.0", "model.initialization=fan_in", "parallel.data=8"],
     )  # fmt: skip
     found = check_coordinates(config, [64, 256], report=lambda line: None)
     assert found.growth("standard", "residual") > 1.3
