@@ -38,7 +38,7 @@ ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output
 
 @dataclasses.dataclass(frozen=True)
 class RunFacts:
-    """What an optimizer may know of the run that it is built for."""
+    """Facts about a run that an optimizer may depend on: its length, learning rate and layout."""
 
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] = lambda step: jnp.asarray(1.0)
     """Step -> scheduled learning rate."""

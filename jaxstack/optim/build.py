@@ -50,26 +50,12 @@ def build_optimizer(
     if width is not None:
         check_rule(optimizer)
         optimizer = scale_epsilon(optimizer, width)
-    rules = [(group.path, group) for group in optimizer.groups]
     known = params if known is None else known
     stacked = jax.tree.map(lambda _: False, params) if stacked is None else stacked
     chex.assert_trees_all_equal_structs(params, stacked)
     optimizer.check(known)
-    rules.append((".*", GroupRule(path=".*")))
     is_frozen = frozen_rule(optimizer, known)
-    groups = map_by_path(lambda path, leaf: match(path, rules), params)
-
-    is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
-    matrix = map_by_path(is_matrix, params)
-
-    def decay(group: GroupRule, matrix: bool) -> float:
-        return group.weight_decay if group.weight_decay is not None else optimizer.weight_decay * matrix
-
-    decays = jax.tree.map(decay, groups, matrix, is_leaf=is_group)
-    scales = jax.tree.map(lambda group: group.learning_rate_scale, groups, is_leaf=is_group)
-    if width is not None:
-        factors = map_by_path(lambda path, leaf: rate_factor(optimizer, width, path, leaf), params)
-        scales, decays = jax.tree.map(operator.mul, scales, factors), jax.tree.map(operator.truediv, decays, factors)
+    scales, decays = _scales_and_decays(optimizer, params, width)
     run = RunFacts(learning_rate, total_steps, _by_path(specs))
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
@@ -100,6 +86,23 @@ def build_optimizer(
     if type(optimizer).gradient_point is not Optimizer.gradient_point:
         built.gradient_point = optimizer.gradient_point
     return built
+
+
+def _scales_and_decays(optimizer: Optimizer, params: PyTree, width: Width | None) -> tuple[PyTree, PyTree]:
+    """Return the factor of the learning rate, and the weight decay, of each parameter."""
+    rules = [*((group.path, group) for group in optimizer.groups), (".*", GroupRule(path=".*"))]
+    groups = map_by_path(lambda path, leaf: match(path, rules), params)
+    is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
+
+    def decay(group: GroupRule, matrix: bool) -> float:
+        return group.weight_decay if group.weight_decay is not None else optimizer.weight_decay * matrix
+
+    decays = jax.tree.map(decay, groups, map_by_path(is_matrix, params), is_leaf=is_group)
+    scales = jax.tree.map(lambda group: group.learning_rate_scale, groups, is_leaf=is_group)
+    if width is None:
+        return scales, decays
+    factors = map_by_path(lambda path, leaf: rate_factor(optimizer, width, path, leaf), params)
+    return jax.tree.map(operator.mul, scales, factors), jax.tree.map(operator.truediv, decays, factors)
 
 
 def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
