@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from jaxstack.optim.base import GroupRule
 from jaxstack.optim.build import build_optimizer
@@ -53,7 +52,6 @@ def test_frozen_parameters_stay():
     assert not updates["bias"].any() and (point["bias"] == START["bias"]).all() and updates["kernel"].any()
 
 
-@pytest.mark.quick
 def test_evaluation_uses_the_averages_and_a_resumed_run_goes_on_exactly():
     settings = small_config(
         "optimizer={name: schedule_free_adamw, learning_rate: 0.02}", "schedule.name=constant", "model.num_layers=1"

@@ -31,7 +31,6 @@ def test_the_rule_is_that_of_the_paper():
     assert np.count_nonzero(np.abs(found) < 1) > 0
 
 
-@pytest.mark.quick
 def test_labels_are_drawn_from_the_predictions():
     """The mean loss of sampled labels is the entropy of the predictions."""
     from flax import nnx
