@@ -6,6 +6,7 @@ import pytest
 
 from jaxstack.optim.optimizers import OPTIMIZERS
 from tests.parallel.test_layouts import layout, reference, train
+from tests.small_runs import make_trainer, run_steps, small_config
 
 SETTINGS = {
     "soap": ("optimizer.block_size=8", "optimizer.refresh_every=3"),
