@@ -35,7 +35,7 @@ BASE = ModelConfig(
     hidden_size=64, num_layers=2, num_heads=2, vocab_size=320, initialization="fan_in", intermediate_size=192
 )
 ROWS, LENGTH = 4, 32
-EXPONENTS = {"standard": range(4, 11), "mup": range(4, 9)}
+EXPONENTS = {"standard": range(6, 14), "mup": range(6, 11)}
 """Parametrization -> k of the learning rates 2^-k that are tried."""
 
 

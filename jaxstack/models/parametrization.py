@@ -15,7 +15,7 @@ norm if the head is the embedding, and that of the router's scores is part of it
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from flax import nnx
 
@@ -77,7 +77,7 @@ def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
     if width is None:
         return
 
-    def scale(path: tuple[str | int, ...], variable: nnx.Variable) -> nnx.Variable:
+    def scale(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
         name = "/".join(map(str, path))
         factor = initial_factor(config, width, name)
         # Gemma's gain is 1 + scale.

@@ -237,7 +237,7 @@ def state_spec(
     wanted = [axes_of(part) for part in spec] + [()] * (len(state) - len(spec))
     found = [axes if size > 1 and size % degree(axes) == 0 else () for axes, size in zip(wanted, state, strict=True)]
     if len(state) > len(param):
-        for axes in (axes for axes, kept in zip(wanted, found, strict=True) if axes != kept):
+        for axes in [axes for axes, kept in zip(wanted, found, strict=True) if axes != kept]:
             fits = [d for d, size in enumerate(state) if size > 1 and size % degree((*found[d], *axes)) == 0]
             if fits:
                 found[fits[0]] = (*found[fits[0]], *axes)

@@ -73,7 +73,7 @@ def widen(model: ModelConfig, width: int) -> ModelConfig:
             )
         return size * width // model.hidden_size
 
-    changed = {
+    changed: dict[str, object] = {
         "hidden_size": width,
         "num_heads": scaled("num_heads", model.num_heads),
         "num_kv_heads": scaled("num_kv_heads", model.kv_heads),

@@ -27,6 +27,7 @@ def test_the_picture_has_a_line_for_each_quantity():
     assert svg.count("<polyline") == 6 and "standard: mean magnitude after 5 steps" in svg and ">512<" in svg
 
 
+@pytest.mark.exhaustive
 def test_activations_grow_in_the_standard_parametrization_only():
     config = load_config(
         None,

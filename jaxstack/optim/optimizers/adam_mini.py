@@ -1,6 +1,6 @@
 """Adam-mini."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ the neuron of other outputs. Other matrices are averaged over their inputs, othe
 class AdamMiniState(NamedTuple):
     """State of Adam-mini."""
 
-    count: jax.Array
+    steps: jax.Array
     """[] int32: steps taken."""
     mu: PyTree
     """First moments."""
@@ -50,8 +50,8 @@ class AdamMini(Optimizer):
             mu = jax.tree.map(jnp.zeros_like, params)
             return AdamMiniState(jnp.zeros((), jnp.int32), mu, map_by_path(_averaged, mu))
 
-        def update(updates: PyTree, state: AdamMiniState, params: PyTree = None) -> tuple[PyTree, AdamMiniState]:
-            count = state.count + 1
+        def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, AdamMiniState]:
+            count = state.steps + 1
             mu = optax.tree.update_moment(updates, state.mu, self.b1, 1)
             squares = map_by_path(_averaged, jax.tree.map(jnp.square, updates))
             nu = optax.tree.update_moment(squares, state.nu, self.b2, 1)

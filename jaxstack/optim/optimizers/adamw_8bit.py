@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
 class AdamW8bitState(NamedTuple):
     """State of the quantized parameters."""
 
-    count: jax.Array
+    steps: jax.Array
     """[] int32: steps taken."""
     mu: Quantized
     """First moments."""
@@ -59,8 +59,8 @@ class AdamW8bit(MatrixOptimizer):
             zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
             return AdamW8bitState(jnp.zeros((), jnp.int32), _pack(zeros, True), _pack(zeros, False))
 
-        def update(updates: PyTree, state: AdamW8bitState, params: PyTree = None) -> tuple[PyTree, AdamW8bitState]:
-            count = state.count + 1
+        def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, AdamW8bitState]:
+            count = state.steps + 1
             mu = optax.tree.update_moment(updates, _unpack(state.mu, True), self.b1, 1)
             nu = jax.tree.map(jnp.square, _unpack(state.root_nu, False))
             nu = optax.tree.update_moment(updates, nu, self.b2, 2)

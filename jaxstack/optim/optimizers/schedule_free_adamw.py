@@ -1,6 +1,6 @@
 """Schedule-free AdamW."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ class ScheduleFreeState(NamedTuple):
     """[] float32: largest learning rate of the steps taken."""
     weight_sum: jax.Array
     """[] float32: sum of the weights of the steps in the average."""
-    count: jax.Array
+    steps: jax.Array
     """[] int32: steps taken."""
     inner: optax.OptState
     """State of the AdamW step."""
@@ -53,17 +53,15 @@ class ScheduleFreeAdamW(Optimizer):
             z = jax.tree.map(jnp.copy, params)
             return ScheduleFreeState(z, zero, zero, jnp.zeros((), jnp.int32), chain.init(params))
 
-        def update(
-            updates: PyTree, state: ScheduleFreeState, params: PyTree = None
-        ) -> tuple[PyTree, ScheduleFreeState]:
+        def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, ScheduleFreeState]:
             moves, inner = chain.update(updates, state.inner, self._point(state.z, params))
             z = jax.tree.map(jnp.add, state.z, moves)
-            largest = jnp.maximum(state.largest_rate, run.learning_rate(state.count))
+            largest = jnp.maximum(state.largest_rate, run.learning_rate(state.steps))
             weight = largest**self.weight_power
             weight_sum = state.weight_sum + weight
             share = weight / jnp.maximum(weight_sum, jnp.finfo(jnp.float32).tiny)
             updates = jax.tree.map(lambda z, x: share * (z - x), z, params)
-            return updates, ScheduleFreeState(z, largest, weight_sum, state.count + 1, inner)
+            return updates, ScheduleFreeState(z, largest, weight_sum, state.steps + 1, inner)
 
         return optax.GradientTransformation(init, update)
 

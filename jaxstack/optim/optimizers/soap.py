@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxstack.tree_rules import map_by_path
 class SoapState(NamedTuple):
     """State of the matrices."""
 
-    count: jax.Array
+    steps: jax.Array
     """[] int32: steps taken."""
     mu: PyTree
     """First moments, of the parameters' shapes."""
@@ -80,11 +80,11 @@ class Soap(MatrixOptimizer):
             mu = jax.tree.map(jnp.zeros_like, params)
             return SoapState(jnp.zeros((), jnp.int32), mu, make(True, True), *factors)
 
-        def update(updates: PyTree, state: SoapState, params: PyTree = None) -> tuple[PyTree, SoapState]:
-            one = functools.partial(self._update, run, state.count)
+        def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, SoapState]:
+            one = functools.partial(self._update, run, state.steps)
             results = map_by_path(one, updates, *state[1:])
             pick = lambda index: jax.tree.map(lambda _, result: result[index], updates, results)  # noqa: E731
-            return pick(0), SoapState(state.count + 1, *(pick(index) for index in range(1, 7)))
+            return pick(0), SoapState(state.steps + 1, *(pick(index) for index in range(1, 7)))
 
         return optax.GradientTransformation(init, update)
 

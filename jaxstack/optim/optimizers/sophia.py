@@ -1,6 +1,6 @@
 """Sophia-G."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,15 +48,8 @@ class Sophia(Optimizer):
             zeros = lambda: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
             return SophiaState(zeros(), zeros())
 
-        def update(
-            updates: PyTree,
-            state: SophiaState,
-            params: PyTree = None,
-            *,
-            curvature: PyTree,
-            renewed: jax.Array,
-            **extra: object,
-        ) -> tuple[PyTree, SophiaState]:
+        def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, SophiaState]:
+            curvature, renewed = extra["curvature"], extra["renewed"]
             mu = optax.tree.update_moment(updates, state.mu, self.b1, 1)
             is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
 
