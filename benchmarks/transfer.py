@@ -1,6 +1,6 @@
 """The best learning rate over the width of a model, in the standard parametrization and in muP.
 
-python -m benchmarks.transfer [--widths 64,512] [--steps 150] [--optimizer adamw]
+python -m benchmarks.transfer [--widths 64,512] [--steps 100] [--optimizer adamw]
 
 A Transformer of two layers learns the bytes of the quickstart's text. Every learning rate 2^-k of the range is tried at
 every width; a row has the losses of one width, the mean over the last fifth of the steps. The learning rate is an
@@ -118,7 +118,7 @@ def main() -> None:
     """Measure, print and store the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", default="64,512", help="hidden sizes, multiples of 64 (64,512)")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--optimizer", default="adamw")
     arguments = parser.parse_args()
     require_commit("transfer")
