@@ -23,11 +23,13 @@ from jaxstack.config.loader import (
 )
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
+from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.models.pretrained import fill_in
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.optim.mup import check_rule
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
@@ -55,7 +57,7 @@ class RunConfig(Component):
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
-        problem = self._length_problem() or self._batch_problem() or self._transfer_problem()
+        problem = self._length_problem() or self._batch_problem() or self._transfer_problem() or self._width_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()):
@@ -101,6 +103,20 @@ class RunConfig(Component):
                 f"parallel.copy_engines=always does not support a pipeline: it needs parallel.pipeline=1 ({stages}); "
                 f"or remove it."
             )
+        return None
+
+    def _width_problem(self) -> str | None:
+        if self.model.parametrization == "standard":
+            return None
+        if self.adapters.rules:
+            return (
+                "model.parametrization mup has no rule for the matrices of adapters, whose rank does not grow with the "
+                "width; set model.parametrization=standard."
+            )
+        try:
+            check_rule(self.optimizer)
+        except ConfigError as error:
+            return str(error)
         return None
 
     @property

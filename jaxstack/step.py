@@ -18,7 +18,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.build import make_gradients
-from jaxstack.loss import Batch, Loss, LossFunction, LossSum
+from jaxstack.loss import Batch, Loss, LossFunction, LossSum, as_loss
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.build import gradient_norm, largest_overload
@@ -62,7 +62,18 @@ class StepFunctions:
         self.rules, self.layout, self.accumulation = rules, layout or StepLayout(), accumulation
         self.spike_threshold: float | None = None
         """`resilience.spike_threshold`; it is read when the step is traced."""
-        self.gradients = make_gradients(module, loss, ShardingContext(rules, self.layout), accumulation)
+        context = ShardingContext(rules, self.layout)
+        self.gradients = make_gradients(module, loss, context, accumulation)
+        self._curvature_every = getattr(optimizer, "curvature_every", 0)
+        if self._curvature_every:
+            sampled = as_loss(loss).sampled
+            if sampled is None:
+                raise ConfigError(
+                    "this optimizer estimates the curvature from labels that are sampled from the model's predictions, "
+                    "and the loss function does not say how: declare it with @jaxstack.loss.samples_labels(...), or "
+                    "choose another optimizer."
+                )
+            self._sampled_gradients = make_gradients(module, sampled, context, accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step.
@@ -76,12 +87,16 @@ class StepFunctions:
         """
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
-        sums, non_params = self.gradients(state.params, state.non_params, batch, key)
+        trained, frozen = self.module.split_frozen(state.params)
+        point = state.params
+        if (at := getattr(self.optimizer, "gradient_point", None)) is not None:
+            point = self.module.join(at(trained, state.optimizer), frozen)
+        sums, non_params = self.gradients(point, state.non_params, batch, key)
         count = jnp.maximum(sums.count, 1.0)
         gradients = jax.tree.map(lambda g: g / count, sums.gradients)
         loss, norm = sums.loss / count, gradient_norm(gradients)
-        trained, frozen = self.module.split_frozen(state.params)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained)
+        extra = self._curvature(state, point, batch, key) if self._curvature_every else {}
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained, **extra)
         new_trained = optax.apply_updates(trained, updates)
 
         taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
@@ -115,9 +130,26 @@ class StepFunctions:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics
 
-    def _with_keys(self, batch: Batch, key: jax.Array) -> Batch:
-        """Add a key for each token to the batch, if the module's dropout uses them."""
-        if not self.module.drops_tokens or "tokens" not in batch:
+    def _curvature(self, state: TrainState, params: Dict, batch: Batch, key: jax.Array) -> dict[str, Any]:
+        """Return what `StepOptimizer.update` takes: the estimate of the curvature where it is due, and that flag.
+
+        The Gauss-Newton-Bartlett estimate is the square of the mean gradient over sampled labels, times their number
+        (Liu et al. 2023, arXiv:2305.14342, algorithm 2).
+        """
+        key = jax.random.fold_in(key, 1)
+
+        def estimate() -> Dict:
+            keyed = self._with_keys(batch, key, always=True)
+            sums, _ = self._sampled_gradients(params, state.non_params, keyed, key)
+            return jax.tree.map(lambda g: g**2 / jnp.maximum(sums.count, 1.0), sums.gradients)
+
+        renewed = state.step % self._curvature_every == 0
+        zeros = lambda: jax.tree.map(jnp.zeros_like, self.module.split_frozen(params)[0])  # noqa: E731
+        return {"curvature": jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
+
+    def _with_keys(self, batch: Batch, key: jax.Array, always: bool = False) -> Batch:
+        """Add a key for each token to the batch, if the module's dropout uses them, or always."""
+        if not (self.module.drops_tokens or always) or "tokens" not in batch:
             return batch
         rows, length = batch["tokens"].shape
         parts = self.rules.degree(self.rules.table["length"])

@@ -21,7 +21,7 @@ from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
-from jaxstack.optim.base import Optimizer
+from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, frozen_rule
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Cosine, Schedule
@@ -90,7 +90,7 @@ class Trainer:
                     "optimizer must be one of jaxstack.optim.optimizers, such as AdamW(learning_rate=1e-3), or an "
                     f"optax transformation; found {optimizer!r}."
                 )
-            optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine())
+            optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine(), layout.zero)
         self.optimizer = optimizer
         self.steps = StepFunctions(
             self.module,
@@ -113,7 +113,7 @@ class Trainer:
         rows = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
         return Evaluator(self.steps, self._eval_data, rows, self.compiler_options)
 
-    def _scheduled(self, optimizer: Optimizer, schedule: Schedule) -> optax.GradientTransformation:
+    def _scheduled(self, optimizer: Optimizer, schedule: Schedule, zero: int) -> StepOptimizer:
         """Set the learning rate, freeze what the optimizer's groups freeze, and build the optimizer of the others."""
         multiplier, peak = schedule.make_multiplier(self.train.steps), optimizer.learning_rate
         self.learning_rate = lambda step: peak * multiplier(step)
@@ -121,7 +121,17 @@ class Trainer:
         self.module.freeze(frozen_rule(optimizer, everything))
         trained = self.module.split_frozen(everything)[0]
         stacked = self.module.split_frozen(self.module.map_parameters(_is_stacked, self.rules))[0]
-        return build_optimizer(optimizer, self.learning_rate, trained, everything, stacked)
+        specs = self.module.split_frozen(self.module.parameter_specs(self.rules, zero))[0]
+        return build_optimizer(
+            optimizer,
+            self.learning_rate,
+            trained,
+            everything,
+            stacked,
+            total_steps=self.train.steps,
+            width=self.module.width,
+            specs=specs if self.rules.mesh.size > 1 else None,
+        )
 
     def _default_pipeline(self) -> PipelinePlan | None:
         shape = self.rules.mesh.shape

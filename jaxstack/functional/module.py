@@ -16,6 +16,7 @@ from flax import nnx
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import measure_magnitudes, merge_adapters
 from jaxstack.models.low_precision import count_fp8_matmuls
+from jaxstack.models.parametrization import Width
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, update_scaling
 from jaxstack.tree_rules import ADAPTER
@@ -40,6 +41,8 @@ class FunctionalModule:
         """True if the module's class says (`gathers_weights`) that it gathers its weights where it uses them."""
         self.drops_tokens = bool(getattr(abstract, "drops_tokens", False))
         """True if a train step must add `dropout_keys` to the module's batches."""
+        self.width: Width | None = getattr(abstract, "width", None)
+        """The width of a model in muP."""
         self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
         """The compute dtype of a module that gathers its weights; None: unknown."""
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):

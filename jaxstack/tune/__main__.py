@@ -126,7 +126,22 @@ def _find_learning_rate(arguments: argparse.Namespace) -> None:
     print(f"report: {found.page}")
 
 
-SUBCOMMANDS = {"learning-rate": Subcommand(_learning_rate_parser, _find_learning_rate)}
+def _coordinates_parser() -> CommandParser:
+    from jaxstack.tune.coordinates import make_parser as make_coordinates_parser
+
+    return make_coordinates_parser()
+
+
+def _check_coordinates(arguments: argparse.Namespace) -> None:
+    from jaxstack.tune.coordinates import run
+
+    run(arguments)
+
+
+SUBCOMMANDS = {
+    "learning-rate": Subcommand(_learning_rate_parser, _find_learning_rate),
+    "coordinates": Subcommand(_coordinates_parser, _check_coordinates),
+}
 """Name -> subcommand; without one of these names the command runs a study."""
 
 
