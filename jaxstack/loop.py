@@ -107,6 +107,10 @@ class LoopSettings:
     describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
     """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit, a function to
     call now and then as a sign of life)."""
+    planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What was computed of the run beforehand, plain data for the report: `forecast`, a planner's prediction of metrics
+    by their names (`step_time_seconds`, `peak_memory_bytes`, ...), which is shown beside what was measured; `roofline`,
+    see `jaxstack.plan.roofline`."""
     on_start: Callable[[], None] | None = None
     """Called on the first process after the checkpoint was restored: the run is known to fit what is there."""
     on_new_run: Callable[[], None] | None = None
@@ -218,7 +222,7 @@ class Loop:
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
-        self.log.begin(start, self.meter, ran, self._schedule() if self.log.writes else [])
+        self.log.begin(start, self.meter, ran, self._schedule() if self.log.writes else [], self.settings.planned)
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the run's schedule."""

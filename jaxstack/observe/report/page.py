@@ -11,6 +11,9 @@ import yaml
 from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.energy import KEYS as ENERGY_KEYS
+from jaxstack.observe.report.energy import energy_charts, energy_tiles
+from jaxstack.observe.report.forecast import render_forecast
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
@@ -39,7 +42,9 @@ _NOT_PLAIN = {
     "data_wait_fraction",
     "train_seconds",
     "goodput",
+    *ENERGY_KEYS,
 }
+_SHOWN_ELSEWHERE = ("ran", "schedule", "forecast", "roofline")  # sections of environment.json
 _SECTION_TITLES = {
     "attention": "Attention backends",
     "matmuls": "Matmuls of the compiled step",
@@ -74,6 +79,7 @@ def write_report(run_dir: str | Path) -> Path:
             _ending(environment),
             _tiles(metrics, config, environment),
             _charts(metrics, environment),
+            render_forecast(environment.get("forecast"), metrics),
             _sections("What actually ran", environment.get("ran")),
             _details(config_text, environment),
             _FOOTER,
@@ -150,7 +156,7 @@ def _ending(environment: Mapping[str, Any]) -> str:
 
 def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """Return the tiles with the final figures."""
-    tiles = [tile for tile in (*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)) if tile]
+    tiles = [tile for tile in _all_tiles(metrics, config, environment) if tile]
     cells = (
         f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
         f"<small>{html.escape(note)}</small></div>"
@@ -160,6 +166,11 @@ def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment
 
 
 Tile = tuple[str, str, str] | None
+
+
+def _all_tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> list[Tile]:
+    tiles = [*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)]
+    return [*tiles, *energy_tiles(metrics, environment.get("energy"))]
 
 
 def _result_tiles(
@@ -220,7 +231,7 @@ def _median(metrics: Mapping[str, Series], key: str) -> float | None:
 
 def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> str:
     schedule = _schedule(environment.get("schedule"))
-    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule)]
+    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule), *energy_charts(metrics)]
     others = [key for key in metrics if key not in _NOT_PLAIN]
     charts += [Chart(key, [Curve(key, metrics[key])]) for key in others[:_MAX_OTHER_CHARTS]]
     figures = [figure for figure in map(render_chart, charts) if figure]
@@ -287,7 +298,7 @@ def _details(config_text: str, environment: Mapping[str, Any]) -> str:
         shown = html.escape(config_text[:_MAX_TEXT]) + ("\n..." if len(config_text) > _MAX_TEXT else "")
         summary = "<summary>Configuration (config.yaml)</summary>"
         parts.append(f'<details class="card" open>{summary}<pre>{shown}</pre></details>')
-    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule")}
+    known = {key: value for key, value in environment.items() if key not in _SHOWN_ELSEWHERE}
     if known:
         parts.append(f'<details class="card"><summary>Environment</summary>{render_value(known)}</details>')
     return f"<h2>Configuration and environment</h2>{''.join(parts)}" if parts else ""
