@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -28,6 +29,7 @@ from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
 from jaxstack.observe.units import plural
 from jaxstack.plan.choose import training_layout
+from jaxstack.plan.roofline import describe_roofline, find_peak
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
@@ -106,6 +108,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             observe=config.observe,
             resilience=config.resilience,
             flops_per_token=flops,
+            planned=_planned(config),
             settings=config.model_dump(mode="json", by_alias=True),
             describe_evaluation=lambda values, max_tokens, alive: {
                 **baselines.describe(values, max_tokens),
@@ -138,6 +141,12 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
     if frozen:
         say(_describe_frozen(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
     return flops
+
+
+def _planned(config: RunConfig) -> dict[str, Any]:
+    """Return what is computed of the run beforehand: its roofline, on devices whose peak rates are known."""
+    peak = find_peak(jax.devices()[0].device_kind)
+    return {} if peak is None else {"roofline": describe_roofline(config, peak)}
 
 
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:

@@ -14,6 +14,7 @@ from jaxstack.observe.report.chart import Chart, Curve, render_chart
 from jaxstack.observe.report.energy import KEYS as ENERGY_KEYS
 from jaxstack.observe.report.energy import energy_charts, energy_tiles
 from jaxstack.observe.report.forecast import render_forecast
+from jaxstack.observe.report.roofline import render_roofline
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
@@ -81,6 +82,7 @@ def write_report(run_dir: str | Path) -> Path:
             _charts(metrics, environment),
             render_forecast(environment.get("forecast"), metrics),
             _sections("What actually ran", environment.get("ran")),
+            _roofline(environment.get("roofline")),
             _details(config_text, environment),
             _FOOTER,
             f"</main><script>{SCRIPT}</script></body></html>",
@@ -290,6 +292,16 @@ def _sections(title: str, sections: object) -> str:
         content = f"<h3>{html.escape(heading)}</h3>{body}"
         cards.append(f'<div class="card">{content}</div>')
     return f"<h2>{html.escape(title)}</h2>{''.join(cards)}"
+
+
+def _roofline(record: object) -> str:
+    """Return the picture of the operators on the roofline; empty if there is no such record, or a damaged one."""
+    if not isinstance(record, Mapping):
+        return ""
+    try:
+        return f'<h2>Roofline</h2><div class="card">{render_roofline(record)}</div>'
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return ""
 
 
 def _details(config_text: str, environment: Mapping[str, Any]) -> str:
