@@ -136,6 +136,7 @@ class Loop:
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
+        trainer.steps.noise_scale = settings.observe.noise_scale
         self.signs = ProgressFile.of_this_process()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""

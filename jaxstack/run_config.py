@@ -28,6 +28,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.models.pretrained import fill_in
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.noise_scale import noise_problem
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
@@ -56,6 +57,7 @@ class RunConfig(Component):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         problem = self._length_problem() or self._batch_problem() or self._transfer_problem()
+        problem = problem or self._noise_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()):
@@ -87,6 +89,11 @@ class RunConfig(Component):
             f"train.global_batch_size ({batch}) must be divisible by train.gradient_accumulation ({microbatches}); "
             f"nearest batch: {near_multiples(batch, microbatches)}."
         )
+
+    def _noise_problem(self) -> str | None:
+        if not self.observe.noise_scale:
+            return None
+        return noise_problem(self.train.gradient_accumulation, self.parallel.degrees)
 
     def _transfer_problem(self) -> str | None:
         remat, scanned, stages = self.model.remat, self.model.scan_layers, self.parallel.pipeline

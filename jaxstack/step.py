@@ -62,6 +62,8 @@ class StepFunctions:
         self.rules, self.layout, self.accumulation = rules, layout or StepLayout(), accumulation
         self.spike_threshold: float | None = None
         """`resilience.spike_threshold`; it is read when the step is traced."""
+        self.noise_scale = False
+        """`observe.noise_scale`; it is read when the step is traced."""
         self.gradients = make_gradients(module, loss, ShardingContext(rules, self.layout), accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -72,11 +74,12 @@ class StepFunctions:
 
         Returns:
           The next state, and the metrics loss, grad_norm, count (of items), skipped, learning_rate if it is known,
-          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold.
+          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold,
+          gradient_signal and gradient_noise with `noise_scale`.
         """
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
-        sums, non_params = self.gradients(state.params, state.non_params, batch, key)
+        sums, non_params = self.gradients(state.params, state.non_params, batch, key, noise=self.noise_scale)
         count = jnp.maximum(sums.count, 1.0)
         gradients = jax.tree.map(lambda g: g / count, sums.gradients)
         loss, norm = sums.loss / count, gradient_norm(gradients)
@@ -107,6 +110,7 @@ class StepFunctions:
             "count": sums.count,
             "skipped": skipped,
             **limits,
+            **(sums.noise or {}),
         }
         overload = largest_overload(gradients)
         if overload is not None:

@@ -12,6 +12,7 @@ from jaxstack.observe.energy import EnergyMeter, EnergyPrices, measure_energy
 from jaxstack.observe.environment import write_environment
 from jaxstack.observe.goodput import Goodput
 from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.noise_scale import NoiseScale
 from jaxstack.observe.progress import Progress
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
@@ -88,6 +89,7 @@ class RunLog:
         """
         self._start, self._meter = start, meter
         logged = last_logged(self._run_dir)
+        self._noise = NoiseScale(start, logged if logged.get("step", 0) <= start else {})
         train_seconds = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
         self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
         self._read_energy({})  # what was used until now, for compiling, is not that of steps
@@ -98,12 +100,15 @@ class RunLog:
     def log_step(self, step: int, values: Mapping[str, float], items: int, skipped_steps: int) -> None:
         """Log a step's metrics with speed, memory and goodput, every `log_every` steps, the first and the last one.
 
+        Must be called for every step, in their order.
+
         Args:
           step: the step, counted from 1.
           values: its metrics.
           items: number of items (tokens) of a step.
           skipped_steps: number of steps of the run that were skipped.
         """
+        values = self._noise.follow(values)
         every = self._config.log_every
         if step % every and step not in (1, self._total_steps):
             return

@@ -10,6 +10,7 @@ import yaml
 
 from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
+from jaxstack.observe.noise_scale import KEYS as NOISE_KEYS
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
 from jaxstack.observe.report.energy import KEYS as ENERGY_KEYS
 from jaxstack.observe.report.energy import energy_charts, energy_tiles
@@ -44,6 +45,7 @@ _NOT_PLAIN = {
     "train_seconds",
     "goodput",
     *ENERGY_KEYS,
+    *NOISE_KEYS,
 }
 _SHOWN_ELSEWHERE = ("ran", "schedule", "forecast", "roofline")  # sections of environment.json
 _SECTION_TITLES = {
@@ -259,8 +261,8 @@ def _loss_chart(metrics: Mapping[str, Series]) -> Chart:
 def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart]:
     empty = make_series([])
 
-    def curve(key: str, label: str, factor: float = 1.0) -> Curve:
-        return Curve(label, metrics.get(key, empty).scaled(factor))
+    def curve(key: str, label: str, factor: float = 1.0, look: str = "first") -> Curve:
+        return Curve(label, metrics.get(key, empty).scaled(factor), look)
 
     memory = metrics.get("peak_memory_bytes", empty)
     large = memory.finite.size and memory.finite.max() >= 2**30
@@ -271,6 +273,8 @@ def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart
         Chart("Held-out bits per byte", [curve("eval_bits_per_byte", "held-out")]),
         Chart("Learning rate", rates, from_zero=True),
         Chart("Gradient norm", [curve("grad_norm", "norm")]),
+        Chart("Gradient noise scale", [curve("noise_scale", "noise scale")], "tokens"),
+        Chart("Gradient noise", [curve("gradient_signal", "|G|²"), curve("gradient_noise", "S", 1.0, "second")]),
         Chart("Throughput", [curve("tokens_per_second", "all devices")], "tokens/s", from_zero=True),
         Chart("Model FLOPs utilisation", [curve("mfu", "MFU", 100)], "%", from_zero=True),
         Chart("Step time", [curve("step_time_seconds", "step")], "s", from_zero=True),
