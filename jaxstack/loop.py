@@ -16,6 +16,7 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.shardings import describe_unsplit
@@ -55,6 +56,7 @@ class Trainable(Protocol):
     rules: AxisRules
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None
     data: Any
+    batch_sizes: BatchSizes
 
     @property
     def state(self) -> TrainState: ...
@@ -81,6 +83,8 @@ class Trainable(Protocol):
     def compile(
         self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False
     ) -> jax.stages.Compiled: ...
+
+    def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None: ...
 
     def describe(self) -> dict[str, Any]: ...
 
@@ -177,11 +181,16 @@ class Loop:
             manager,
             run_dir,
             sources=getattr(self.trainer.data, "source_listing", None),
-            data={**data, "global_batch_size": self.trainer.train.global_batch_size},
+            data={**data, "global_batch_size": self.trainer.train.global_batch_size, **self._describe_ramp()},
             settings={name: configured[name] for name in _DECIDING if name in configured},
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
         )
+
+    def _describe_ramp(self) -> dict[str, Any]:
+        """Return the ramp of the batch, on which the position in the data depends; empty if there is none."""
+        ramp = self.trainer.train.batch_ramp
+        return {} if ramp is None else {"batch_ramp": list(ramp.double_at_tokens)}
 
     def _restore(self) -> int:
         """Restore the newest checkpoint, if there is one; return the number of steps that are done."""
@@ -207,9 +216,10 @@ class Loop:
         trainer = self.trainer
         self.signs.note("compile", step=start)
         abstract = trainer.peek_batch(start)
-        self.items = items_in_batch(abstract)
+        self.items_per_row = items_in_batch(abstract) // self.trainer.batch_sizes.full
         began = time.perf_counter()
         trainer.compile(abstract, create_state=True)
+        trainer.compile_smaller(abstract, start)
         if self.settings.observe.fail_on_fallback:
             refuse_fallbacks(trainer.choices)
         ran = trainer.describe()
@@ -294,7 +304,8 @@ class Loop:
         """Wait for a step's metrics, check and log them."""
         with self.signs.waiting():
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self.meter.add(self.items, waited)
+        sizes = self.trainer.batch_sizes
+        self.meter.add(self.items_per_row * sizes.rows(step - 1), waited)
         self.skipped = int(values.pop("skipped"))
         limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
         if self.skipped:
@@ -302,7 +313,8 @@ class Loop:
         values.pop("count")
         if step == self.start + 1 and values["grad_norm"] == 0:
             self.log.say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
-        self.log.log_step(step, values, self.items, self.skips.count)
+        tokens = self.items_per_row * sizes.rows_before(step)
+        self.log.log_step(step, values, tokens, self.skips.count, sizes.steps_left(step))
 
     def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
         """Report a skipped step; raise JaxstackError after too many of them."""

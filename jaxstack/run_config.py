@@ -57,7 +57,7 @@ class RunConfig(Component):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         problem = self._length_problem() or self._batch_problem() or self._transfer_problem()
-        problem = problem or self._noise_problem()
+        problem = problem or self._noise_problem() or self._ramp_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()):
@@ -89,6 +89,23 @@ class RunConfig(Component):
             f"train.global_batch_size ({batch}) must be divisible by train.gradient_accumulation ({microbatches}); "
             f"nearest batch: {near_multiples(batch, microbatches)}."
         )
+
+    def _ramp_problem(self) -> str | None:
+        ramp, batch = self.train.batch_ramp, self.train.global_batch_size
+        if ramp is None:
+            return None
+        doublings = len(ramp.double_at_tokens)
+        if batch % 2**doublings:
+            return (
+                f"train.global_batch_size ({batch}) must be divisible by {2**doublings} for the {doublings} doublings "
+                f"of train.batch_ramp.double_at_tokens; nearest batch: {near_multiples(batch, 2**doublings)}."
+            )
+        if self.parallel.pipeline > 1:
+            return (
+                f"train.batch_ramp does not support a pipeline; set parallel.pipeline=1 ({self.parallel.pipeline}), or "
+                "remove it."
+            )
+        return None
 
     def _noise_problem(self) -> str | None:
         if not self.observe.noise_scale:

@@ -4,6 +4,7 @@ Gradients are those of the mean over the real tokens of the whole global batch: 
 which `jaxstack.gradients` computes, divided once.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,12 +60,20 @@ class StepFunctions:
         accumulation: int = 1,
     ):
         self.module, self.optimizer, self.learning_rate = module, optimizer, learning_rate
+        self._loss = loss
         self.rules, self.layout, self.accumulation = rules, layout or StepLayout(), accumulation
         self.spike_threshold: float | None = None
         """`resilience.spike_threshold`; it is read when the step is traced."""
         self.noise_scale = False
         """`observe.noise_scale`; it is read when the step is traced."""
         self.gradients = make_gradients(module, loss, ShardingContext(rules, self.layout), accumulation)
+
+    def with_accumulation(self, count: int) -> "StepFunctions":
+        """Return the same functions with another number of microbatches."""
+        other = copy.copy(self)
+        other.accumulation = count
+        other.gradients = make_gradients(self.module, self._loss, ShardingContext(self.rules, self.layout), count)
+        return other
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step.

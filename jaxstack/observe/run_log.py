@@ -97,7 +97,9 @@ class RunLog:
         if self._run_dir is not None and self.writes:
             write_environment(self._run_dir, **self._environment)
 
-    def log_step(self, step: int, values: Mapping[str, float], items: int, skipped_steps: int) -> None:
+    def log_step(
+        self, step: int, values: Mapping[str, float], tokens: int, skipped_steps: int, steps_left: float | None = None
+    ) -> None:
         """Log a step's metrics with speed, memory and goodput, every `log_every` steps, the first and the last one.
 
         Must be called for every step, in their order.
@@ -105,15 +107,16 @@ class RunLog:
         Args:
           step: the step, counted from 1.
           values: its metrics.
-          items: number of items (tokens) of a step.
+          tokens: number of items (tokens) of all steps so far.
           skipped_steps: number of steps of the run that were skipped.
+          steps_left: remaining steps in steps of the present size; default: all of one size.
         """
         values = self._noise.follow(values)
         every = self._config.log_every
         if step % every and step not in (1, self._total_steps):
             return
         before = self._meter.total_seconds
-        line = {**values, "tokens": step * items, **self._meter.read(), "peak_memory_bytes": peak_memory_bytes()}
+        line = {**values, "tokens": tokens, **self._meter.read(), "peak_memory_bytes": peak_memory_bytes()}
         self._goodput.add(self._meter.total_seconds - before)
         line |= self._goodput.read()
         line |= self._read_energy(line)
@@ -124,7 +127,8 @@ class RunLog:
         if step <= self._start + every:  # the first steps also load kernels, and are slower than the others
             self._meter.forget_pace()
         if self._progress is not None:
-            self._progress.update(step, line, self._meter.eta_seconds(self._total_steps - step))
+            left = self._total_steps - step if steps_left is None else steps_left
+            self._progress.update(step, line, self._meter.eta_seconds(left))
 
     def _read_energy(self, line: Mapping[str, Any]) -> dict[str, float]:
         """Return the values of energy and cost for a metrics line."""

@@ -193,7 +193,7 @@ def log_ten_steps(run_dir, gpus: FakeGpus, start: int, monkeypatch) -> dict:
             gpus.now += 1
             log._energy.sample()
             meter.add(100)
-            log.log_step(step, {"loss": 1.0}, 100, 0)
+            log.log_step(step, {"loss": 1.0}, 100 * step, 0)
         log.end({"state": "stopped", "step": start + 10}, finished=False)
     return log.last_values
 
