@@ -4,8 +4,8 @@
     python benchmarks/learned_cost.py --only attention
 
 Every program is compiled, its features are read from the compiled text, and it is timed: the median of five blocks of
-calls. The rates of the roofline are the best matmul and the best copy of the same process. A row per program is appended to
-benchmarks/results/learned_cost.jsonl; at the end, each family is predicted by a correction that was fitted without it.
+calls. The rates of the roofline are the best matmul and the best copy of the same process. A row per program is appended
+to benchmarks/results/learned_cost.jsonl; at the end, each family is predicted by a correction fitted without it.
 """
 
 import argparse
@@ -145,7 +145,7 @@ def peak_rates() -> tuple[float, float]:
     for n in (512, 1024, 2048):
         _, _, seconds = measure(("", jnp.matmul, matrices((n, n), (n, n))))
         best[0] = max(best[0], 2 * n**3 / seconds)
-    for n in (10**7, 3 * 10**7):
+    for n in (10**6, 3 * 10**6, 10**7, 3 * 10**7):
         _, _, seconds = measure(("", lambda x: -x, matrices((n,))))
         best[1] = max(best[1], 8 * n / seconds)
     return best[0], best[1]

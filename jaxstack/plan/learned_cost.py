@@ -1,9 +1,9 @@
 """A learned correction of the roofline: ridge regression on log(time / roofline) of measured programs.
 
-The roofline knows peak rates only: a real program's matmuls are slower where a dim is small, its kernels have a start, its
-data may fit a cache. The correction learns these from a few hundred measured programs, without a compiler's or a GPU's
-model; Kaufman et al. 2021 (arXiv:2008.01040) do the same with a network for whole programs. It is judged on families of
-programs that it has not seen.
+The roofline knows peak rates only: a real program's matmuls are slower where a dim is small, its kernels have a start,
+its data may fit a cache. The correction learns these from about a hundred measured programs. Kaufman et al. 2021
+(arXiv:2008.01040) train a neural network on such programs. The correction is judged on families of programs that it
+has not seen.
 """
 
 import dataclasses
@@ -121,7 +121,7 @@ class LearnedCost:
         return cls(weights, (low, high))
 
 
-def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> LearnedCost:
+def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 0.3) -> LearnedCost:
     """Fit a correction to measured programs; each family has the same weight.
 
     Args:

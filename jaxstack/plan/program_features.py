@@ -75,7 +75,7 @@ def read_features(text: str | Module) -> ProgramFeatures:
       ValueError: the text is not that of an XLA module.
     """
     module = parse_module(text) if isinstance(text, str) else text
-    flops = {"small": 0.0, "middle": 0.0, "large": 0.0}
+    flops = _by_size(0.0, 0)
     transcendentals, trips, work = 0.0, 0, []
     inside: dict[str, float] = {}  # FLOPs of matmuls inside a fusion, by its name
     for one in module.executions:
@@ -86,8 +86,8 @@ def read_features(text: str | Module) -> ProgramFeatures:
             trips += one.calls * (one.instruction.trip_count or 1)
         if found := _matmul(one):
             count, smallest = found
-            size = "small" if smallest < SMALL else "middle" if smallest < LARGE else "large"
-            flops[size] += one.calls * count
+            for size, value in _by_size(one.calls * count, smallest).items():
+                flops[size] += value
             if one.wrapper is not None:
                 inside[one.wrapper.name] = inside.get(one.wrapper.name, 0.0) + count
     for one in module.executions:
@@ -111,6 +111,26 @@ def read_features(text: str | Module) -> ProgramFeatures:
     )
 
 
+def matmul_features(rows: int, summed: int, columns: int, itemsize: float) -> ProgramFeatures:
+    """Return the features of a program that is one matmul, of which the shape is known but not the compiled text.
+
+    Args:
+      rows: rows of the first matrix.
+      summed: the dim that is summed over.
+      columns: columns of the second matrix.
+      itemsize: bytes of each value read; results are written in two bytes.
+    """
+    flops = 2.0 * rows * summed * columns
+    size = itemsize * summed * (rows + columns) + 2.0 * rows * columns
+    return ProgramFeatures(_by_size(flops, min(rows, summed, columns)), size, {}, 0.0, 1, 0, size, ((flops, size, 1),))
+
+
+def _by_size(flops: float, smallest: int) -> dict[str, float]:
+    """Return FLOPs by the size of the smallest dim."""
+    name = "small" if smallest < SMALL else "middle" if smallest < LARGE else "large"
+    return {"small": 0.0, "middle": 0.0, "large": 0.0} | {name: flops}
+
+
 def _merge(work: list[tuple[float, float, int]]) -> tuple[tuple[float, float, int], ...]:
     """Return the list with equal kernels counted together."""
     calls: dict[tuple[float, float], int] = {}
@@ -132,10 +152,8 @@ def _bytes(one: Execution) -> int:
 def _matmul(one: Execution) -> tuple[float, int] | None:
     """Return the FLOPs and the smallest dim of a matmul; None for another instruction."""
     instruction = one.instruction
-    called = instruction.opcode == "custom-call" and _MATMUL_CALL.search(
-        instruction.attributes.partition(",")[0]
-        + (re.search(r'custom_call_target="([^"]*)"', instruction.attributes) or [""])[0]
-    )
+    target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    called = instruction.opcode == "custom-call" and target is not None and _MATMUL_CALL.search(target[1])
     if instruction.opcode not in ("dot", "convolution") and not called:
         return None
     operands = one.operand_arrays
