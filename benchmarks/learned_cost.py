@@ -5,7 +5,8 @@
 
 Every program is compiled, its features are read from the compiled text, and it is timed: the median of five blocks of
 calls. The rates of the roofline are the best matmul and the best copy of the same process. A row for each program is
-appended to benchmarks/results/learned_cost.jsonl; at the end, each family is predicted by a correction fitted without it.
+appended to benchmarks/results/learned_cost.jsonl; at the end, each family is predicted by a correction that has not
+seen it.
 """
 
 import argparse
