@@ -112,9 +112,8 @@ class LoopSettings:
     """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit, a function to
     call now and then as a sign of life)."""
     planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What was computed of the run beforehand, plain data for the report: `forecast`, a planner's prediction of metrics
-    by their names (`step_time_seconds`, `peak_memory_bytes`, ...), which is shown beside what was measured; `roofline`,
-    see `jaxstack.plan.roofline`."""
+    """Plain data for the report, computed before the run: `forecast`, predicted metrics by name, shown beside the
+    measured ones; `roofline`, see `jaxstack.plan.roofline`."""
     on_start: Callable[[], None] | None = None
     """Called on the first process after the checkpoint was restored: the run is known to fit what is there."""
     on_new_run: Callable[[], None] | None = None
@@ -181,16 +180,11 @@ class Loop:
             manager,
             run_dir,
             sources=getattr(self.trainer.data, "source_listing", None),
-            data={**data, "global_batch_size": self.trainer.train.global_batch_size, **self._describe_ramp()},
+            data={**data, **self.trainer.batch_sizes.fingerprint},
             settings={name: configured[name] for name in _DECIDING if name in configured},
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
         )
-
-    def _describe_ramp(self) -> dict[str, Any]:
-        """Return the ramp of the batch, on which the position in the data depends; empty if there is none."""
-        ramp = self.trainer.train.batch_ramp
-        return {} if ramp is None else {"batch_ramp": list(ramp.double_at_tokens)}
 
     def _restore(self) -> int:
         """Restore the newest checkpoint, if there is one; return the number of steps that are done."""

@@ -7,6 +7,7 @@ the same order as without a ramp, each once: a batch begins at a multiple of its
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,12 @@ class BatchSizes:
     def grows(self) -> bool:
         """True if the batch grows."""
         return len(self.phases) > 1
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain JSON on which the position of a step in the data depends."""
+        ramp = self._train.batch_ramp
+        return {"global_batch_size": self.full} | ({"batch_ramp": list(ramp.double_at_tokens)} if ramp else {})
 
     def phase(self, step: int) -> Phase:
         """Return the phase of a step."""

@@ -75,8 +75,7 @@ def read_features(text: str | Module) -> ProgramFeatures:
       ValueError: the text is not that of an XLA module.
     """
     module = parse_module(text) if isinstance(text, str) else text
-    flops = _by_size(0.0, 0)
-    transcendentals, trips, work = 0.0, 0, []
+    flops, transcendentals, trips = _by_size(0.0, 0), 0.0, 0
     inside: dict[str, float] = {}  # FLOPs of matmuls inside a fusion, by its name
     for one in module.executions:
         opcode = one.instruction.opcode
@@ -90,12 +89,7 @@ def read_features(text: str | Module) -> ProgramFeatures:
                 flops[size] += value
             if one.wrapper is not None:
                 inside[one.wrapper.name] = inside.get(one.wrapper.name, 0.0) + count
-    for one in module.executions:
-        if one.wrapper is not None or one.instruction.opcode in _NO_KERNEL:
-            continue
-        found = _matmul(one)
-        count = found[0] if found else inside.get(one.instruction.name, 0.0)
-        work.append((count, float(_bytes(one)), one.calls))
+    work = _kernels(module, inside)
     sent = dict.fromkeys(KINDS, 0.0)
     for collective in collectives(module):
         sent[collective.kind] += float(collective.wire_bytes * collective.calls)
@@ -129,6 +123,23 @@ def _by_size(flops: float, smallest: int) -> dict[str, float]:
     """Return FLOPs by the size of the smallest dim."""
     name = "small" if smallest < SMALL else "middle" if smallest < LARGE else "large"
     return {"small": 0.0, "middle": 0.0, "large": 0.0} | {name: flops}
+
+
+def _kernels(module: Module, inside: Mapping[str, float]) -> list[tuple[float, float, int]]:
+    """Return (FLOPs of matmuls, bytes, calls) of each kernel.
+
+    Args:
+      module: the program.
+      inside: FLOPs of the matmuls inside a fusion, by the fusion's name.
+    """
+    work = []
+    for one in module.executions:
+        if one.wrapper is not None or one.instruction.opcode in _NO_KERNEL:
+            continue
+        found = _matmul(one)
+        count = found[0] if found else inside.get(one.instruction.name, 0.0)
+        work.append((count, float(_bytes(one)), one.calls))
+    return work
 
 
 def _merge(work: list[tuple[float, float, int]]) -> tuple[tuple[float, float, int], ...]:
