@@ -19,6 +19,9 @@ from jaxtyping import Float
 from jaxstack.errors import ConfigError
 from jaxstack.plan.program_features import ProgramFeatures
 
+_DISPATCH_SECONDS, _KERNEL_SECONDS, _TRIP_SECONDS = 3e-5, 3e-6, 1e-5
+"""Rough times to start a program, a kernel, and an iteration of a loop; the fit scales them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredProgram:
@@ -55,7 +58,7 @@ def feature_vector(features: ProgramFeatures, peak_flops: float, bandwidth: floa
     roofline = features.roofline_seconds(peak_flops, bandwidth)
     share = {size: flops / peak_flops / roofline for size, flops in features.dot_flops.items()}
     sent = sum(features.collective_bytes.values()) / bandwidth / roofline
-    per_kernel = math.log10(roofline / max(features.kernels, 1))  # short kernels are dominated by their start
+    starts = _DISPATCH_SECONDS + _KERNEL_SECONDS * features.kernels + _TRIP_SECONDS * features.trips
     return np.array(
         [
             1.0,
@@ -65,10 +68,7 @@ def feature_vector(features: ProgramFeatures, peak_flops: float, bandwidth: floa
             features.kernel_bytes / bandwidth / roofline,
             min(sent, 10.0),
             math.log1p(features.transcendentals / (bandwidth * roofline)) * 10,
-            per_kernel + 5,
-            max(0.0, -5 - per_kernel),
-            math.log10(max(features.largest_bytes, 1.0)) - 6,
-            math.log10(1 + features.trips),
+            math.log1p(starts / roofline),
         ]
     )
 
@@ -121,7 +121,7 @@ class LearnedCost:
         return cls(weights, (low, high))
 
 
-def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 0.3) -> LearnedCost:
+def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> LearnedCost:
     """Fit a correction to measured programs; each family has the same weight.
 
     Args:

@@ -73,7 +73,7 @@ def test_a_known_correction_is_found():
 
 
 def test_saved_and_loaded(tmp_path):
-    cost = LearnedCost(np.arange(11.0), (-1.0, 2.0))
+    cost = LearnedCost(np.arange(8.0), (-1.0, 2.0))
     cost.save(tmp_path / "cost.json")
     loaded = LearnedCost.load(tmp_path / "cost.json")
     np.testing.assert_array_equal(loaded.weights, cost.weights)
@@ -85,7 +85,7 @@ def test_saved_and_loaded(tmp_path):
 
 def test_a_prediction_stays_within_what_was_measured():
     features = matmul_features(64, 64, 64, 4)
-    cost = LearnedCost(np.full(11, 1e6), (0.0, math.log(3)))
+    cost = LearnedCost(np.full(8, 1e6), (0.0, math.log(3)))
     assert cost.predict(features, 1e9, 1e9) == pytest.approx(3 * features.roofline_seconds(1e9, 1e9))
 
 
@@ -103,11 +103,11 @@ def _scores(programs: list[MeasuredProgram]) -> tuple[float, float, float, float
 
 
 def test_held_out_families_of_measured_programs():
-    """Programs that were compiled and timed on two CPU cores, see benchmarks/learned_cost.py."""
+    """Programs that were compiled and timed on an H200, see benchmarks/learned_cost.py."""
     programs = read_programs(RESULTS / "learned_cost.jsonl")
     assert len(programs) > 100 and len({one.family for one in programs}) > 10
     roofline, learned, roofline_tau, learned_tau = _scores(programs)
-    assert learned < 0.7 * roofline and learned_tau > roofline_tau + 0.05
+    assert learned < 0.5 * roofline and learned_tau > roofline_tau + 0.05
     # Nor is the constant that the roofline is off by on average the whole of it.
     constant = float(np.median([one.seconds / one.roofline_seconds for one in programs]))
     scaled = [constant * one.roofline_seconds for one in programs]
@@ -127,7 +127,8 @@ def test_held_out_dtypes_of_matmuls_on_a_gpu():
             programs.append(MeasuredProgram(dtype, features, row["milliseconds"] / 1e3, peak, 4.8e12))
     assert len(programs) >= 21
     roofline, learned, roofline_tau, learned_tau = _scores(programs)
-    assert learned < 0.5 * roofline and learned_tau >= roofline_tau
+    assert learned < 0.2 * roofline
+    assert learned_tau > roofline_tau - 0.02  # FP8 and int8 take nearly the same time, in either order
 
 
 def test_families_are_held_out_as_a_whole():
