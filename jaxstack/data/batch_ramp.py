@@ -38,6 +38,9 @@ class BatchSizes:
 
     Args:
       train: number of steps, final batch size, sequence length, microbatches, and the ramp, if there is one.
+
+    Raises:
+      ConfigError: the final batch size cannot be halved as often as the ramp doubles.
     """
 
     def __init__(self, train: TrainConfig):
@@ -45,6 +48,11 @@ class BatchSizes:
         ramp = train.batch_ramp
         thresholds = ramp.double_at_tokens if ramp is not None else ()
         self._exponent = ramp.learning_rate_exponent if ramp is not None else 0.0
+        if self.full % 2 ** len(thresholds):
+            raise ConfigError(
+                f"train.global_batch_size ({self.full}) must be divisible by {2 ** len(thresholds)} for the "
+                f"{len(thresholds)} doublings of train.batch_ramp."
+            )
         rows = self.full >> len(thresholds)
         phases = [Phase(0, 0, rows)]
         for tokens in thresholds:

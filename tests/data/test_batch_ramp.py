@@ -51,6 +51,11 @@ def test_every_row_is_used_once_and_in_order(tokens):
     assert streamed[:53] == [(sizes.rows(step), sizes.rows_before(step) // sizes.rows(step)) for step in range(7, 60)]
 
 
+def test_a_batch_that_cannot_be_halved_is_refused():
+    with pytest.raises(ConfigError, match=r"global_batch_size \(6\) must be divisible by 4 for the 2 doublings"):
+        BatchSizes(train_config(batch=6))
+
+
 def test_without_a_ramp_nothing_changes():
     sizes = BatchSizes(TrainConfig(steps=5, global_batch_size=8))
     assert not sizes.grows and sizes.rows_before(5) == 40 and sizes.smaller(0) == [] and sizes.describe() == "8"
