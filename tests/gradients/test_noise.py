@@ -104,7 +104,7 @@ def test_sharded_gradients_have_the_small_batches_that_they_are_summed_over(layo
     plain.state = jax.tree.map(jnp.array, plain.state)
 
     def gradients(rows: list[int]) -> tuple[list[np.ndarray], float]:
-        part = {name: x[np.array(rows)] for name, x in batch.items()}
+        part = {name: jnp.asarray(x[np.array(rows)]) for name, x in batch.items()}
 
         def total(params):
             found = language_model_loss(plain.module.merge(params, plain.state.non_params), part)

@@ -1,4 +1,4 @@
-"""Shows what was predicted of a run beside what was measured."""
+"""The planner's forecast beside what a run measured, with a warning where they differ much."""
 
 import html
 from collections.abc import Mapping
@@ -7,66 +7,59 @@ from typing import Any
 import numpy as np
 
 from jaxstack.observe.report.series import Series
-from jaxstack.observe.report.tables import render_value
+from jaxstack.observe.report.tables import row_table
+from jaxstack.observe.units import byte_size, short_number
 
-LARGEST_DIFFERENCE = 0.15
-"""Difference between predicted and measured step time, as a fraction of the prediction, above which there is a
-warning."""
-_AT_THE_END = ("peak_memory_bytes", "energy_kwh", "gpu_hours", "cost")
-"""Metrics that accumulate: their last value is compared, not their median."""
+WARN_ABOVE = 0.15
+"""Relative difference above which a warning is shown."""
 
 
 def render_forecast(forecast: object, metrics: Mapping[str, Series]) -> str:
-    """Render a forecast as HTML: a table of predicted and measured values, and a warning; empty without a forecast.
+    """Return predicted and measured step time, throughput and memory as HTML; empty without a forecast.
 
     Args:
-      forecast: numbers by the names of metrics, such as `step_time_seconds`, which are compared; other values, such as
-        the parts of the step time, are shown as they are.
-      metrics: the series of the run.
+      forecast: `forecast` of `environment.json`: `step_seconds`, `tokens_per_second` and `predicted_bytes`, and
+        `seconds` and `memory_bytes` by part.
+      metrics: the run's metrics by key.
     """
-    if not isinstance(forecast, Mapping) or not forecast:
+    if not isinstance(forecast, Mapping):
         return ""
-    rows, others = [], {}
-    for key, predicted in forecast.items():
-        measured = _measured(str(key), metrics)
-        if measured is None or isinstance(predicted, bool) or not isinstance(predicted, int | float) or not predicted:
-            others[key] = predicted
-            continue
-        difference = measured / predicted - 1
-        size = str(key).endswith("_bytes")
-        values = [render_value(int(value) if size else float(value), str(key)) for value in (predicted, measured)]
-        rows.append(
-            {
-                "metric": str(key).removesuffix("_bytes").replace("_", " "),
-                "predicted": html.unescape(values[0]),
-                "measured": html.unescape(values[1]),
-                "difference": f"{100 * difference:+.1f} %",
-            }
-        )
-    body = _warning(forecast, metrics) + (render_value(rows) if rows else "")
-    body += render_value(others) if others else ""
-    return f'<h2>Predicted and measured</h2><div class="card">{body}</div>'
+    rows, warnings = [], []
+    for title, predicted, measured, show in _quantities(forecast, metrics):
+        row = {"quantity": title, "predicted": show(predicted), "measured": "–", "difference": "–"}
+        if measured:
+            difference = measured / predicted - 1
+            row |= {"measured": show(measured), "difference": f"{100 * difference:+.1f} %"}
+            if abs(difference) > WARN_ABOVE:
+                warnings.append(f"{title} differs from the forecast by {100 * difference:+.0f} %")
+        rows.append(row)
+    seconds = forecast.get("seconds")
+    for name, value in seconds.items() if isinstance(seconds, Mapping) else ():
+        rows.append({"quantity": f"of the step: {name.replace('_', ' ')}", "predicted": f"{short_number(value)} s"})
+    if not rows:
+        return ""
+    warning = f'<p class="ended"><b>{html.escape("; ".join(warnings))}.</b></p>' if warnings else ""
+    title = f"Forecast for {html.escape(str(forecast.get('cluster', 'this cluster')))}"
+    return f'<h2>{title}</h2>{warning}<div class="card">{row_table(rows)}</div>'
 
 
-def _measured(key: str, metrics: Mapping[str, Series]) -> float | None:
+def _quantities(
+    forecast: Mapping[str, Any], metrics: Mapping[str, Series]
+) -> list[tuple[str, float, float | None, Any]]:
+    """Return (title, predicted, measured, formatter) of each quantity that was predicted."""
+    peak = metrics.get("peak_memory_bytes")
+    found = [
+        ("time of a step", "step_seconds", _median(metrics, "step_time_seconds"), lambda x: f"{short_number(x)} s"),
+        ("tokens per second", "tokens_per_second", _median(metrics, "tokens_per_second"), short_number),
+        ("memory of a device", "predicted_bytes", None if peak is None else peak.last, byte_size),
+    ]
+    return [
+        (title, float(forecast[key]), measured, show)
+        for title, key, measured, show in found
+        if isinstance(forecast.get(key), int | float) and forecast[key] > 0
+    ]
+
+
+def _median(metrics: Mapping[str, Series], key: str) -> float | None:
     series = metrics.get(key)
-    if series is None or not series.finite.size:
-        return None
-    return series.last if key in _AT_THE_END else float(np.median(series.finite))
-
-
-def _warning(forecast: Mapping[Any, Any], metrics: Mapping[str, Series]) -> str:
-    """Return a paragraph if the measured step time is far from the predicted one."""
-    predicted, measured = forecast.get("step_time_seconds"), _measured("step_time_seconds", metrics)
-    if not isinstance(predicted, int | float) or predicted <= 0 or measured is None:
-        return ""
-    difference = measured / predicted - 1
-    if abs(difference) <= LARGEST_DIFFERENCE:
-        return ""
-    word = "longer" if difference > 0 else "shorter"
-    text = (
-        f"A step takes {measured:.4g} s, {100 * abs(difference):.0f} % {word} than the {predicted:.4g} s that were "
-        "predicted."
-    )
-    hint = " Compare the parts with a profile of some steps (observe.profile_steps)."
-    return f'<p class="ended"><b>{html.escape(text)}</b>{hint}</p>'
+    return float(np.median(series.finite)) if series is not None and series.finite.size else None

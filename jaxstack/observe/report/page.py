@@ -1,7 +1,7 @@
 """Assembles the report of a run."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from jaxstack.observe.report.tables import render_value
 from jaxstack.observe.report.timeline import render_timeline
 from jaxstack.observe.units import byte_size, duration, short_number
 
+Tile = tuple[str, str, str] | None
+"""Label, value and note of a tile."""
 _MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays small
 _MAX_OTHER_CHARTS = 12
 # Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
@@ -76,11 +78,12 @@ def write_report(run_dir: str | Path) -> Path:
     name = str(_section(config, "run").get("name") or run_dir.resolve().name)
     page = "\n".join(
         [
-            _head(name),
+            page_head(name),
             f"<h1>{html.escape(name)}</h1>",
             f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
             _ending(environment),
             _tiles(metrics, config, environment),
+            render_forecast(environment.get("forecast"), metrics),
             _charts(metrics, environment),
             render_forecast(environment.get("forecast"), metrics),
             _sections("What actually ran", environment.get("ran")),
@@ -102,7 +105,8 @@ _FOOTER = (
 )
 
 
-def _head(name: str) -> str:
+def page_head(name: str) -> str:
+    """Return the beginning of a page, up to its `<main>`, with the style sheet of all reports."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -160,16 +164,18 @@ def _ending(environment: Mapping[str, Any]) -> str:
 
 def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """Return the tiles with the final figures."""
-    tiles = [tile for tile in _all_tiles(metrics, config, environment) if tile]
+    return render_tiles(_all_tiles(metrics, config, environment))
+
+
+def render_tiles(tiles: Sequence[Tile]) -> str:
+    """Return tiles (label, value, note) as HTML; a tile of None is left out."""
+    shown = [tile for tile in tiles if tile]
     cells = (
         f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
         f"<small>{html.escape(note)}</small></div>"
-        for label, value, note in tiles
+        for label, value, note in shown
     )
-    return f'<div class="tiles">{"".join(cells)}</div>' if tiles else ""
-
-
-Tile = tuple[str, str, str] | None
+    return f'<div class="tiles">{"".join(cells)}</div>' if shown else ""
 
 
 def _all_tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> list[Tile]:
