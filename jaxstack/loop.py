@@ -16,6 +16,7 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.shardings import describe_unsplit
@@ -56,6 +57,7 @@ class Trainable(Protocol):
     rules: AxisRules
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None
     data: Any
+    batch_sizes: BatchSizes
 
     @property
     def state(self) -> TrainState: ...
@@ -82,6 +84,8 @@ class Trainable(Protocol):
     def compile(
         self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False
     ) -> jax.stages.Compiled: ...
+
+    def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None: ...
 
     def describe(self) -> dict[str, Any]: ...
 
@@ -110,6 +114,8 @@ class LoopSettings:
     describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
     """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit, a function to
     call now and then as a sign of life)."""
+    planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further plain data for the report, computed before the run: `roofline`, see `jaxstack.plan.roofline`."""
     on_start: Callable[[], None] | None = None
     """Called on the first process after the checkpoint was restored: the run is known to fit what is there."""
     on_new_run: Callable[[], None] | None = None
@@ -135,6 +141,7 @@ class Loop:
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
+        trainer.steps.noise_scale = settings.observe.noise_scale
         self.signs = ProgressFile.of_this_process()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""
@@ -177,7 +184,7 @@ class Loop:
             manager,
             run_dir,
             sources=getattr(self.trainer.data, "source_listing", None),
-            data={**data, "global_batch_size": self.trainer.train.global_batch_size},
+            data={**data, **self.trainer.batch_sizes.fingerprint},
             settings={name: configured[name] for name in _DECIDING if name in configured},
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
@@ -207,9 +214,10 @@ class Loop:
         trainer = self.trainer
         self.signs.note("compile", step=start)
         abstract = trainer.peek_batch(start)
-        self.items = items_in_batch(abstract)
+        self.items_per_row = items_in_batch(abstract) // self.trainer.batch_sizes.full
         began = time.perf_counter()
         trainer.compile(abstract, create_state=True)
+        trainer.compile_smaller(abstract, start)
         if self.settings.observe.fail_on_fallback:
             refuse_fallbacks(trainer.choices)
         ran = trainer.describe()
@@ -224,7 +232,8 @@ class Loop:
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
         schedule = self._schedule() if self.log.writes else []
-        self.log.begin(start, self.meter, ran, schedule, self.settings.forecast)
+        forecast = {} if self.settings.forecast is None else {"forecast": self.settings.forecast}
+        self.log.begin(start, self.meter, ran, schedule, {**self.settings.planned, **forecast})
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the run's schedule."""
@@ -295,7 +304,8 @@ class Loop:
         """Wait for a step's metrics, check and log them."""
         with self.signs.waiting():
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self.meter.add(self.items, waited)
+        sizes = self.trainer.batch_sizes
+        self.meter.add(self.items_per_row * sizes.rows(step - 1), waited)
         self.skipped = int(values.pop("skipped"))
         limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
         if self.skipped:
@@ -303,7 +313,8 @@ class Loop:
         values.pop("count")
         if step == self.start + 1 and values["grad_norm"] == 0:
             self.log.say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
-        self.log.log_step(step, values, self.items, self.skips.count)
+        tokens = self.items_per_row * sizes.rows_before(step)
+        self.log.log_step(step, values, tokens, self.skips.count, sizes.steps_left(step))
 
     def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
         """Report a skipped step; raise JaxstackError after too many of them."""

@@ -29,6 +29,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.models.pretrained import fill_in
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.noise_scale import noise_problem
 from jaxstack.optim.mup import check_rule
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
@@ -58,6 +59,7 @@ class RunConfig(Component):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         problem = self._length_problem() or self._batch_problem() or self._transfer_problem() or self._width_problem()
+        problem = problem or self._noise_problem() or self._ramp_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()):
@@ -89,6 +91,28 @@ class RunConfig(Component):
             f"train.global_batch_size ({batch}) must be divisible by train.gradient_accumulation ({microbatches}); "
             f"nearest batch: {near_multiples(batch, microbatches)}."
         )
+
+    def _ramp_problem(self) -> str | None:
+        ramp, batch = self.train.batch_ramp, self.train.global_batch_size
+        if ramp is None:
+            return None
+        doublings = len(ramp.double_at_tokens)
+        if batch % 2**doublings:
+            return (
+                f"train.global_batch_size ({batch}) must be divisible by {2**doublings} for the {doublings} doublings "
+                f"of train.batch_ramp.double_at_tokens; nearest batch: {near_multiples(batch, 2**doublings)}."
+            )
+        if self.parallel.pipeline > 1:
+            return (
+                f"train.batch_ramp does not support a pipeline; set parallel.pipeline=1 ({self.parallel.pipeline}), or "
+                "remove it."
+            )
+        return None
+
+    def _noise_problem(self) -> str | None:
+        if not self.observe.noise_scale:
+            return None
+        return noise_problem(self.train.gradient_accumulation, self.parallel.degrees)
 
     def _transfer_problem(self) -> str | None:
         remat, scanned, stages = self.model.remat, self.model.scan_layers, self.parallel.pipeline

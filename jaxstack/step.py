@@ -4,6 +4,7 @@ Gradients are those of the mean over the real tokens of the whole global batch: 
 which `jaxstack.gradients` computes, divided once.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,21 +60,39 @@ class StepFunctions:
         accumulation: int = 1,
     ):
         self.module, self.optimizer, self.learning_rate = module, optimizer, learning_rate
+        self._loss = loss
         self.rules, self.layout, self.accumulation = rules, layout or StepLayout(), accumulation
         self.spike_threshold: float | None = None
         """`resilience.spike_threshold`; it is read when the step is traced."""
-        context = ShardingContext(rules, self.layout)
-        self.gradients = make_gradients(module, loss, context, accumulation)
         self._curvature_every = getattr(optimizer, "curvature_every", 0)
+        self.noise_scale = False
+        """`observe.noise_scale`; it is read when the step is traced."""
+        self._make_gradients()
+
+    def with_accumulation(self, count: int) -> "StepFunctions":
+        """Return the same functions with another number of microbatches."""
+        other = copy.copy(self)
+        other.accumulation = count
+        other._make_gradients()
+        return other
+
+    def _make_gradients(self) -> None:
+        """Build the gradient functions for this number of microbatches.
+
+        Raises:
+          ConfigError: the optimizer needs sampled labels, which the loss does not declare.
+        """
+        context = ShardingContext(self.rules, self.layout)
+        self.gradients = make_gradients(self.module, self._loss, context, self.accumulation)
         if self._curvature_every:
-            sampled = as_loss(loss).sampled
+            sampled = as_loss(self._loss).sampled
             if sampled is None:
                 raise ConfigError(
                     "this optimizer estimates the curvature from labels that are sampled from the model's predictions, "
                     "and the loss function does not say how: declare it with @jaxstack.loss.samples_labels(...), or "
                     "choose another optimizer."
                 )
-            self._sampled_gradients = make_gradients(module, sampled, context, accumulation)
+            self._sampled_gradients = make_gradients(self.module, sampled, context, self.accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step.
@@ -83,7 +102,8 @@ class StepFunctions:
 
         Returns:
           The next state, and the metrics loss, grad_norm, count (of items), skipped, learning_rate if it is known,
-          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold.
+          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold,
+          gradient_signal and gradient_noise with `noise_scale`.
         """
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
@@ -91,7 +111,7 @@ class StepFunctions:
         point = state.params
         if (at := getattr(self.optimizer, "gradient_point", None)) is not None:
             point = self.module.join(at(trained, state.optimizer), frozen)
-        sums, non_params = self.gradients(point, state.non_params, batch, key)
+        sums, non_params = self.gradients(point, state.non_params, batch, key, noise=self.noise_scale)
         count = jnp.maximum(sums.count, 1.0)
         gradients = jax.tree.map(lambda g: g / count, sums.gradients)
         loss, norm = sums.loss / count, gradient_norm(gradients)
@@ -122,6 +142,7 @@ class StepFunctions:
             "count": sums.count,
             "skipped": skipped,
             **limits,
+            **(sums.noise or {}),
         }
         overload = largest_overload(gradients)
         if overload is not None:

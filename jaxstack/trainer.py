@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +15,9 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxstack.data.batch_ramp import BatchSizes, sliceable
 from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, check_batch, peek
-from jaxstack.data.device import BatchPlacement, abstract_batch
+from jaxstack.data.device import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
 from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
 from jaxstack.gradients.pipeline_module import StagedModule
@@ -76,6 +78,7 @@ class Trainer:
     ):
         _check_arguments(train, schedule, mesh, layout)
         self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
+        self.batch_sizes = BatchSizes(self.train)
         self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.placement = BatchPlacement(self.rules)
         layout = layout or StepLayout()
@@ -103,6 +106,7 @@ class Trainer:
         )
         self.shardings = state_shardings(self.module, optimizer, self.rules, layout.zero)
         self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
+        self._smaller: dict[int, StepProgram] = {}
         check_held_out(eval_data)
         self._eval_data = data if eval_data is None and isinstance(data, HeldOutData) else eval_data
         self._state: TrainState | None = None
@@ -115,8 +119,11 @@ class Trainer:
 
     def _scheduled(self, optimizer: Optimizer, schedule: Schedule, zero: int) -> StepOptimizer:
         """Set the learning rate, freeze what the optimizer's groups freeze, and build the optimizer of the others."""
-        multiplier, peak = schedule.make_multiplier(self.train.steps), optimizer.learning_rate
-        self.learning_rate = lambda step: peak * multiplier(step)
+        multiplier, peak, sizes = schedule.make_multiplier(self.train.steps), optimizer.learning_rate, self.batch_sizes
+        if sizes.grows:
+            self.learning_rate = lambda step: peak * sizes.learning_rate_factor(step) * multiplier(sizes.clock(step))
+        else:
+            self.learning_rate = lambda step: peak * multiplier(step)
         everything = self.module.abstract_params
         self.module.freeze(frozen_rule(optimizer, everything))
         trained = self.module.split_frozen(everything)[0]
@@ -234,6 +241,24 @@ class Trainer:
         created.result()  # before XLA compiles, so that it has the devices to itself when it times kernels
         return self.program.compile(lowered)
 
+    def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None:
+        """Compile the train step for each smaller batch of `train.batch_ramp` that steps from `start` on have.
+
+        Raises:
+          ConfigError: the devices do not divide a smaller batch.
+        """
+        for rows in self.batch_sizes.smaller(start):
+            shards = self.rules.degree(self.rules.table["batch"])
+            check_rows(rows, self.rules, f"the batch of {rows} sequences that train.batch_ramp begins with")
+            shapes = {
+                name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding)
+                for name, x in batch.items()
+            }
+            steps = self.steps.with_accumulation(self.batch_sizes.microbatches(rows, shards))
+            program = StepProgram(steps, self.abstract_state, self.train.xla_options)
+            program.compile(program.lower(shapes))
+            self._smaller[rows] = program
+
     @property
     def choices(self) -> list[Choice]:
         """The kernels that the compiled step took, with the reasons against others."""
@@ -264,16 +289,17 @@ class Trainer:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of the batches, learnt from batch `start`, which is not used up."""
+        """Return shapes, dtypes and shardings of full batches, learnt from that of step `start`, which stays unread."""
         size = self.train.global_batch_size
-        rows = self.placement.local_rows(size)
+        rows, start = self.placement.local_rows(size), self.batch_sizes.rows_before(start) // size
         return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
-        """Yield global batches on the devices from batch `start` on, each with the seconds waited for it."""
-        size = self.train.global_batch_size
-        host = self.data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=start)
-        return cast(Generator, self.placement.stream(host, size, size))
+        """Yield global batches on the devices from that of step `start` on, each with the seconds waited for it."""
+        data = sliceable(self.data, self.batch_sizes)
+        for size, first, count in self.batch_sizes.phases_from(start):
+            host = data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=first)
+            yield from self.placement.stream(host if count is None else itertools.islice(host, count), size, size)
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """Return a whole global batch, laid out on the devices."""
@@ -283,7 +309,8 @@ class Trainer:
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
         """Take one step on a global batch on the devices; return its metrics without waiting for them."""
-        step = self.program.compiled
+        rows = len(next(iter(batch.values())))
+        step = self._smaller.get(rows, self.program).compiled
         if step is None:
             shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()}
             step = self.compile(shapes)

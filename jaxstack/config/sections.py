@@ -1,7 +1,9 @@
 """The configuration sections `run` and `train`, which belong to no package of their own."""
 
+import itertools
 import re
 from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -47,6 +49,29 @@ class RunSection(Component):
         return name
 
 
+class BatchRamp(Component):
+    """Growth of the batch by doublings."""
+
+    double_at_tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=20)
+    """Numbers of tokens after which the batch doubles. The last doubling reaches train.global_batch_size, so k of them
+    begin with global_batch_size / 2^k sequences."""
+    learning_rate: Literal["sqrt", "linear", "constant"] = "sqrt"
+    """Growth of the learning rate with the batch, up to optimizer.learning_rate: by its square root (for Adam), in
+    proportion (for SGD), or none."""
+
+    @property
+    def learning_rate_exponent(self) -> float:
+        """Exponent of the batch size in the learning rate."""
+        return {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}[self.learning_rate]
+
+    @field_validator("double_at_tokens")
+    @classmethod
+    def _check_order(cls, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        if any(later <= earlier for earlier, later in itertools.pairwise(tokens)):
+            raise ValueError(f"must grow from entry to entry, such as [1000000, 3000000]; found {list(tokens)}.")
+        return tokens
+
+
 class TrainConfig(Component):
     """Number of steps, batch and sequence sizes, loss terms, and evaluation during training."""
 
@@ -58,6 +83,9 @@ class TrainConfig(Component):
     """Tokens per sequence."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Microbatches per step. More of them use less memory and give the same result."""
+    batch_ramp: BatchRamp | None = None
+    """Begin with smaller batches, and double them at these numbers of tokens, `{double_at_tokens: [...]}`. The schedule
+    then follows tokens: its steps have the run's mean batch size. Default: no ramp."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of log(Z)^2 in the loss."""
     eval_every_steps: int | None = Field(default=None, ge=1)

@@ -39,6 +39,11 @@ class UserBatches:
         self._read = 0
         self._peeked: list[HostBatch] = []
 
+    @property
+    def is_iterator(self) -> bool:
+        """True if the source can be read only once."""
+        return isinstance(self._source, Iterator)
+
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
         """Yield the rows `rows` of the batches `start`, start + 1, ...
 

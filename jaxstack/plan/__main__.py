@@ -33,6 +33,11 @@ def make_parser() -> CommandParser:
         "--rehearse", action="store_true", help="compile the train step (minutes) and show its memory and kernels"
     )
     parser.add_argument("--device", choices=("h200",), default="h200", help="kind of GPU to compile for")
+    parser.add_argument(
+        "--roofline",
+        metavar="FILE.svg",
+        help="draw the operators of the step on the roofline of --device, and list their FLOPs and bytes",
+    )
     add_search_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return add_examples(
@@ -40,6 +45,7 @@ def make_parser() -> CommandParser:
         "plan --config configs/quickstart.yaml",
         "plan --config configs/llama3-8b-fsdp4.yaml --devices 8 --show-sharding parallel.fsdp=-1",
         "plan --config configs/llama3-8b-1m.yaml --rehearse",
+        "plan --config configs/llama3-8b-fsdp4.yaml --roofline roofline.svg",
         'plan --config configs/llama3-8b-fsdp4.yaml --cluster "1 x 8 h200" train.global_batch_size=64',
         'plan --config configs/llama3-1b.yaml --cluster "1 x 1 h200" --tokens chinchilla --output best.yaml',
     )
@@ -85,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxstack.plan.describe import describe_plan
         from jaxstack.plan.draw import draw_plan
         from jaxstack.plan.rehearsal import rehearse
+        from jaxstack.plan.write_roofline import write_roofline
         from jaxstack.run_config import load_config
 
         config = load_config(args.config, args.overrides)
@@ -96,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = describe_plan(config, args.devices)
         if args.rehearse:
             found["rehearsal"] = rehearse(config, args.devices, args.device)
+        if args.roofline is not None:
+            found["roofline"] = write_roofline(config, args.devices, args.device, args.roofline)
         print(json.dumps(found, indent=1) if args.json else draw_plan(found, args.show_sharding))
 
     return run_command("jaxstack plan", body)

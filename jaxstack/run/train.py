@@ -5,11 +5,13 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
+from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.byte_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
@@ -29,6 +31,7 @@ from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
 from jaxstack.observe.units import plural
 from jaxstack.plan.choose import forecast_here, training_layout
+from jaxstack.plan.roofline import describe_roofline, find_peak
 from jaxstack.plan.search import describe_degrees
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.branch import branch
@@ -112,6 +115,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             observe=config.observe,
             resilience=config.resilience,
             flops_per_token=flops,
+            planned=_planned(config),
             forecast=predicted and predicted.describe(),
             settings=config.model_dump(mode="json", by_alias=True),
             describe_evaluation=lambda values, max_tokens, alive: {
@@ -145,6 +149,12 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
     if frozen:
         say(_describe_frozen(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
     return flops
+
+
+def _planned(config: RunConfig) -> dict[str, Any]:
+    """Return what is computed of the run beforehand: its roofline, on devices whose peak rates are known."""
+    peak = find_peak(jax.devices()[0].device_kind)
+    return {} if peak is None else {"roofline": describe_roofline(config, peak)}
 
 
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
@@ -190,7 +200,8 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
     device = jax.devices()[0]
-    tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
+    sizes = BatchSizes(config.train)
+    tokens = sizes.rows_before(config.train.steps) * config.train.sequence_length
     name = config.model.preset or "model"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
@@ -200,7 +211,7 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
-        f"{plural(config.train.steps, 'step')} of {config.train.global_batch_size} x {config.train.sequence_length} "
+        f"{plural(config.train.steps, 'step')} of {sizes.describe()} x {config.train.sequence_length} "
         f"tokens = {tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
         f"{', without the gradients of frozen weights' * frozen})"

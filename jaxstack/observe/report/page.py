@@ -10,8 +10,12 @@ import yaml
 
 from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
+from jaxstack.observe.noise_scale import KEYS as NOISE_KEYS
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.energy import KEYS as ENERGY_KEYS
+from jaxstack.observe.report.energy import energy_charts, energy_tiles
 from jaxstack.observe.report.forecast import render_forecast
+from jaxstack.observe.report.roofline import render_roofline
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
@@ -42,7 +46,10 @@ _NOT_PLAIN = {
     "data_wait_fraction",
     "train_seconds",
     "goodput",
+    *ENERGY_KEYS,
+    *NOISE_KEYS,
 }
+_SHOWN_ELSEWHERE = ("ran", "schedule", "forecast", "roofline")  # sections of environment.json
 _SECTION_TITLES = {
     "attention": "Attention backends",
     "matmuls": "Matmuls of the compiled step",
@@ -78,7 +85,9 @@ def write_report(run_dir: str | Path) -> Path:
             _tiles(metrics, config, environment),
             render_forecast(environment.get("forecast"), metrics),
             _charts(metrics, environment),
+            render_forecast(environment.get("forecast"), metrics),
             _sections("What actually ran", environment.get("ran")),
+            _roofline(environment.get("roofline")),
             _details(config_text, environment),
             _FOOTER,
             f"</main><script>{SCRIPT}</script></body></html>",
@@ -155,7 +164,7 @@ def _ending(environment: Mapping[str, Any]) -> str:
 
 def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """Return the tiles with the final figures."""
-    return render_tiles([*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)])
+    return render_tiles(_all_tiles(metrics, config, environment))
 
 
 def render_tiles(tiles: Sequence[Tile]) -> str:
@@ -167,6 +176,11 @@ def render_tiles(tiles: Sequence[Tile]) -> str:
         for label, value, note in shown
     )
     return f'<div class="tiles">{"".join(cells)}</div>' if shown else ""
+
+
+def _all_tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> list[Tile]:
+    tiles = [*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)]
+    return [*tiles, *energy_tiles(metrics, environment.get("energy"))]
 
 
 def _result_tiles(
@@ -227,7 +241,7 @@ def _median(metrics: Mapping[str, Series], key: str) -> float | None:
 
 def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> str:
     schedule = _schedule(environment.get("schedule"))
-    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule)]
+    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule), *energy_charts(metrics)]
     others = [key for key in metrics if key not in _NOT_PLAIN]
     charts += [Chart(key, [Curve(key, metrics[key])]) for key in others[:_MAX_OTHER_CHARTS]]
     figures = [figure for figure in map(render_chart, charts) if figure]
@@ -253,8 +267,8 @@ def _loss_chart(metrics: Mapping[str, Series]) -> Chart:
 def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart]:
     empty = make_series([])
 
-    def curve(key: str, label: str, factor: float = 1.0) -> Curve:
-        return Curve(label, metrics.get(key, empty).scaled(factor))
+    def curve(key: str, label: str, factor: float = 1.0, look: str = "first") -> Curve:
+        return Curve(label, metrics.get(key, empty).scaled(factor), look)
 
     memory = metrics.get("peak_memory_bytes", empty)
     large = memory.finite.size and memory.finite.max() >= 2**30
@@ -265,6 +279,8 @@ def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart
         Chart("Held-out bits per byte", [curve("eval_bits_per_byte", "held-out")]),
         Chart("Learning rate", rates, from_zero=True),
         Chart("Gradient norm", [curve("grad_norm", "norm")]),
+        Chart("Gradient noise scale", [curve("noise_scale", "noise scale")], "tokens"),
+        Chart("Gradient noise", [curve("gradient_signal", "|G|²"), curve("gradient_noise", "S", 1.0, "second")]),
         Chart("Throughput", [curve("tokens_per_second", "all devices")], "tokens/s", from_zero=True),
         Chart("Model FLOPs utilisation", [curve("mfu", "MFU", 100)], "%", from_zero=True),
         Chart("Step time", [curve("step_time_seconds", "step")], "s", from_zero=True),
@@ -288,13 +304,23 @@ def _sections(title: str, sections: object) -> str:
     return f"<h2>{html.escape(title)}</h2>{''.join(cards)}"
 
 
+def _roofline(record: object) -> str:
+    """Return the picture of the operators on the roofline; empty if there is no such record, or a damaged one."""
+    if not isinstance(record, Mapping):
+        return ""
+    try:
+        return f'<h2>Roofline</h2><div class="card">{render_roofline(record)}</div>'
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return ""
+
+
 def _details(config_text: str, environment: Mapping[str, Any]) -> str:
     parts = []
     if config_text:
         shown = html.escape(config_text[:_MAX_TEXT]) + ("\n..." if len(config_text) > _MAX_TEXT else "")
         summary = "<summary>Configuration (config.yaml)</summary>"
         parts.append(f'<details class="card" open>{summary}<pre>{shown}</pre></details>')
-    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule", "forecast")}
+    known = {key: value for key, value in environment.items() if key not in _SHOWN_ELSEWHERE}
     if known:
         parts.append(f'<details class="card"><summary>Environment</summary>{render_value(known)}</details>')
     return f"<h2>Configuration and environment</h2>{''.join(parts)}" if parts else ""

@@ -108,6 +108,9 @@ pre { margin: 0; padding: 12px 14px; background: var(--code); border-radius: 8px
   text-anchor: middle; } .sharding .name { fill: var(--soft); text-anchor: start; }
 .hue0 rect { fill: #a8c7f7; } .hue1 rect { fill: #f7c39c; } .hue2 rect { fill: #a9d8b2; } .hue3 rect { fill: #d9b8ec; }
 .hue4 rect { fill: #f3d77e; } .hue5 rect { fill: #9fd8dc; } .hue6 rect { fill: #f2b3bb; } .hue7 rect { fill: #c9cdd4; }
+.roofline-figure { margin: 0 0 12px; } .roofline-figure svg { display: block; width: 100%; height: auto; }
+.roofline-figure .roofline text { fill: var(--soft); } .roofline-figure .roofline .name { fill: var(--ink); }
+.roofline-figure .roofline .roof { stroke: var(--ink); } .roofline-figure .roofline .grid { stroke: var(--grid); }
 @media print { .chart, .card { break-inside: avoid; } }
 """
 
