@@ -1,6 +1,6 @@
 """Steps that each learning-rate schedule needs to a loss that a constant rate reaches, on real text.
 
-    python benchmarks/schedules.py                     # about 25 minutes on two CPU cores
+    python benchmarks/schedules.py                     # about 15 minutes on two free CPU cores
     python benchmarks/schedules.py --steps 400 --rates 3e-3 6e-3
     python benchmarks/schedules.py --tiny              # a few steps of a tiny model
 
@@ -37,9 +37,9 @@ MODEL = (
     "parallel.data=-1",
 )  # fmt: skip
 TINY = ("model.num_layers=1", "model.hidden_size=32", "model.intermediate_size=64", "data.tokenizer.name=byte")
-EVALUATIONS = 24
+EVALUATIONS = 20
 """Evaluations of a run."""
-EVAL_TOKENS = 20_000
+EVAL_TOKENS = 8_000
 COLUMNS = (
     "work",
     "variant",
@@ -119,6 +119,7 @@ def main() -> None:
     steps = min(args.steps, 48) if args.tiny else args.steps
     work = f"{'tiny model' if args.tiny else 'quickstart'}, {steps} steps of real text"
     measured: dict[str, dict[float, dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
     for name, settings in SCHEDULES.items():
         for rate in args.rates:
             overrides = [*MODEL, *settings, *(TINY if args.tiny else ()), f"train.steps={steps}"]
@@ -126,28 +127,31 @@ def main() -> None:
             row = run_process(f"{name}, rate {rate:g}", command, args.timeout)
             if row:
                 measured.setdefault(name, {})[rate] = row
-    if BASE not in measured:
-        raise SystemExit(1)
-    rows = compare(measured, work)
-    append_rows(script, rows)
+        if BASE not in measured:
+            raise SystemExit(1)
+        if name in measured:
+            rows.append({"work": work, **compare(measured, name)})
+            append_rows(script, rows[-1:])
     print_table(rows, COLUMNS)
 
 
-def compare(measured: Mapping[str, Mapping[float, dict[str, Any]]], work: str) -> list[dict[str, Any]]:
-    """Return a row for each schedule at the rate that reaches the target first."""
-    curves = {name: {rate: row["curve"] for rate, row in runs.items()} for name, runs in measured.items()}
+def compare(measured: Mapping[str, Mapping[float, dict[str, Any]]], name: str) -> dict[str, Any]:
+    """Return the row of a schedule, at the rate that reaches the target first.
+
+    Args:
+        measured: schedule -> peak rate -> row with its `curve`; those of the constant rate are among them.
+        name: the schedule.
+    """
+    curves = {schedule: {rate: row["curve"] for rate, row in runs.items()} for schedule, runs in measured.items()}
     target = min(loss for curve in curves[BASE].values() for _, loss in curve)
     _, base_steps = fewest_steps(curves[BASE], target)
-    rows = []
-    for name, runs in curves.items():
-        rate, steps = fewest_steps(runs, target)
-        lowest = {f"{r:g}": min(loss for _, loss in curve) for r, curve in runs.items()}
-        rows.append({
-            "work": work, "variant": name, "learning_rate": rate, "target": target, "steps_to_target": steps,
-            "lowest_loss": min(lowest.values()), "lowest_losses": lowest,
-            "steps_ratio": steps / base_steps if steps and base_steps else None, **measured[name][rate],
-        })  # fmt: skip
-    return rows
+    rate, steps = fewest_steps(curves[name], target)
+    lowest = {f"{r:g}": min(loss for _, loss in curve) for r, curve in curves[name].items()}
+    return {
+        "variant": name, "learning_rate": rate, "target": target, "steps_to_target": steps,
+        "lowest_loss": min(lowest.values()), "lowest_losses": lowest,
+        "steps_ratio": steps / base_steps if steps and base_steps else None, **measured[name][rate],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ def test_a_schedule_is_compared_at_the_rate_that_needs_the_fewest_steps():
         "cosine": {0.1: [(10, 3.0), (20, 2.4), (30, 2.2)], 0.2: [(10, 2.9), (20, 2.5), (30, 2.1)]},
     }
     measured = {n: {r: {"curve": c, "milliseconds": 1.0} for r, c in runs.items()} for n, runs in curves.items()}
-    constant, cosine = compare(measured, "work")
+    constant, cosine = (compare(measured, name) for name in curves)
     assert (constant["target"], constant["steps_to_target"], constant["steps_ratio"]) == (2.4, 30, 1.0)
     assert (cosine["learning_rate"], cosine["steps_to_target"], cosine["lowest_loss"]) == (0.1, 20, 2.1)
     assert cosine["steps_ratio"] == pytest.approx(2 / 3)
