@@ -5,8 +5,8 @@
     python benchmarks/remat.py --tiny                 # tiny sizes on a simulated CPU device
 
 All train llama3-1b with scanned layers on the same random tokens. `slowdown` is the time of a step by that of `none`,
-where both are of one run.
-Each policy runs in a process of its own; its row is appended to benchmarks/results/remat.jsonl when it ends.
+where both are of one run. Each policy runs in a process of its own; its row is appended to
+benchmarks/results/remat.jsonl when it ends.
 """
 
 import argparse
