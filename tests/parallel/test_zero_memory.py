@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from jaxstack.run_config import RunConfig, load_config
-from tests.hopper import compile_step
+from tests.hopper_steps import compile_step
 
 DEVICES = 64
 WIDTH, LAYERS, VOCABULARY = 4096, 36, 50304

@@ -11,7 +11,7 @@ import pytest
 
 from jaxstack.observe.what_ran import predicted_memory
 from jaxstack.run_config import load_config
-from tests.hopper import compile_step
+from tests.hopper_steps import compile_step
 
 DEVICES, LENGTH = 8, 65536
 MODEL = (
