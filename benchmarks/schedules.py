@@ -8,7 +8,8 @@ The model of configs/quickstart.yaml trains on its text, Python's standard libra
 rate of `--rates`, on the same batches. The target is the lowest held-out loss that a constant rate reaches at the best
 of these rates; `steps_to_target` is the first evaluation of a schedule, at its best rate, at or below the target. A
 schedule runs over all `--steps`, so that it reaches the target while its rate still falls: a run that was planned to
-end there would need fewer. All have the same warm-up, except one_cycle, which has its own. Rows are appended to
+end there would need fewer. Runs must be long enough that the noise of the steps limits the loss: in a few hundred steps
+the constant rate, which moves furthest, is ahead. All have the same warm-up, except one_cycle, which has its own. Rows are appended to
 benchmarks/results/schedules.jsonl.
 """
 

@@ -22,7 +22,7 @@ MODEL = (
 LAYOUTS = {
     "tensor": (f"parallel.tensor={DEVICES}",),
     "ring": (f"parallel.context={DEVICES}", "parallel.context_method=ring"),
-    "projected": (f"parallel.context={DEVICES}", "model.attention={kind: projected}"),
+    "projected": (f"parallel.context={DEVICES}", "model.attention={name: projected}"),
 }
 
 
