@@ -1,7 +1,7 @@
 """Steps that each learning-rate schedule needs to a loss that a constant rate reaches, on real text.
 
     python benchmarks/schedules.py                     # about 15 minutes on two free CPU cores
-    python benchmarks/schedules.py --steps 400 --rates 3e-3 6e-3
+    python benchmarks/schedules.py --steps 2400 --rates 1e-3 2e-3
     python benchmarks/schedules.py --tiny              # a few steps of a tiny model
 
 The model of configs/quickstart.yaml trains on its text, Python's standard library, with each schedule at each peak
@@ -9,8 +9,8 @@ rate of `--rates`, on the same batches. The target is the lowest held-out loss t
 of these rates; `steps_to_target` is the first evaluation of a schedule, at its best rate, at or below the target. A
 schedule runs over all `--steps`, so that it reaches the target while its rate still falls: a run that was planned to
 end there would need fewer. Runs must be long enough that the noise of the steps limits the loss: in a few hundred steps
-the constant rate, which moves furthest, is ahead. All have the same warm-up, except one_cycle, which has its own. Rows are appended to
-benchmarks/results/schedules.jsonl.
+the constant rate, which moves furthest, is ahead. All have the same warm-up, except one_cycle, which has its own. Rows
+are appended to benchmarks/results/schedules.jsonl.
 """
 
 import argparse
