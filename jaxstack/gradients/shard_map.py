@@ -33,6 +33,8 @@ class ParameterLayout:
     """Dtype of its working copy, if it is split over `data`."""
     summed_by_module: bool
     """True if the module sums the gradient where it uses the parameter, see `gather_parameter`."""
+    stacked: bool
+    """True if its first dim is that of stacked layers."""
 
 
 class LocalGradients:
@@ -135,15 +137,25 @@ class LocalGradients:
         spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape, self._zero)
         dtype = self._microbatches.module.dtype if is_cast(names, shape) else None
         dtype = str(jnp.dtype(dtype or jnp.float32))
-        return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")))
+        stacked = bool(names) and names[0] == "layers"
+        return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")), stacked)
 
     def _working_copy(self, x: jax.Array, layout: ParameterLayout) -> jax.Array:
-        """Gather a parameter over `data` in the compute dtype; return it as it is if it is not split over `data`."""
+        """Gather a parameter over `data` in the compute dtype; return it as it is if it is not split over `data`.
+
+        Stacked layers are gathered one at a time. XLA gathers a whole stack with the devices' parts outermost, and
+        copies it into the order of layers after all gathers: the working copy would be in memory twice.
+        """
         parts = _data_shards(layout)
         if not parts:
             return x
         how = self._exchange._replace(dtype=layout.dtype, gathered=parts)
-        return exchange_weight(x, how, layout.spec, self._inner.rules)
+        rules = self._inner.rules
+        if not layout.stacked:
+            return exchange_weight(x, how, layout.spec, rules)
+        how = how._replace(gathered=tuple((axes, dim - 1) for axes, dim in parts))
+        spec = PartitionSpec(*tuple(layout.spec)[1:])
+        return jax.lax.map(lambda layer: exchange_weight(layer, how, spec, rules), x)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy:
         """Return what the module gets for the parameter `x`: its gradient arrives summed, in the layout of x."""
