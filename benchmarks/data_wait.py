@@ -230,8 +230,8 @@ def main() -> None:
         for row in measure(args, write_shards(Path(folder))):
             print(f"{row['work']}, {row['implementation']}: {row['wait_fraction']:.2%}", flush=True)
             rows.append(row)
-    append_rows(script, rows)
     print_table(rows, COLUMNS)
+    append_rows(script, rows)
 
 
 if __name__ == "__main__":
