@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxstack.models.attention.base import AttentionSpec, ScoreOptions, SegmentIds, context_method
-from jaxstack.models.attention.masked import MaskedSoftmax
+from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
 
