@@ -52,7 +52,7 @@ class ObjectStore:
         try:
             store = _open(self.url)
             result = store.read(name, byte_range=slice(start, stop)).result()
-        except (ValueError, OSError, PermissionError, NotImplementedError) as error:
+        except (ValueError, KeyError, OSError, RuntimeError) as error:
             raise self._failure(name, str(error)) from None
         if result.state != "value":
             raise JaxstackError(f"{self.url}{name} does not exist: check the URL, or prepare and copy the data again")
@@ -66,7 +66,7 @@ class ObjectStore:
         """
         try:
             return _open(self.url).read(name).result().state == "value"
-        except (ValueError, OSError, PermissionError, NotImplementedError) as error:
+        except (ValueError, KeyError, OSError, RuntimeError) as error:
             raise self._failure(name, str(error)) from None
 
     def _failure(self, name: str, reason: str) -> JaxstackError:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 os.environ["ENABLE_PYGRAIN_PROMETHEUS_TELEMETRY"] = "false"  # Grain would listen on every interface
@@ -13,6 +13,7 @@ import numpy as np
 from absl import flags
 
 from jaxstack.data.augmentations.base import Augmenter
+from jaxstack.data.batch_source import HostBatch, check_batch
 from jaxstack.data.token_rows import Row, Rows
 from jaxstack.errors import JaxstackError
 
@@ -130,6 +131,47 @@ def read_batches(batches: IndexedBatches, workers: Workers) -> Iterator[Batch]:
         ) from None
     finally:
         iterator.close()
+
+
+class ParallelBatches:
+    """A `BatchSource` for `Trainer` that calls a function of the step in Grain's threads, many steps ahead.
+
+    Example: `Trainer(module, loss, ParallelBatches(read_batch, threads=32))`.
+
+    Args:
+      function: step -> a dict of arrays [B, ...]; it is called in several threads at the same time, in any order, and
+        depends on the step alone.
+      threads: calls at the same time.
+      ahead: batches that are read before they are needed.
+    """
+
+    def __init__(self, function: Callable[[int], HostBatch], *, threads: int = 16, ahead: int = 32):
+        self._function, self._workers = function, Workers(threads, 0, ahead)
+
+    def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
+        """Yield the rows `rows` of the batches `start`, `start` + 1, ... without end."""
+        return read_batches(_Picked(self._function, rows, global_batch_size, start), self._workers)
+
+    def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
+        """Return the rows `rows` of batch `number`, read in the calling thread."""
+        return _Picked(self._function, rows, global_batch_size, number)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Picked:
+    """Rows of the batches of a function of the step."""
+
+    function: Callable[[int], HostBatch]
+    rows: Sequence[int] | np.ndarray
+    global_batch_size: int
+    start: int
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, number: int) -> Batch:
+        whole = check_batch(self.function(self.start + int(number)), self.global_batch_size)
+        return {name: np.asarray(value)[self.rows] for name, value in whole.items()}
 
 
 def _stacked(rows: Sequence[Row]) -> Batch:

@@ -17,7 +17,7 @@ from jaxstack.data.augmentations.token_dropout import TokenDropout
 from jaxstack.data.batch_source import peek
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data
-from jaxstack.data.reading import TrainingBatches
+from jaxstack.data.reading import ParallelBatches, TrainingBatches
 from jaxstack.data.tokenize_documents import token_file
 from jaxstack.errors import ConfigError, JaxstackError
 
@@ -376,6 +376,22 @@ def test_a_slow_batch_delays_no_other_and_keeps_the_order(data, monkeypatch):
     assert_batches_equal(found, [data.batch(k, **ask) for k in range(40)])
 
 
+def test_a_slow_function_is_called_for_many_steps_at_once():
+    together = threading.Barrier(6, timeout=10)
+
+    def read(step):
+        if step < 10:
+            together.wait()  # passes only if six calls are under way
+        return {"x": np.full((4, 2), step)}
+
+    source = ParallelBatches(read, threads=6, ahead=6)
+    iterator = source.batches(global_batch_size=4, rows=[1, 3], start=4)
+    found = take(iterator, 20)
+    iterator.close()
+    assert [int(batch["x"][0, 0]) for batch in found] == list(range(4, 24)) and found[0]["x"].shape == (2, 2)
+    assert source.batch(12, global_batch_size=4, rows=[0])["x"].tolist() == [[12, 12]]
+
+
 def test_a_program_ends_with_an_open_iterator_and_opens_no_socket(byte_config):
     program = f"""
 import os
@@ -384,7 +400,7 @@ from jaxstack.data.augmentations.token_dropout import TokenDropout
 from jaxstack.data.batch_source import peek
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data
-from jaxstack.data.reading import TrainingBatches
+from jaxstack.data.reading import ParallelBatches, TrainingBatches
 config = DataConfig(sources=(SourceConfig(path={byte_config.sources[0].path!r}),), shard_tokens=10_000,
     tokenizer=TokenizerConfig(name="byte"), cache_dir={byte_config.cache_dir!r})
 iterator = open_data(config, sequence_length=32, seed=0).batches(global_batch_size=4, rows=range(4), start=0)
