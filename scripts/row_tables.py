@@ -55,7 +55,7 @@ ratio` is relative to bfloat16 over the same tokens. Held-out loss is given wher
 """,
     "data_wait": """\
 A simulated storage takes two steps to read a batch and serves four at a time, half a step per batch on average.
-`bursts`: it serves nothing for six steps, then twice as much for six. `one stalled file`: one of 64 files also hangs for
+`bursts`: it serves nothing for six steps, then twice as much for six. `one stalled file`: one of 64 files hangs for
 ten steps. `decoding`: half a step of Python per batch instead. `waiting for data` is the share of the time of the steps
 after the first batch. Every batch was equal to that of a serial reader.
 """,
