@@ -83,7 +83,8 @@ class SlowStream:
     def __init__(self, stream: TokenStream, storage: Storage, step: float, began: float, processes: int):
         self._arguments = (stream, storage, step, began, processes)
         self._stream, self._storage, self._step, self._began = stream, storage, step, began
-        self._slots = threading.Semaphore(max(storage.at_once // max(processes, 1), 1))
+        self._free = [0.0] * max(storage.at_once // max(processes, 1), 1)
+        self._lock = threading.Lock()
         self.tokens, self.document_start, self.hashes = stream.tokens, stream.document_start, stream.hashes
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -94,16 +95,26 @@ class SlowStream:
         storage, step = self._storage, self._step
         if start < SHARD_TOKENS and storage.stall[0] <= self._now() < storage.stall[1]:
             time.sleep((storage.stall[1] - self._now()) * step)
-        with self._slots if storage.latency else contextlib.nullcontext():
-            if storage.closed and (into := self._now() % (2 * storage.closed)) < storage.closed:
-                time.sleep((storage.closed - into) * step)
-            time.sleep(storage.latency * step / ROWS)
+        if storage.latency:
+            time.sleep(max(self._served() - self._now(), 0.0) * step)
         end = time.thread_time() + storage.decoding * step / ROWS
         while time.thread_time() < end:
             sum(range(100))
         return self._stream.read(start, count)
 
+    def _served(self) -> float:
+        """Return when the storage will have served a request made now; requests are served in their order."""
+        storage = self._storage
+        with self._lock:
+            begin = max(self._now(), min(self._free))
+            if storage.closed and (into := begin % (2 * storage.closed)) < storage.closed:
+                begin += storage.closed - into
+            end = begin + storage.latency / ROWS
+            self._free[self._free.index(min(self._free))] = end
+        return end
+
     def _now(self) -> float:
+        """Return the time in steps."""
         return (time.time() - self._began) / self._step
 
     def close(self) -> None:
