@@ -25,9 +25,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -134,7 +134,8 @@ def batches_of(stream: Any) -> TrainingBatches:
     """Return all batches of a stream, as a run orders and packs them."""
     rows = TextRows(stream, LENGTH, packing=True)
     augment = Augmenter.make((), Vocabulary(START, 1000), 0, packing=True, chats=False)
-    return TrainingBatches(row_order([rows.count], [1.0], 0, True), [rows], range(ROWS), ROWS, 0, augment)
+    order = cast(Sequence[tuple[int, int]], row_order([rows.count], [1.0], 0, True))
+    return TrainingBatches(order, [rows], range(ROWS), ROWS, 0, augment)
 
 
 def make_step(milliseconds: float) -> tuple[Callable[[Any, Any], Any], Any]:
@@ -173,7 +174,7 @@ def run_steps(step: Callable[[Any, Any], Any], state: Any, source: Iterator[Batc
 
     from jaxstack.data.device import device_batches
 
-    batches = device_batches(source, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    batches = cast(Generator, device_batches(source, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
     flying, waits, tokens, times = [], [], [], [0.0]
     with contextlib.closing(batches):
         for batch, waited in batches:

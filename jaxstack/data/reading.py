@@ -37,7 +37,7 @@ class IndexedBatches(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int) -> Batch: ...
+    def __getitem__(self, index: int) -> Batch: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class TrainingBatches:
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, number: int) -> Batch:
-        first = (self.start + int(number)) * self.global_batch_size
+    def __getitem__(self, index: int) -> Batch:
+        first = (self.start + int(index)) * self.global_batch_size
         return _stacked([self._row(first + row) for row in self.picked])
 
     def _row(self, sample: int) -> Row:
@@ -92,8 +92,8 @@ class HeldOutBatches:
     def __len__(self) -> int:
         return -(-len(self.places) // self.batch_size)
 
-    def __getitem__(self, number: int) -> Batch:
-        samples = (int(number) * self.batch_size + row for row in self.picked)
+    def __getitem__(self, index: int) -> Batch:
+        samples = (int(index) * self.batch_size + row for row in self.picked)
         nothing = (self.places[0][0], 0, 0)
         chosen = (self.places[i] if i < len(self.places) else nothing for i in samples)
         return _stacked([rows.read(row, limit) for rows, row, limit in chosen])
@@ -169,8 +169,8 @@ class _Picked:
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, number: int) -> Batch:
-        whole = check_batch(self.function(self.start + int(number)), self.global_batch_size)
+    def __getitem__(self, index: int) -> Batch:
+        whole = check_batch(self.function(self.start + int(index)), self.global_batch_size)
         return {name: np.asarray(value)[self.rows] for name, value in whole.items()}
 
 
