@@ -54,6 +54,12 @@ The up and down projections of an MLP whose rows are sharded between the matrix 
 All precisions see the same batches in the same order. `loss` is the mean over the last tenth of a row's tokens; `loss
 ratio` is relative to bfloat16 over the same tokens. Held-out loss is given where the run reached all tokens.
 """,
+    "data_wait": """\
+A simulated storage takes two steps to read a batch and serves four at a time, half a step per batch on average.
+`bursts`: it serves nothing for six steps, then twice as much for six. `one stalled file`: one of 64 files hangs for
+ten steps. `decoding`: half a step of Python per batch instead. `waiting for data` is the share of the time of the steps
+after the first batch. Every batch was equal to that of a serial reader.
+""",
     "device": """\
 Rates that the device reaches; the rows of `limit` are the steps that follow from them: every matrix product at the best
 rate of its dtype, attention at its best rate, nothing else taking time. Rows with SM MHz and W were measured under
@@ -143,6 +149,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "TFLOP/s/device": _number("tflops_per_device", "{:.4g}"),
     "MFU": _number("mfu", "{:.1f} %", 100),
     "of the limit": _number("limit_fraction", "{:.0f} %", 100),
+    "waiting for data": _number("wait_fraction", "{:.2f} %", 100),
+    "time / with data in memory": _number("slowdown", "{:.3f}"),
     "gather ms": _number("gather_milliseconds", "{:.3f}"),
     "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
     "forward ms": _number("forward_milliseconds", "{:.3f}"),

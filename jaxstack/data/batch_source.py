@@ -26,6 +26,15 @@ class BatchSource(Protocol):
         ...
 
 
+@runtime_checkable
+class IndexedSource(Protocol):
+    """A `BatchSource` that can read a single batch without starting its workers."""
+
+    def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
+        """Return the rows `rows` of the global batch `number`."""
+        ...
+
+
 class UserBatches:
     """A user's batches as a `BatchSource`. Each is a whole global batch: a dict of arrays with equal first dims.
 
@@ -109,6 +118,8 @@ def peek(source: BatchSource, *, global_batch_size: int, rows: Sequence[int] | n
     """
     if isinstance(source, UserBatches):
         return check_batch(source.peek(start), global_batch_size)
+    if isinstance(source, IndexedSource):
+        return check_batch(source.batch(start, global_batch_size=global_batch_size, rows=rows))
     stream = source.batches(global_batch_size=global_batch_size, rows=rows, start=start)
     try:
         return check_batch(next(iter(stream), None))

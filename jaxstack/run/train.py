@@ -101,7 +101,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
         )
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
-    config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
+    config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
     trainer = make_trainer(config, data)
     if warning := check_memory(trainer):
         say(f"warning: {warning}")

@@ -178,7 +178,7 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
     length, seed = config.train.sequence_length, config.run.seed
     data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())
     changed = {
-        "model": resolve_model(config.model, data.tokenizer.vocab_size),
+        "model": resolve_model(config.model, data.vocab_size),
         "optimizer": config.optimizer.model_copy(update={"learning_rate": rates.high}),
         "schedule": ExponentialRise(initial_fraction=rates.low / rates.high),
         "train": config.train.model_copy(update={"steps": rates.steps}),
