@@ -75,9 +75,7 @@ def _ordered(x: Float[Array, "R V"]) -> UInt32[Array, "R V"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _largest(
-    holds: Callable[[UInt32[Array, " R"]], Bool[Array, " R"]], rows: int
-) -> UInt32[Array, " R"]:
+def _largest(holds: Callable[[UInt32[Array, " R"]], Bool[Array, " R"]], rows: int) -> UInt32[Array, " R"]:
     """Return each row's largest number for which `holds`, which no larger number changes from False to True."""
 
     def add_bit(step: jax.Array, found: jax.Array) -> jax.Array:

@@ -1,0 +1,370 @@
+"""The engine: continuous batching of requests over one model.
+
+`Engine.submit` returns a handle at once; a thread runs steps as long as there are requests. All programs are compiled
+at the start, so that no request waits for a compilation.
+"""
+
+import dataclasses
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.distributed.devices import memory_per_device
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.serve import schedule
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.pages import PagePool
+from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
+from jaxstack.serve.schedule import Scheduler, StepPlan, row_counts
+from jaxstack.serve.step import Programs, choose_mode, pad_chunks, page_bytes
+
+_DEFAULT_CONTEXT = 4096
+
+
+class EngineBusy(JaxstackError):
+    """Too many requests wait; try again later."""
+
+
+class EngineClosed(JaxstackError):
+    """The engine takes no more requests, because it is shutting down or has failed."""
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counters since the start of the engine.
+
+    Attributes:
+      prompt_tokens: tokens of the prompts that have started.
+      computed_tokens: prompt tokens that were computed, those after a preemption included.
+      generated_tokens: tokens of answers.
+      steps: steps that were dispatched.
+      finished: answers by the reason of their end.
+    """
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    finished: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class Engine:
+    """Generates tokens for many requests at once. Use it as a context manager, or call `close`.
+
+    Args:
+      model: the model on its mesh, such as `jaxstack.run.load.load(directory).decoder`.
+      config: sizes.
+      vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
+      stop_tokens: ids that end an answer, and are not part of it.
+      warm_up: compile all programs now; otherwise each is compiled when it is first needed.
+      start: start the thread; otherwise the caller calls `step`.
+
+    Raises:
+      ConfigError: the attention kind of the model cannot be served, or the memory is too small.
+    """
+
+    def __init__(
+        self,
+        model: ModelOnMesh,
+        config: EngineConfig | None = None,
+        *,
+        vocab_size: int | None = None,
+        stop_tokens: Collection[int] = (),
+        warm_up: bool = True,
+        start: bool = True,
+    ):
+        self.model, self.config, self.stop_tokens = model, config or EngineConfig(), frozenset(stop_tokens)
+        self.vocab_size = vocab_size or model.config.vocab_size or 0
+        self.context, pages = _sizes(model, self.config)
+        size = self.config.page_size
+        self.pool = PagePool(pages, size, cache_prefixes=self.config.prefix_cache)
+        self.scheduler = Scheduler(self.config.slots, self.context, self.config.chunk, self.pool)
+        self.programs = Programs(
+            model, slots=self.config.slots, pages=pages, page_size=size, context=self.context, vocab_size=vocab_size
+        )
+        self.stats, self.failure = EngineStats(), None
+        self._in_flight: deque[tuple[StepPlan, Int[Array, " rows"]]] = deque()
+        self._sequences: dict[int, schedule.Sequence] = {}
+        self._new: deque[Handle] = deque()
+        self._cancelled: deque[Handle] = deque()
+        self._changed = threading.Condition()
+        self._closed, self._count = False, 0
+        if warm_up:
+            self.warm_up()
+        self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        seed: int = 0,
+        stop_tokens: Collection[int] | None = None,
+        constraint: Constraint | None = None,
+    ) -> Handle:
+        """Add a request and return its handle, which iterates over the tokens of the answer as they come.
+
+        Args:
+          prompt: token ids.
+          max_tokens: token limit of the answer.
+          sampling: temperature and limits; default: `Sampling()`.
+          seed: the answer depends on it and on the prompt alone (up to rounding: XLA may choose another matmul for
+            another number of rows).
+          stop_tokens: ids that end the answer; default: those of the engine.
+          constraint: which tokens are allowed, for this request alone; default: all.
+
+        Raises:
+          ConfigError: the prompt is empty, has unknown ids, or is too long with its answer.
+          EngineBusy: too many requests wait.
+          EngineClosed: the engine is shutting down, or has failed.
+        """
+        self.check_prompt(prompt, max_tokens)
+        stops = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
+        request = Request(tuple(prompt), max_tokens, sampling or Sampling(), seed % 2**32, stops, constraint)
+        handle = Handle(request, self._cancel)
+        with self._changed:
+            self._check_open()
+            if self.waiting >= self.config.queue + self.config.slots - self.running:
+                raise EngineBusy(f"{self.waiting} requests wait already (engine.queue: {self.config.queue}).")
+            self._new.append(handle)
+            self._changed.notify_all()
+        return handle
+
+    def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Check that a prompt with `max_tokens` new tokens can be answered.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        if not len(prompt):
+            raise ConfigError("a prompt must have at least one token.")
+        if min(prompt) < 0:
+            raise ConfigError(f"token ids must be at least 0; found {min(prompt)}.")
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1; found {max_tokens}.")
+        self.model.check_ids([prompt])
+        if len(prompt) + max_tokens > self.context:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, which with {max_tokens} new tokens exceeds the context of "
+                f"{self.context} tokens; at most {max(0, self.context - len(prompt))} new tokens fit."
+            )
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have a slot."""
+        return len(self.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a slot."""
+        return len(self.scheduler.waiting) + len(self._new)
+
+    def step(self) -> bool:
+        """Run one turn: take new requests, dispatch a step, read the tokens of an earlier one.
+
+        Returns:
+          False if there was nothing to do.
+        """
+        self._take_messages()
+        plan = self.scheduler.plan(bool(self._in_flight))
+        if plan is not None:
+            self._dispatch(plan)
+        busy = bool(self._in_flight)
+        if busy and (plan is None or len(self._in_flight) > self.config.steps_ahead):
+            self._read(*self._in_flight.popleft())
+        return busy
+
+    def warm_up(self) -> None:
+        """Compile all programs."""
+        programs, slots = self.programs, self.config.slots
+        totals: set[int] = set()
+        for count in row_counts(slots):
+            programs.run(programs.describe([], count), None, None, "greedy")
+            totals.add(count)
+        for shape in self.scheduler.shapes:
+            rows, chunks = programs.describe([], slots), programs.describe([], shape.rows)
+            programs.run(rows, chunks, pad_chunks([], shape), "greedy")
+            totals.add(slots + shape.rows)
+        programs.compile_sampling(totals)
+
+    def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait for those that are here; return False if some have not ended in time."""
+        with self._changed:
+            self._closed = True
+        until = time.monotonic() + seconds
+        while self._sequences or self._new:
+            if time.monotonic() > until or self.failure is not None:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """End all requests and the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sequence in list(self._sequences.values()):
+            sequence.handle.cancel()
+        for handle in list(self._new):
+            handle.cancel()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineClosed(f"the engine has failed: {self.failure}")
+        if self._closed:
+            raise EngineClosed("the engine is shutting down.")
+
+    def _run(self) -> None:
+        """Run steps until the engine is closed and idle."""
+        try:
+            while True:
+                if self.step():
+                    continue
+                with self._changed:
+                    if self._new or self._cancelled:
+                        continue
+                    if self._closed:
+                        return
+                    self._changed.wait()
+        except Exception as error:  # whatever it is, nobody must wait for ever
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _fail(self, message: str) -> None:
+        with self._changed:
+            self.failure = message
+            handles = [sequence.handle for sequence in self._sequences.values()] + list(self._new)
+            self._new.clear()
+        self._sequences.clear()
+        for handle in handles:
+            handle.push([], "error", f"the engine has failed: {message}")
+
+    def _cancel(self, handle: Handle) -> None:
+        with self._changed:
+            self._cancelled.append(handle)
+            self._changed.notify_all()
+
+    def _take_messages(self) -> None:
+        """Queue the new requests, and end the cancelled ones."""
+        while self._new:
+            handle, self._count = self._new[0], self._count + 1
+            sequence = schedule.Sequence(handle, self._count)
+            self._sequences[id(handle)] = sequence
+            self.scheduler.add(sequence)
+            self._new.popleft()
+        while self._cancelled:
+            sequence = self._sequences.get(id(self._cancelled.popleft()))
+            if sequence is not None:
+                self._finish(sequence, [], "cancelled")
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        programs, slots = self.programs, self.config.slots
+        count = next(n for n in row_counts(slots) if n >= len(plan.decoded)) if plan.shape is None else slots
+        rows, chunks, tokens = programs.describe(plan.decoded, count), None, None
+        if plan.shape is not None:
+            chunks = programs.describe(plan.chunks, plan.shape.rows)
+            tokens = pad_chunks(plan.chunks, plan.shape)
+        mask = self._mask(plan, count, 0 if plan.shape is None else plan.shape.rows)
+        mode = choose_mode(plan.rows) if mask is None else "limited"
+        sampled = programs.run(rows, chunks, tokens, mode, mask)
+        sampled.copy_to_host_async()
+        self._in_flight.append((plan, sampled))
+        self.stats.steps += 1
+        self.stats.computed_tokens += sum(row.count for row in plan.chunks)
+
+    def _mask(self, plan: StepPlan, decoded: int, chunks: int) -> Int[np.ndarray, "rows words"] | None:
+        """Return the allowed tokens of all rows; None if no request has a constraint."""
+        constrained = [
+            (place, row.sequence)
+            for first, rows in ((0, plan.decoded), (decoded, plan.chunks))
+            for place, row in enumerate(rows, first)
+            if row.index is not None and row.sequence.handle.request.constraint is not None
+        ]
+        if not constrained:
+            return None
+        mask = np.full((decoded + chunks, self.programs.words), -1, np.int32)
+        for place, sequence in constrained:
+            constraint = sequence.handle.request.constraint
+            assert constraint is not None
+            constraint.fill_mask(mask[place])
+        return mask
+
+    def _read(self, plan: StepPlan, sampled: Int[Array, " rows"]) -> None:
+        """Wait for the tokens of a step and pass them on."""
+        tokens = np.asarray(sampled).tolist()
+        skipped = len(tokens) - (plan.shape.rows if plan.shape is not None else 0)
+        places = [*range(len(plan.decoded)), *range(skipped, skipped + len(plan.chunks))]
+        for place, row in zip(places, plan.rows, strict=True):
+            if row.index is not None and not row.sequence.finished:
+                self._receive(row.sequence, tokens[place])
+
+    def _receive(self, sequence: schedule.Sequence, token: int) -> None:
+        request = sequence.handle.request
+        if not sequence.received:
+            self.stats.prompt_tokens += len(request.prompt)
+        if token in request.stop_tokens:
+            self._finish(sequence, [], "stop")
+            return
+        sequence.tokens.append(token)
+        self.stats.generated_tokens += 1
+        if request.constraint is not None and not request.constraint.accept(token):
+            self._finish(sequence, [token], "stop")
+        elif sequence.received >= request.max_tokens:
+            self._finish(sequence, [token], "length")
+        else:
+            self.scheduler.register_pages(sequence)
+            sequence.handle.push([token])
+
+    def _finish(self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason) -> None:
+        self.scheduler.finish(sequence)
+        self._sequences.pop(id(sequence.handle), None)
+        self.stats.finished[reason] += 1
+        sequence.handle.push(tokens, reason)
+
+
+def _sizes(model: ModelOnMesh, config: EngineConfig) -> tuple[int, int]:
+    """Return the token limit of a request, and the number of pages.
+
+    Raises:
+      ConfigError: the model cannot be served, or its weights leave no memory.
+    """
+    context = config.context or model.context_length or _DEFAULT_CONTEXT
+    if model.context_length is not None and context > model.context_length:
+        raise ConfigError(
+            f"engine.context ({context}) exceeds the model's max_position_embeddings ({model.context_length})."
+        )
+    try:
+        size = page_bytes(model, config.page_size)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    pages = config.pages or config.slots * -(-context // config.page_size)
+    available = memory_per_device()
+    if config.pages is None and available is not None:
+        weights = sum(x.nbytes for x in jax.tree.leaves((model.params, model.non_params)))
+        free = available * model.rules.mesh.size * config.memory_fraction - weights
+        pages = min(pages, int(free // size))
+    if pages * config.page_size < 2:
+        raise ConfigError(
+            f"the weights leave no memory for the cache of keys and values (engine.memory_fraction "
+            f"{config.memory_fraction}); use more devices (parallel.tensor=2)."
+        )
+    return min(context, pages * config.page_size), pages
