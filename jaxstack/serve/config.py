@@ -43,6 +43,8 @@ class ServerConfig(Component):
     """Seconds after which an unfinished request is ended."""
     drain: float = Field(default=30.0, ge=0)
     """Seconds that running requests have to finish after SIGTERM."""
+    chat_template: str = "auto"
+    """Template of chats. auto: the tokenizer's own; chatml, llama3, gemma; a file with a Jinja template."""
     document_start: bool = True
     """Begin prompts of /v1/completions with the tokenizer's document-start id, as in training."""
 

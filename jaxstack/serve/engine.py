@@ -347,6 +347,8 @@ def _sizes(model: ModelOnMesh, config: EngineConfig) -> tuple[int, int]:
     Raises:
       ConfigError: the model cannot be served, or its weights leave no memory.
     """
+    if model.batch_unit > 1:
+        raise ConfigError("serving supports only parallel.tensor; set data, fsdp and expert to 1.")
     context = config.context or model.context_length or _DEFAULT_CONTEXT
     if model.context_length is not None and context > model.context_length:
         raise ConfigError(

@@ -1,0 +1,67 @@
+"""Running the HTTP server on a socket, until a signal ends it."""
+
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError
+from jaxstack.serve.config import ServerConfig
+from jaxstack.serve.engine import Engine
+from jaxstack.serve.http import Server
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket at this address, which does not listen yet.
+
+    Raises:
+      ConfigError: the address is in use, or not one of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        place = socket.socket(family, kind, protocol)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port.") from None
+    return place
+
+
+def serve(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    name: str,
+    config: ServerConfig,
+    place: socket.socket,
+    *,
+    api_key: str | None = None,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; then take no more, and let the running ones finish.
+
+    Args:
+      engine, tokenizer, name, config, api_key: as of `jaxstack.serve.http.Server`.
+      place: from `bind`.
+      report: called with a line of text when the server is ready and when it ends.
+    """
+    server = Server(engine, tokenizer, name, config, api_key=api_key)
+    settings = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=round(config.drain)
+    )
+
+    class Announced(uvicorn.Server):
+        """A server that says when it is ready and when it ends."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = place.getsockname()[:2]
+            report(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
+
+        def handle_exit(self, sig: int, frame: object) -> None:
+            if not self.should_exit:
+                report(f"{signal.Signals(sig).name}: finishing {engine.running + engine.waiting} request(s)")
+            super().handle_exit(sig, None)
+
+    Announced(settings).run(sockets=[place])
