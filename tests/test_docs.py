@@ -149,7 +149,9 @@ def check_command(words: list[str]) -> None:
     name = name.removeprefix("jaxstack.")
     parser = parser_of(name)
     if name not in ("train", "plan"):
-        parser.parse_intermixed_args(arguments) if name in ("generate", "evaluate") else parser.parse_args(arguments)
+        parser.parse_intermixed_args(arguments) if name in ("generate", "evaluate", "serve") else parser.parse_args(
+            arguments
+        )
         return
     parsed = parser.parse_intermixed_args(arguments)
     config = ROOT / parsed.config

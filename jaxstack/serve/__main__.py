@@ -27,9 +27,15 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="engine, server, parallel, precision")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any free one (default 8000)")
-    parser.add_argument("--name", help="name of the model for clients (default: the name of the directory)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port to listen on, 0 for any free one (default 8000)"
+    )
+    parser.add_argument(
+        "--name", metavar="NAME", help="name of the model for clients (default: the name of the directory)"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
     return add_examples(
         parser, "serve --run runs/quickstart", "serve --run models/qwen2.5-0.5b --port 9000 engine.slots=32"

@@ -57,13 +57,11 @@ class Metrics:
     def collect(self) -> Iterable[Metric]:
         """Yield the state of the engine, for the registry."""
         engine, stats, scheduler = self._engine, self._engine.stats, self._engine.scheduler
+        usage = engine.pool.used / engine.pool.count
         gauges = {
             "num_requests_running": ("Requests that have a slot.", engine.running),
             "num_requests_waiting": ("Requests that wait for a slot.", engine.waiting),
-            "kv_cache_usage_perc": (
-                "Share of the KV cache's pages in use, 1 is all.",
-                engine.pool.used / engine.pool.count,
-            ),
+            "kv_cache_usage_perc": ("Share of the KV cache's pages in use, 1 is all.", usage),
         }
         counters = {
             "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
