@@ -23,6 +23,7 @@ from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.pages import PagePool
 from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
 from jaxstack.serve.schedule import Scheduler, StepPlan, row_counts
+from jaxstack.serve.speculate import accept
 from jaxstack.serve.step import Programs, choose_mode, pad_chunks, page_bytes
 
 _DEFAULT_CONTEXT = 4096
@@ -45,6 +46,7 @@ class EngineStats:
       computed_tokens: prompt tokens that were computed, those after a preemption included.
       generated_tokens: tokens of answers.
       steps: steps that were dispatched.
+      draft_tokens, accepted_tokens: tokens that were guessed, and those of them that were right.
       finished: answers by the reason of their end.
     """
 
@@ -52,6 +54,8 @@ class EngineStats:
     computed_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
@@ -85,7 +89,9 @@ class Engine:
         self.context, pages = _sizes(model, self.config)
         size = self.config.page_size
         self.pool = PagePool(pages, size, cache_prefixes=self.config.prefix_cache)
-        self.scheduler = Scheduler(self.config.slots, self.context, self.config.chunk, self.pool)
+        self.scheduler = Scheduler(
+            self.config.slots, self.context, self.config.chunk, self.pool, self.config.draft_tokens
+        )
         self.programs = Programs(
             model, slots=self.config.slots, pages=pages, page_size=size, context=self.context, vocab_size=vocab_size
         )
@@ -192,15 +198,15 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile all programs."""
-        programs, slots = self.programs, self.config.slots
+        programs, slots, width = self.programs, self.config.slots, self._width
         totals: set[int] = set()
         for count in row_counts(slots):
-            programs.run(programs.describe([], count), None, None, "greedy")
-            totals.add(count)
+            programs.run(programs.describe([], count), None, None, "greedy", drafted=self._newest([], count))
+            totals.add(count * width)
         for shape in self.scheduler.shapes:
             rows, chunks = programs.describe([], slots), programs.describe([], shape.rows)
-            programs.run(rows, chunks, pad_chunks([], shape), "greedy")
-            totals.add(slots + shape.rows)
+            programs.run(rows, chunks, pad_chunks([], shape), "greedy", drafted=self._newest([], slots))
+            totals.add(slots * width + shape.rows)
         programs.compile_sampling(totals)
 
     def drain(self, seconds: float) -> bool:
@@ -276,6 +282,20 @@ class Engine:
             if sequence is not None:
                 self._finish(sequence, [], "cancelled")
 
+    @property
+    def _width(self) -> int:
+        """Tokens per decoded row: the newest, and its drafts."""
+        return 1 + self.config.draft_tokens
+
+    def _newest(self, rows: Sequence[schedule.Row], count: int) -> Int[np.ndarray, "rows D"] | None:
+        """Return the newest token and the drafts of each row; None without drafts: the device has the newest tokens."""
+        if not self.config.draft_tokens:
+            return None
+        tokens = np.zeros((count, self._width), np.int32)
+        for line, row in zip(tokens, rows, strict=False):
+            line[-row.count :] = (row.sequence.tokens[-1], *row.drafts)
+        return tokens
+
     def _dispatch(self, plan: StepPlan) -> None:
         programs, slots = self.programs, self.config.slots
         count = next(n for n in row_counts(slots) if n >= len(plan.decoded)) if plan.shape is None else slots
@@ -283,56 +303,70 @@ class Engine:
         if plan.shape is not None:
             chunks = programs.describe(plan.chunks, plan.shape.rows)
             tokens = pad_chunks(plan.chunks, plan.shape)
-        mask = self._mask(plan, count, 0 if plan.shape is None else plan.shape.rows)
+        mask = self._mask(plan, count * self._width)
         mode = choose_mode(plan.rows) if mask is None else "limited"
-        sampled = programs.run(rows, chunks, tokens, mode, mask)
+        sampled = programs.run(rows, chunks, tokens, mode, mask, self._newest(plan.decoded, count))
         sampled.copy_to_host_async()
         self._in_flight.append((plan, sampled))
         self.stats.steps += 1
         self.stats.computed_tokens += sum(row.count for row in plan.chunks)
 
-    def _mask(self, plan: StepPlan, decoded: int, chunks: int) -> Int[np.ndarray, "rows words"] | None:
-        """Return the allowed tokens of all rows; None if no request has a constraint."""
-        constrained = [
-            (place, row.sequence)
-            for first, rows in ((0, plan.decoded), (decoded, plan.chunks))
-            for place, row in enumerate(rows, first)
-            if row.index is not None and row.sequence.handle.request.constraint is not None
+    def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
+        """Return the allowed tokens of all samples, `decoded` of them of decoded rows; None: nothing is constrained."""
+        width = self._width
+        places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
+        constraints = [
+            (place, row.sequence.handle.request.constraint)
+            for place, row in zip(places, plan.rows, strict=True)
+            if row.index is not None
         ]
-        if not constrained:
+        if all(constraint is None for _, constraint in constraints):
             return None
-        mask = np.full((decoded + chunks, self.programs.words), -1, np.int32)
-        for place, sequence in constrained:
-            constraint = sequence.handle.request.constraint
-            assert constraint is not None
-            constraint.fill_mask(mask[place])
+        total = decoded + (0 if plan.shape is None else plan.shape.rows)
+        mask = np.full((total, self.programs.words), -1, np.int32)
+        for place, constraint in constraints:
+            if constraint is not None:
+                constraint.fill_mask(mask[place])
         return mask
 
-    def _read(self, plan: StepPlan, sampled: Int[Array, " rows"]) -> None:
+    def _read(self, plan: StepPlan, sampled: Int[Array, " samples"]) -> None:
         """Wait for the tokens of a step and pass them on."""
-        tokens = np.asarray(sampled).tolist()
-        skipped = len(tokens) - (plan.shape.rows if plan.shape is not None else 0)
-        places = [*range(len(plan.decoded)), *range(skipped, skipped + len(plan.chunks))]
-        for place, row in zip(places, plan.rows, strict=True):
+        tokens, width = np.asarray(sampled).tolist(), self._width
+        for place, row in enumerate(plan.decoded, 1):
+            if not row.sequence.finished:
+                found = accept(row.drafts, tokens[place * width - row.count : place * width])
+                self.stats.draft_tokens += len(row.drafts)
+                self.stats.accepted_tokens += len(found) - 1
+                row.settle(len(found))
+                self._receive(row.sequence, found)
+        first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
+        for place, row in enumerate(plan.chunks, first):
             if row.index is not None and not row.sequence.finished:
-                self._receive(row.sequence, tokens[place])
+                self._receive(row.sequence, [tokens[place]])
 
-    def _receive(self, sequence: schedule.Sequence, token: int) -> None:
-        request = sequence.handle.request
+    def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
+        """Add tokens to an answer, and end it where it ends."""
+        request, added, reason = sequence.handle.request, list[int](), None
         if not sequence.received:
             self.stats.prompt_tokens += len(request.prompt)
-        if token in request.stop_tokens:
-            self._finish(sequence, [], "stop")
-            return
-        sequence.tokens.append(token)
-        self.stats.generated_tokens += 1
-        if request.constraint is not None and not request.constraint.accept(token):
-            self._finish(sequence, [token], "stop")
-        elif sequence.received >= request.max_tokens:
-            self._finish(sequence, [token], "length")
+        for token in tokens:
+            if token in request.stop_tokens:
+                reason = "stop"
+                break
+            added.append(token)
+            sequence.tokens.append(token)
+            if request.constraint is not None and not request.constraint.accept(token):
+                reason = "stop"
+            elif sequence.received >= request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        self.stats.generated_tokens += len(added)
+        if reason is not None:
+            self._finish(sequence, added, reason)
         else:
             self.scheduler.register_pages(sequence)
-            sequence.handle.push([token])
+            sequence.handle.push(added)
 
     def _finish(self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason) -> None:
         self.scheduler.finish(sequence)

@@ -340,7 +340,7 @@ class Server:
         return JSONResponse(envelope.whole(choices, _usage(answers, body.n or 1)))
 
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 async def _collect(answers: Answers, texts: list[str]) -> None:

@@ -66,6 +66,8 @@ class Metrics:
         counters = {
             "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
             "generation_tokens": ("Tokens of answers.", stats.generated_tokens),
+            "spec_decode_num_draft_tokens": ("Tokens that were guessed.", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", stats.accepted_tokens),
             "num_preemptions": ("Requests that were stopped and recomputed.", scheduler.preemptions),
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", scheduler.prefix_queries),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", scheduler.prefix_hits),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from jaxstack.serve.pages import ROOT, PagePool, page_digest
 from jaxstack.serve.requests import Handle
+from jaxstack.serve.speculate import NGrams
 
 _SHORT = 64
 """Width of the rows for short prompts and the ends of long ones."""
@@ -62,16 +63,21 @@ class Sequence:
         self.digests: list[bytes] = []
         self.slot: int | None = None
         self.finished = False
+        self._ngrams: NGrams | None = None
 
     @property
     def received(self) -> int:
         """Tokens of the answer that the host has read."""
         return len(self.tokens) - len(self.handle.request.prompt)
 
-    @property
-    def waits_for_token(self) -> bool:
-        """True if the next step depends on a token that the host has not read: a constraint needs it for its mask."""
-        return self.handle.request.constraint is not None and self.sampled > self.received
+    def draft(self, count: int) -> tuple[int, ...]:
+        """Return up to `count` guesses of the next tokens; a constraint would have to check each, so it gets none."""
+        if count < 1 or self.handle.request.constraint is not None:
+            return ()
+        if self._ngrams is None:
+            self._ngrams = NGrams(self.tokens)
+        self._ngrams.extend(self.tokens[self._ngrams.count :])
+        return self._ngrams.guess(count)
 
 
 class Row(NamedTuple):
@@ -88,6 +94,11 @@ class Row(NamedTuple):
     count: int
     index: int | None
     drafts: tuple[int, ...] = ()
+
+    def settle(self, accepted: int) -> None:
+        """Take back the rejected drafts of a step in which `accepted` tokens of the answer were found."""
+        if self.drafts and self.index is not None:
+            self.sequence.filled, self.sequence.sampled = self.start + accepted, self.index + accepted
 
 
 @dataclasses.dataclass
@@ -112,10 +123,13 @@ class Scheduler:
       context: token limit of a request.
       chunk: prompt tokens per step.
       pool: the pages.
+      draft_tokens: largest number of guesses of a step. With guesses, and for a request with a constraint, a step is
+        planned only when the tokens before it are known.
     """
 
-    def __init__(self, slots: int, context: int, chunk: int, pool: PagePool):
+    def __init__(self, slots: int, context: int, chunk: int, pool: PagePool, draft_tokens: int = 0):
         self.context, self.pool, self.shapes = context, pool, chunk_shapes(chunk, slots)
+        self.draft_tokens = draft_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._free_slots = list(reversed(range(slots)))
@@ -151,12 +165,15 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is None or not self._decodes(sequence):
                 continue
+            drafts = sequence.draft(self._room_for_drafts(sequence))
+            if drafts and not self._take_pages(sequence, sequence.filled + 1 + len(drafts)):
+                drafts = ()
             if not self._take_pages(sequence, sequence.filled + 1):
                 if in_flight:
                     return None
                 if not self._make_room(sequence, decoded):
                     continue
-            decoded.append(Row(sequence, sequence.filled, 1, sequence.sampled))
+            decoded.append(Row(sequence, sequence.filled, 1 + len(drafts), sequence.sampled, drafts))
         if self.preemptions == before:
             self._admit()
         pending = [sequence for sequence in self.running if sequence.filled < sequence.target]
@@ -174,9 +191,15 @@ class Scheduler:
 
     def _decodes(self, sequence: Sequence) -> bool:
         """Return True if the next token of a running request can be computed now."""
-        if sequence.filled < sequence.target or sequence.waits_for_token:
+        stepwise = self.draft_tokens or sequence.handle.request.constraint is not None
+        if sequence.filled < sequence.target or (stepwise and sequence.sampled > sequence.received):
             return False
         return sequence.sampled < sequence.handle.request.max_tokens and sequence.filled < self.context
+
+    def _room_for_drafts(self, sequence: Sequence) -> int:
+        """Return how many guesses the token limits of a request allow."""
+        left = sequence.handle.request.max_tokens - sequence.sampled
+        return min(self.draft_tokens, left - 1, self.context - sequence.filled - 1)
 
     def _take_pages(self, sequence: Sequence, tokens: int) -> bool:
         """Give a sequence pages for `tokens` tokens; return False if there are too few."""
@@ -257,6 +280,7 @@ class Scheduler:
         for row in (*decoded, *chunks):
             row.sequence.filled = row.start + row.count
             row.sequence.sampled += row.index is not None
+            row.sequence.sampled += len(row.drafts)
         for row in chunks:
             self.register_pages(row.sequence)
         return StepPlan(decoded, chunks, shape)

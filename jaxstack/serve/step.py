@@ -108,24 +108,35 @@ class Programs:
         tokens: Int[np.ndarray, "Q C"] | None,
         mode: Mode,
         mask: Int[np.ndarray, "all words"] | None = None,
+        drafted: Int[np.ndarray, "R D"] | None = None,
     ) -> Int[Array, " all"]:
-        """Dispatch one step and return the token sampled after each row, decoded rows first; does not wait for it.
+        """Dispatch one step and return the tokens that it samples, those of decoded rows first; does not wait for it.
 
         Args:
-          rows: from `describe`, of rows whose one token is the newest of their slot.
+          rows: from `describe`, of decoded rows.
           chunks: from `describe`, of rows of prompt tokens.
           tokens: ids of the chunks, each at the end of its row.
           mode: how tokens are sampled.
-          mask: allowed tokens of all rows, see `Constraint.fill_mask`; None: all tokens are.
+          mask: allowed tokens of all samples, see `Constraint.fill_mask`; None: all tokens are.
+          drafted: newest token and drafts of each decoded row, at its end, with one sample after each; None: the newest
+            token of its slot.
         """
         model = self.model
         with jax.set_mesh(model.rules.mesh):
             logits, self._pages = self._forward(
-                model.params, model.non_params, self._last, rows, chunks, tokens, pages=self._pages
+                model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
             )
-            settings = np.concatenate([part[:, : Column.PAGES] for part in (rows, chunks) if part is not None])
+            first = rows if drafted is None else self._repeat(rows, drafted.shape[1])
+            settings = np.concatenate([part[:, : Column.PAGES] for part in (first, chunks) if part is not None])
             sampled, self._last = self._sample(logits, self._last, settings, mask, mode=mode)
         return sampled
+
+    def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
+        """Return the description of the sample after each of the `width` tokens of each row."""
+        index = rows[:, Column.INDEX, None] + np.arange(width) - width + rows[:, Column.COUNT, None]
+        repeated = np.repeat(rows, width, axis=0)
+        repeated[:, Column.INDEX], repeated[:, Column.STORE] = np.maximum(index, 0).ravel(), self.slots
+        return repeated
 
     def compile_sampling(self, totals: Iterable[int]) -> None:
         """Compile the sampling of these numbers of rows in every mode."""
@@ -145,14 +156,15 @@ class Programs:
         non_params: PyTree,
         last: Int[Array, " S"],
         rows: Int[Array, "R columns"],
+        drafted: Int[Array, "R D"] | None,
         chunks: Int[Array, "Q columns"] | None,
         tokens: Int[Array, "Q C"] | None,
         pages: Pages,
     ) -> tuple[Float[Array, "all V"], Pages]:
-        """Return the logits after the last token of each row, and the pages with the step's tokens."""
-        count = rows.shape[0]
-        newest = last[rows[:, Column.SLOT]]
-        parts = [_place(rows, newest[:, None], self.page_size, _slots_in(pages))]
+        """Return the logits after each decoded token and after the last of each chunk, and the pages with all."""
+        newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
+        count = newest.size
+        parts = [_place(rows, newest, self.page_size, _slots_in(pages))]
         if chunks is not None and tokens is not None:
             parts.append(_place(chunks, tokens, self.page_size, _slots_in(pages)))
         ids, positions, write, groups = zip(*parts, strict=True)

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxstack.decoding.decode import Decoder
 from jaxstack.decoding.sampling import Sampling
@@ -12,6 +13,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
 from tests.decoding.test_decode import open_decoder
+from tests.serve.tiny import open_tiny
 
 GREEDY = Sampling(temperature=0)
 SAMPLINGS = [GREEDY, Sampling(1.0), Sampling(0.8, top_k=10), Sampling(1.1, top_p=0.8), Sampling(0.9, min_p=0.05)]
@@ -39,12 +41,26 @@ def prompts(lengths, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.quick
+def test_greedy_answers_are_the_argmax_of_the_full_forward():
+    """Two requests at once; then one of which most of the prompt is cached."""
+    decoder = open_tiny()
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    asked = prompts([60, 50])
+    asked.append([*asked[0][:48], 7, 8])
+    with Engine(decoder, EngineConfig(slots=2, chunk=128), warm_up=False) as engine:
+        handles = [engine.submit(prompt, 4, GREEDY) for prompt in asked]
+        answers = [handle.result() for handle in handles]
+    assert handles[2].cached_tokens == 48
+    ids = np.array([(p + a + [0] * 64)[:64] for p, a in zip(asked, answers, strict=True)], np.int32)
+    likeliest = np.argmax(nnx.jit(lambda model, ids: model(ids))(model, ids), -1)
+    for row, p, answer in zip(likeliest, asked, answers, strict=True):
+        assert answer == row[len(p) - 1 : len(p) + 3].tolist()
+
+
 def test_each_request_has_its_own_text_at_any_length_and_setting(decoder, engine):
     """Prompts of one token, of several chunks, of whole pages; more requests than slots."""
-    asked = [
-        (prompt, 9, SAMPLINGS[i % len(SAMPLINGS)], 100 + i)
-        for i, prompt in enumerate(prompts((1, 40, 8, 70, 3, 16, 17)))
-    ]
+    settings = [*SAMPLINGS, *SAMPLINGS]
+    asked = [(prompt, 9, settings[i], 100 + i) for i, prompt in enumerate(prompts((1, 40, 8, 70, 3, 16, 17)))]
     handles = [engine.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]
     for handle, request in zip(handles, asked, strict=True):
         assert handle.result() == expected(decoder, *request)
@@ -183,6 +199,27 @@ def test_tensor_parallelism_gives_the_same_text(decoder):
         assert engine.submit(prompt, 8, GREEDY).result() == expected(decoder, prompt, 8)
     with pytest.raises(ConfigError, match="supports only parallel.tensor"):
         Engine(open_decoder(fsdp=2), SMALL)
+
+
+def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
+    """Greedy and sampled, with chunks of other prompts beside it, constraints, preemption and stop tokens."""
+    config = SMALL.model_copy(update={"draft_tokens": 3, "pages": 30, "context": 90})
+    asked = [(prompt * 3, 30, SAMPLINGS[i % 3], i) for i, prompt in enumerate(prompts((2, 5, 9, 12, 1, 20)))]
+    with Engine(decoder, config, warm_up=False) as engine:
+        handles = [engine.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]
+        even = engine.submit([1, 2, 3, 1, 2], 8, GREEDY, constraint=EvenOnly(5))
+        for handle, request in zip(handles, asked, strict=True):
+            assert handle.result() == expected(decoder, *request)
+        assert len(even.result()) == 5 and engine.pool.used == 0
+        assert 0 < engine.stats.accepted_tokens <= engine.stats.draft_tokens
+        repeated = engine.submit(asked[0][0], 30, GREEDY)  # over pages that speculation has filled
+        assert repeated.result() == expected(decoder, *asked[0])
+        steps, whole = engine.stats.steps, expected(decoder, [7] * 6, 40)
+        assert engine.submit([7] * 6, 40, GREEDY).result() == whole
+        if len(set(whole)) < 10:  # a loop, as greedy answers of random models mostly are
+            assert engine.stats.steps - steps < 40
+        handle = engine.submit([7] * 6, 40, GREEDY, stop_tokens=[whole[20]])
+        assert handle.result() == whole[: whole.index(whole[20])]
 
 
 @pytest.mark.exhaustive

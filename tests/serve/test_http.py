@@ -8,36 +8,51 @@ import threading
 import time
 from collections.abc import Iterator
 
-import jax
 import pytest
 
-from jaxstack.data.tokenizer import ByteTokenizer
-from jaxstack.decoding.decode import Decoder
-from jaxstack.functional.module import FunctionalModule
-from jaxstack.models import ModelConfig, Transformer
-from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.serve.config import EngineConfig, ServerConfig
 from jaxstack.serve.engine import Engine
+from jaxstack.serve.requests import Handle, Request
+from tests.serve.tiny import TOKENIZER, open_tiny
 
 uvicorn = pytest.importorskip("uvicorn")
-openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 
-TOKENIZER = ByteTokenizer()
-CONFIG = ModelConfig(
-    vocab_size=257, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48,
-    initialization="fan_in", initializer_range=0.5, max_position_embeddings=256, scan_layers=False,
-)  # fmt: skip
 LIMITS = ServerConfig(chat_template="chatml", max_body_bytes=4096, max_tokens=200, timeout=20)
+
+
+COMPLETE = "/v1/completions"
+WRONG = [
+    (COMPLETE, b"{", 400, "not valid JSON"),
+    (COMPLETE, b"\xff\xfe", 400, "not valid JSON"),
+    (COMPLETE, b"[" * 2000, 400, "not valid JSON"),
+    (COMPLETE, [], 400, "must be a JSON object; found list"),
+    (COMPLETE, {}, 400, "prompt"),
+    (COMPLETE, {"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
+    (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature"),
+    (COMPLETE, b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 201}, 400, "at most 200; found 201"),
+    (COMPLETE, {"prompt": "a" * 300, "max_tokens": 5}, 400, "exceeds the context of 256"),
+    (COMPLETE, {"prompt": "a" * 5000}, 413, "4096 bytes"),
+    (COMPLETE, {"prompt": [999]}, 400, "999 is outside of the model's vocabulary"),
+    (COMPLETE, {"prompt": [-5]}, 400, "at least 0"),
+    (COMPLETE, {"prompt": []}, 400, "1 to 64 answers; found 0"),
+    (COMPLETE, {"prompt": ["a"] * 40, "n": 2}, 400, "1 to 64 answers; found 80"),
+    (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
+    (COMPLETE, {"prompt": "a", "guided_regex": "("}, 400, "the regex of the structured output is wrong"),
+    (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
+    (COMPLETE, {"prompt": "a", "guided_choice": []}, 400, "the choice of the structured output is wrong"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not"),
+    ("/v1/nothing", {}, 404, "known: /v1/completions"),
+]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    module = FunctionalModule(lambda rngs: Transformer(CONFIG, rngs))
-    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
-    decoder = Decoder(module, *module.init(jax.random.key(0)), rules)
     config = EngineConfig(slots=4, page_size=8, chunk=64, queue=60)
-    with Engine(decoder, config, vocab_size=257, stop_tokens=[256], warm_up=False) as engine:
+    with Engine(open_tiny(), config, vocab_size=257, stop_tokens=[256], warm_up=False) as engine:
         yield engine
 
 
@@ -64,6 +79,7 @@ def port(engine) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def client(port):
+    openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
 
 
@@ -91,6 +107,41 @@ def idle(engine: Engine) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+class Echo(Engine):
+    """Answers with the prompt, without a model."""
+
+    def __init__(self):
+        self.stop_tokens, self.context, self.config, self.failure = frozenset({256}), 256, EngineConfig(), None
+
+    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Handle:
+        handle = Handle(Request(tuple(prompt), max_tokens), lambda handle: handle.push([], "cancelled"))
+        threading.Thread(target=lambda: [handle.push([t]) for t in prompt[1:]] + [handle.push([], "stop")]).start()
+        return handle
+
+
+def test_the_routes_answer_requests():
+    """In the forms of both routes, streamed and not, with errors, without a model."""
+    server, port = listen(Echo())
+    status, answer, _ = ask(port, COMPLETE, {"prompt": "hällo", "model": "tiny"})
+    assert status == 200 and answer["object"] == "text_completion"
+    assert answer["choices"] == [{"index": 0, "text": "hällo", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"]["prompt_tokens"] == 7 and answer["usage"]["completion_tokens"] == 6
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    body = {"messages": [{"role": "user", "content": "hä"}], "stream": True}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
+    deltas = [json.loads(event)["choices"][0] for event in events]
+    text = "".join(delta["delta"].get("content", "") for delta in deltas)
+    assert done == "[DONE]" and deltas[0]["delta"]["role"] == "assistant" and deltas[-1]["finish_reason"] == "stop"
+    assert text == "|im_start|>user\nhä"  # up to the text that ends an answer, without the first token
+    for path, body, status, message in WRONG[:6]:
+        found, answer, _ = ask(port, path, body)
+        assert found == status and message in answer["error"]["message"]
+    server.should_exit = True
 
 
 def test_a_streamed_answer_is_the_whole_answer_in_pieces(client):
@@ -156,34 +207,6 @@ def test_structured_output_matches_its_schema_or_pattern(client):
             extra_body={"structured_outputs": {"choice": ["red", "green"]}}, **options
         ).choices[0]
         assert choice.text in ("red", "green") and choice.finish_reason == "stop"
-
-
-COMPLETE = "/v1/completions"
-WRONG = [
-    (COMPLETE, b"{", 400, "not valid JSON"),
-    (COMPLETE, b"\xff\xfe", 400, "not valid JSON"),
-    (COMPLETE, b"[" * 2000, 400, "not valid JSON"),
-    (COMPLETE, [], 400, "must be a JSON object; found list"),
-    (COMPLETE, {}, 400, "prompt"),
-    (COMPLETE, {"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
-    (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature"),
-    (COMPLETE, b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
-    (COMPLETE, {"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),
-    (COMPLETE, {"prompt": "a", "max_tokens": 201}, 400, "at most 200; found 201"),
-    (COMPLETE, {"prompt": "a" * 300, "max_tokens": 5}, 400, "exceeds the context of 256"),
-    (COMPLETE, {"prompt": "a" * 5000}, 413, "4096 bytes"),
-    (COMPLETE, {"prompt": [999]}, 400, "999 is outside of the model's vocabulary"),
-    (COMPLETE, {"prompt": [-5]}, 400, "at least 0"),
-    (COMPLETE, {"prompt": []}, 400, "1 to 64 answers; found 0"),
-    (COMPLETE, {"prompt": ["a"] * 40, "n": 2}, 400, "1 to 64 answers; found 80"),
-    (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
-    (COMPLETE, {"prompt": "a", "guided_regex": "("}, 400, "the regex of the structured output is wrong"),
-    (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
-    (COMPLETE, {"prompt": "a", "guided_choice": []}, 400, "the choice of the structured output is wrong"),
-    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not"),
-    ("/v1/nothing", {}, 404, "known: /v1/completions"),
-]
 
 
 @pytest.mark.parametrize(("path", "body", "status", "message"), WRONG)
