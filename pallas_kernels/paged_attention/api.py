@@ -28,11 +28,16 @@ def paged_attention(
         scale: factor of the scores; default 1 / sqrt(H).
         soft_cap: cap c of the scores, c tanh(score / c).
         window: keys that a query sees, itself included; None: all before it.
-        implementation: name of a backend; None takes the first that supports the call.
+        implementation: name of the backend, "xla"; None takes the first that supports the call.
 
     Returns:
         out [B, T, N, H] in the dtype of q.
+
+    Raises:
+        ValueError: there is no backend of this name.
     """
+    if implementation not in (None, "xla"):
+        raise ValueError(f"paged_attention has no backend {implementation!r}; known: 'xla'")
     batch, length, num_heads, width = q.shape
     k, v = (x[page_table].reshape(batch, -1, *x.shape[2:]) for x in (k_pages, v_pages))
     positions = lengths[:, None] - length + jnp.arange(length, dtype=jnp.int32)
