@@ -10,23 +10,20 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int
 
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.sampling import Sampling
-from jaxstack.distributed.devices import memory_per_device
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.serve import schedule
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.pages import PagePool
 from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
 from jaxstack.serve.schedule import Scheduler, StepPlan, row_counts
+from jaxstack.serve.sizes import choose_sizes
 from jaxstack.serve.speculate import accept
-from jaxstack.serve.step import Programs, choose_mode, pad_chunks, page_bytes
-
-_DEFAULT_CONTEXT = 4096
+from jaxstack.serve.step import Programs, choose_mode, pad_chunks
 
 
 class EngineBusy(JaxstackError):
@@ -86,7 +83,7 @@ class Engine:
     ):
         self.model, self.config, self.stop_tokens = model, config or EngineConfig(), frozenset(stop_tokens)
         self.vocab_size = vocab_size or model.config.vocab_size or 0
-        self.context, pages = _sizes(model, self.config)
+        self.context, pages = choose_sizes(model, self.config)
         size = self.config.page_size
         self.pool = PagePool(pages, size, cache_prefixes=self.config.prefix_cache)
         self.scheduler = Scheduler(
@@ -373,34 +370,3 @@ class Engine:
         self._sequences.pop(id(sequence.handle), None)
         self.stats.finished[reason] += 1
         sequence.handle.push(tokens, reason)
-
-
-def _sizes(model: ModelOnMesh, config: EngineConfig) -> tuple[int, int]:
-    """Return the token limit of a request, and the number of pages.
-
-    Raises:
-      ConfigError: the model cannot be served, or its weights leave no memory.
-    """
-    if model.batch_unit > 1:
-        raise ConfigError("serving supports only parallel.tensor; set data, fsdp and expert to 1.")
-    context = config.context or model.context_length or _DEFAULT_CONTEXT
-    if model.context_length is not None and context > model.context_length:
-        raise ConfigError(
-            f"engine.context ({context}) exceeds the model's max_position_embeddings ({model.context_length})."
-        )
-    try:
-        size = page_bytes(model, config.page_size)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    pages = config.pages or config.slots * -(-context // config.page_size)
-    available = memory_per_device()
-    if config.pages is None and available is not None:
-        weights = sum(x.nbytes for x in jax.tree.leaves((model.params, model.non_params)))
-        free = available * model.rules.mesh.size * config.memory_fraction - weights
-        pages = min(pages, int(free // size))
-    if pages * config.page_size < 2:
-        raise ConfigError(
-            f"the weights leave no memory for the cache of keys and values (engine.memory_fraction "
-            f"{config.memory_fraction}); use more devices (parallel.tensor=2)."
-        )
-    return min(context, pages * config.page_size), pages

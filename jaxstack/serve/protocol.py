@@ -205,7 +205,7 @@ class Message(Component):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks; developer is the same as system."""
     content: str | list[TextPart] | None = None
-    """What is said."""
+    """The text of the message, or parts of it."""
     name: str | None = None
     """Passed to the chat template."""
 

@@ -29,7 +29,7 @@ class Constraint(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to generate.
+    """A prompt, and how its answer is generated.
 
     Attributes:
       prompt: token ids.

@@ -103,7 +103,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class StepPlan:
-    """One step: rows of single tokens, rows of prompt chunks, and the shape that the chunks are padded to."""
+    """The rows of decoded tokens and of prompt chunks of a step, and the shape that the chunks are padded to."""
 
     decoded: list[Row]
     chunks: list[Row]
