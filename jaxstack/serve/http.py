@@ -29,6 +29,8 @@ from jaxstack.serve.text import ChatFormatter, TextAnswer
 
 _COMPLETION_TOKENS = 16
 """Token limit of a completion without `max_tokens`, as OpenAI has it."""
+_GONE = 499
+"""Status for the log where the client has closed the connection, as nginx has it."""
 _PAGE = Path(__file__).with_name("chat.html")
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -124,7 +126,8 @@ class Server:
         before = [""] * len(prompts)
         if body.echo:
             before = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in texts]
-        limit = body.max_tokens or _COMPLETION_TOKENS
+        longest = max(map(len, prompts), default=0)
+        limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
         answers = await self._submit(body, prompts, limit, body.stops, frozenset())
         return await self._answer(request, body, answers, Envelope(self.name, chat=False), before)
 
@@ -161,11 +164,14 @@ class Server:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "send JSON, with the header Content-Type: application/json.")
         size, parts = 0, []
-        async for part in request.stream():
-            size += len(part)
-            if size > self.config.max_body_bytes:
-                raise Refused(413, f"the body exceeds {self.config.max_body_bytes} bytes (server.max_body_bytes).")
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > self.config.max_body_bytes:
+                    raise Refused(413, f"the body exceeds {self.config.max_body_bytes} bytes (server.max_body_bytes).")
+                parts.append(part)
+        except ClientDisconnect:
+            raise Refused(_GONE, "the client is gone.") from None
         try:
             tree = json.loads(b"".join(parts))
         except (ValueError, RecursionError) as error:
@@ -233,7 +239,7 @@ class Server:
         try:
             await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise ClientDisconnect()
+                return Response(status_code=_GONE)
             work.result()
         finally:
             watch.cancel()

@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import sys
 from collections.abc import Callable
 
 import uvicorn
@@ -19,12 +20,14 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
       ConfigError: the address is in use, or not one of this machine.
     """
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port must be from 0 to 65535; found {port}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         place = socket.socket(family, kind, protocol)
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         place.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port.") from None
     return place
 
@@ -64,4 +67,6 @@ def serve(
                 report(f"{signal.Signals(sig).name}: finishing {engine.running + engine.waiting} request(s)")
             super().handle_exit(sig, None)
 
+    # By default a thread that computes keeps the engine's thread waiting for 5 ms, which is several steps.
+    sys.setswitchinterval(0.0005)
     Announced(settings).run(sockets=[place])

@@ -169,7 +169,7 @@ class GenerationRequest(Component):
             ("json", outputs.json_), ("regex", outputs.regex), ("choice", outputs.choice), ("grammar", outputs.grammar),
             ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
         ]  # fmt: skip
-        found += [(kind, value) for kind, value in named if value is not None]
+        found.extend(choice for choice in named if choice[1] is not None)
         if len(found) > 1:
             raise ValueError("several forms of the answer are given (response_format, structured_outputs, guided_*)")
         return found[0] if found else None

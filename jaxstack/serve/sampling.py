@@ -18,7 +18,7 @@ class RowSampling(NamedTuple):
     """Settings of each row, as in `jaxstack.decoding.sampling.Sampling`."""
 
     seed: UInt32[Array, " R"]
-    index: Int[Array, " R"]
+    number: Int[Array, " R"]
     """Number of the token in its answer; with the seed it determines the random numbers."""
     temperature: Float[Array, " R"]
     """0 takes the likeliest token."""
@@ -38,7 +38,7 @@ def sample_rows(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> I
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
     if mode == "limited":
         scaled = keep_likeliest_rows(scaled, rows.top_k, rows.top_p, rows.min_p)
-    keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(rows.seed, rows.index)
+    keys = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(rows.seed, rows.number)
     sampled = jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
     return jnp.where(rows.temperature > 0, sampled, greedy)
 

@@ -53,6 +53,7 @@ class Sequence:
       filled: tokens whose keys and values are in the pages after all dispatched steps.
       sampled: tokens of the answer that dispatched steps have sampled.
       pages, digests: its pages in order, and the digests of the full ones.
+      described: pages that `Programs.describe` has written down; -1 when the sequence has got a slot.
     """
 
     def __init__(self, handle: Handle, number: int):
@@ -62,6 +63,7 @@ class Sequence:
         self.pages: list[int] = []
         self.digests: list[bytes] = []
         self.slot: int | None = None
+        self.described = -1
         self.finished = False
         self._ngrams: NGrams | None = None
 
@@ -80,7 +82,8 @@ class Sequence:
         return self._ngrams.guess(count)
 
 
-class Row(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Row:
     """Tokens of one sequence in a step.
 
     Attributes:
@@ -165,7 +168,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.slot is None or not self._decodes(sequence):
                 continue
-            drafts = sequence.draft(self._room_for_drafts(sequence))
+            drafts = sequence.draft(self._room_for_drafts(sequence)) if self.draft_tokens else ()
             if drafts and not self._take_pages(sequence, sequence.filled + 1 + len(drafts)):
                 drafts = ()
             if not self._take_pages(sequence, sequence.filled + 1):
@@ -253,7 +256,7 @@ class Scheduler:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += cached
             sequence.pages += pages
-            sequence.filled, sequence.slot = cached, self._free_slots.pop()
+            sequence.filled, sequence.slot, sequence.described = cached, self._free_slots.pop(), -1
             if sequence.handle.times.started is None:
                 sequence.handle.times.started, sequence.handle.cached_tokens = time.perf_counter(), cached
             self.running.append(sequence)

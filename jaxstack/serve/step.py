@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.serve import schedule
 from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
 from jaxstack.serve.schedule import ChunkShape, Row
 
@@ -60,9 +61,12 @@ class Programs:
     ):
         self.model, self.slots, self.page_size = model, slots, page_size
         self.table_width = -(-context // page_size)
+        self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
         self._vocab_size = vocab_size
         self.words = -(-(vocab_size or model.config.vocab_size or 0) // 32)
         """int32 words of a row's mask of allowed tokens."""
+        self.compiled = 0
+        """Number of programs compiled so far."""
         whole = model.rules.sharding(jax.P())
         with jax.set_mesh(model.rules.mesh):
             self._pages = jax.jit(lambda: _make_pages(model, pages, page_size))()
@@ -71,35 +75,37 @@ class Programs:
         self._forward = jax.jit(self._forward_step, donate_argnames="pages", out_shardings=(whole, layout))
         self._sample = jax.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
 
-    @property
-    def compiled(self) -> int:
-        """Number of programs compiled so far."""
-        return self._forward._cache_size() + self._sample._cache_size()
-
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Return the array that describes the rows of a step, with rows of no tokens up to `count`."""
-        plan = np.zeros((count, Column.PAGES + self.table_width), np.int32)
+        for row in rows:
+            if row.sequence.described != len(row.sequence.pages):
+                self._describe_sequence(row.sequence)
+        plan = np.zeros((count, self._described.shape[1]), np.int32)
         plan[:, Column.STORE] = self.slots
-        floats = plan.view(np.float32)
-        floats[:, Column.TOP_P] = 1
-        for line, row in zip(plan, rows, strict=False):
-            sequence, request = row.sequence, row.sequence.handle.request
-            line[: Column.INDEX + 1] = (
-                sequence.slot,
-                row.start,
-                row.count,
-                self.slots if row.index is None else sequence.slot,
-                row.index or 0,
-            )
-            line[Column.SEED] = np.uint32(request.seed).view(np.int32)
-            line[Column.TOP_K] = request.sampling.top_k or 2**31 - 1
-            line[Column.PAGES : Column.PAGES + len(sequence.pages)] = sequence.pages
-        for line, row in zip(floats, rows, strict=False):
-            sampling = row.sequence.handle.request.sampling
-            line[Column.TEMPERATURE] = sampling.temperature
-            line[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
-            line[Column.MIN_P] = sampling.min_p or 0
+        if rows:
+            slots = np.array([row.sequence.slot for row in rows])
+            own = plan[: len(rows)]
+            own[:] = self._described[slots]
+            own[:, Column.START] = [row.start for row in rows]
+            own[:, Column.COUNT] = [row.count for row in rows]
+            own[:, Column.STORE] = [self.slots if row.index is None else row.sequence.slot for row in rows]
+            own[:, Column.INDEX] = [row.index or 0 for row in rows]
         return plan
+
+    def _describe_sequence(self, sequence: schedule.Sequence) -> None:
+        """Write what stays the same from step to step: the settings when a slot is taken, then each new page."""
+        line, known = self._described[sequence.slot], sequence.described
+        if known < 0:
+            request, known = sequence.handle.request, 0
+            sampling, floats = request.sampling, line.view(np.float32)
+            line[:] = 0
+            line[Column.SLOT] = sequence.slot
+            line[Column.SEED] = np.uint32(request.seed).view(np.int32)
+            line[Column.TOP_K] = sampling.top_k or 2**31 - 1
+            floats[Column.TEMPERATURE], floats[Column.MIN_P] = sampling.temperature, sampling.min_p or 0
+            floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
+        line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
+        sequence.described = len(sequence.pages)
 
     def run(
         self,
@@ -162,6 +168,7 @@ class Programs:
         pages: Pages,
     ) -> tuple[Float[Array, "all V"], Pages]:
         """Return the logits after each decoded token and after the last of each chunk, and the pages with all."""
+        self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         count = newest.size
         parts = [_place(rows, newest, self.page_size, _slots_in(pages))]
@@ -187,6 +194,7 @@ class Programs:
         mode: Mode,
     ) -> tuple[Int[Array, " all"], Int[Array, " S"]]:
         """Return the sampled tokens, and the newest token of each slot."""
+        self.compiled += 1
         if self._vocab_size is not None:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < self._vocab_size, logits, -jnp.inf)
         if mask is not None:

@@ -39,7 +39,7 @@ def test_each_row_has_the_sample_of_its_own_settings(logits):
         settings = rows([SETTINGS[i] for i in order])
         found = np.asarray(step(logits, settings, "limited"))
         for row, setting in enumerate(order):
-            key = jax.random.fold_in(jax.random.key(settings.seed[row]), settings.index[row])
+            key = jax.random.fold_in(jax.random.key(settings.seed[row]), settings.number[row])
             assert found[row] == sample(logits[row : row + 1], key[None], SETTINGS[setting])[0]
     assert step._cache_size() == 1
 
