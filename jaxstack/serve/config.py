@@ -28,7 +28,7 @@ class EngineConfig(Component):
     """Requests that may wait for a slot; further ones are refused."""
     steps_ahead: int = Field(default=2, ge=0)
     """Steps that are dispatched before the tokens of the first of them are read."""
-    draft_tokens: int = Field(default=0, ge=0, le=16)
+    draft_tokens: int = Field(default=0, ge=0, le=15)
     """Tokens that are guessed per step from earlier occurrences of the newest ones (n-gram speculation); 0: none."""
 
 

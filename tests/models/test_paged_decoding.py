@@ -33,8 +33,9 @@ def place(table: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return np.where(positions < 0, PAGES * PAGE, page * PAGE + positions % PAGE).ravel()
 
 
+@pytest.mark.parametrize("width", [5, 18])  # on either side of the width from which keys are copied
 @pytest.mark.parametrize("name", MODELS)
-def test_random_page_tables_give_the_logits_of_the_whole_forward(name):
+def test_random_page_tables_give_the_logits_of_the_whole_forward(name, width):
     """Chunks of two sequences, padded in front, beside single tokens of two others and one row without a sequence."""
     model = Transformer(ModelConfig(**{**BASE, **MODELS[name]}), nnx.Rngs(0))
     random = np.random.default_rng(0)
@@ -45,7 +46,7 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name):
     @nnx.jit
     def run(model, tokens, positions, write, tables, lengths, pages):
         split = jnp.split(tables, [3]), jnp.split(lengths, [3])
-        groups = tuple(PageGroup(*pair, width) for *pair, width in zip(*split, (1, 5), strict=True))
+        groups = tuple(PageGroup(*pair, width) for *pair, width in zip(*split, (1, width), strict=True))
         hidden, pages = model.decode_packed(tokens, positions, PageSlots(write, groups), pages)
         return model.logits(hidden), pages
 
@@ -55,7 +56,7 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name):
         order = [*single, 0, *chunked]  # the third row is no sequence
         counts = np.array([1, 1, 0, *random.integers(1, 6, 2)])
         starts = seen[order]
-        positions = [starts[row] + np.arange(n) - n + counts[row] for row, n in enumerate((1, 1, 1, 5, 5))]
+        positions = [starts[row] + np.arange(n) - n + counts[row] for row, n in enumerate((1, 1, 1, width, width))]
         positions = [np.where(p >= starts[row], p, -1) for row, p in enumerate(positions)]
         positions[2][:] = -1
         packed = np.concatenate(positions)
@@ -63,7 +64,7 @@ def test_random_page_tables_give_the_logits_of_the_whole_forward(name):
         write = np.concatenate([place(tables[order[row]][None], p[None]) for row, p in enumerate(positions)])
         lengths = np.where(counts > 0, starts + counts, 0).astype(np.int32)
         logits, pages = run(model, *(x.astype(np.int32) for x in (ids, packed, write, tables[order])), lengths, pages)
-        rows = np.repeat(order, [1, 1, 1, 5, 5])
+        rows = np.repeat(order, [1, 1, 1, width, width])
         real = packed >= 0
         expected = wanted[rows[real], packed[real]]
         np.testing.assert_allclose(np.asarray(logits)[real], expected, rtol=1e-5, atol=1e-5, err_msg=str(turn))

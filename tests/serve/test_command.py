@@ -49,9 +49,11 @@ def test_the_quick_start_of_the_page_works(tmp_path):
     train, serve = shell_block(0)
     root = Path(__file__).resolve().parents[2]
     (tmp_path / "configs").symlink_to(root / "configs")
-    small = ["train.steps=3", "model.num_layers=1", "model.hidden_size=32", "train.eval_tokens=2000"]
-    words = [sys.executable, *shlex.split(train)[1:-1], *small]
-    subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(root)}, check=True, capture_output=True)
+    small = ["train.steps=3", "train.eval_every_steps=3", "train.eval_tokens=2000", "schedule.warmup_steps=1"]
+    words = [sys.executable, *shlex.split(train)[1:-1], "model.num_layers=1", *small]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    trained = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert trained.returncode == 0, trained.stderr
     process, port = start(serve, tmp_path, "engine.slots=2", "engine.chunk=64")
     try:
         plain, streamed, structured = (

@@ -27,7 +27,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="module")
 def engine(decoder):
-    with Engine(decoder, SMALL, warm_up=False) as engine:
+    with Engine(decoder, SMALL.model_copy(update={"chunk": 64}), warm_up=False) as engine:
         yield engine
 
 
