@@ -1,8 +1,8 @@
 """The command `python -m jaxstack.serve --run DIR`: answer OpenAI's completion requests over HTTP."""
 
 import argparse
+import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,20 +64,14 @@ def _serve(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
     place = bind(args.host, args.port)
-    # Until the server handles it, SIGTERM ends the process; after the server has shut down, it must not.
-    loading = signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-    try:
+    with contextlib.closing(place):
         from jaxstack.run.load import load
 
         run = load(args.run, others, step=args.step, report=_report)
         _report(f"[{args.run}, step {run.step}] compiling")
         tokenizer, name = run.tokenizer, args.name or Path(args.run).resolve().name
         with Engine(run.decoder, config.engine, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens) as engine:
-            signal.signal(signal.SIGTERM, lambda *_: None)
             serve(engine, tokenizer, name, config.server, place, api_key=key, report=_report)
-    finally:
-        place.close()
-        signal.signal(signal.SIGTERM, loading)
 
 
 def _report(line: str) -> None:

@@ -67,6 +67,8 @@ def serve(
                 report(f"{signal.Signals(sig).name}: finishing {engine.running + engine.waiting} request(s)")
             super().handle_exit(sig, None)
 
+    for stop in (signal.SIGTERM, signal.SIGINT):  # which uvicorn raises again after it has shut down
+        signal.signal(stop, lambda *_: None)
     # By default a thread that computes keeps the engine's thread waiting for 5 ms, which is several steps.
     sys.setswitchinterval(0.0005)
     Announced(settings).run(sockets=[place])

@@ -27,12 +27,17 @@ def shell_block(number: int) -> list[str]:
     return block.replace("\\\n", " ").strip().splitlines()
 
 
+def one_device() -> dict[str, str]:
+    """The environment of a user on one device, with this project on the path."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "JAX_NUM_CPU_DEVICES": "1"}
+    environment.pop(API_KEY, None)
+    return environment
+
+
 def start(command: str, folder: Path, *more: str) -> tuple[subprocess.Popen, str]:
     """Start a server of the page on a free port; return its process and its port."""
     words = [sys.executable, *shlex.split(command)[1:], "--port", "0", *more]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    environment.pop(API_KEY, None)
-    process = subprocess.Popen(words, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(words, cwd=folder, env=one_device(), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said = []
     for line in process.stderr:
@@ -51,8 +56,7 @@ def test_the_quick_start_of_the_page_works(tmp_path):
     (tmp_path / "configs").symlink_to(root / "configs")
     small = ["train.steps=3", "train.eval_every_steps=3", "train.eval_tokens=2000", "schedule.warmup_steps=1"]
     words = [sys.executable, *shlex.split(train)[1:-1], "model.num_layers=1", *small]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    trained = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    trained = subprocess.run(words, cwd=tmp_path, env=one_device(), capture_output=True, text=True)
     assert trained.returncode == 0, trained.stderr
     process, port = start(serve, tmp_path, "engine.slots=2", "engine.chunk=64")
     try:

@@ -30,5 +30,5 @@ def test_a_row_without_tokens_is_finite_and_an_unknown_backend_refused():
     q, pages = jnp.ones((1, 1, 2, 8)), jnp.ones((2, SIZE, 1, 8))
     table, lengths = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
     assert np.isfinite(paged_attention(q, pages, pages, table, lengths)).all()
-    with pytest.raises(ValueError, match="no backend 'fast'"):
+    with pytest.raises(ValueError, match="fast"):
         paged_attention(q, pages, pages, table, lengths, implementation="fast")
