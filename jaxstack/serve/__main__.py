@@ -59,8 +59,8 @@ def _serve(args: argparse.Namespace) -> None:
     if key is not None and not key.strip():
         raise ConfigError(f"the environment variable {API_KEY} is empty; unset it to ask for no key.")
     try:
-        from jaxstack.serve.engine import Engine
         from jaxstack.serve.listen import bind, serve
+        from jaxstack.serve.replicas import open_engine
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
     place = bind(args.host, args.port)
@@ -70,7 +70,9 @@ def _serve(args: argparse.Namespace) -> None:
         run = load(args.run, others, step=args.step, report=_report)
         _report(f"[{args.run}, step {run.step}] compiling")
         tokenizer, name = run.tokenizer, args.name or Path(args.run).resolve().name
-        with Engine(run.decoder, config.engine, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens) as engine:
+        with open_engine(
+            run.decoder, config.engine, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens
+        ) as engine:
             serve(engine, tokenizer, name, config.server, place, api_key=key, report=_report)
 
 

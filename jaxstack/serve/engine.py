@@ -55,6 +55,36 @@ class EngineStats:
     accepted_tokens: int = 0
     finished: Counter[str] = dataclasses.field(default_factory=Counter)
 
+    def __add__(self, other: "EngineStats") -> "EngineStats":
+        names = [field.name for field in dataclasses.fields(self)]
+        return EngineStats(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclasses.dataclass
+class EngineState:
+    """Numbers of one moment, of one engine or added up over several.
+
+    Attributes:
+      running, waiting: requests that have a slot, and that wait for one.
+      used_pages, pages: pages in use, and all.
+      preemptions: requests that were stopped and recomputed.
+      prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found.
+      stats: further counters since the start.
+    """
+
+    running: int
+    waiting: int
+    used_pages: int
+    pages: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    stats: EngineStats
+
+    def __add__(self, other: "EngineState") -> "EngineState":
+        names = [field.name for field in dataclasses.fields(self)]
+        return EngineState(*(getattr(self, name) + getattr(other, name) for name in names))
+
 
 class Engine:
     """Generates tokens for many requests at once. Use it as a context manager, or call `close`.
@@ -143,7 +173,7 @@ class Engine:
         handle = Handle(request, self._cancel)
         with self._changed:
             self._check_open()
-            if self.waiting >= self.config.queue + self.config.slots - self.running:
+            if self.waiting + self.running >= self.most_requests:
                 raise EngineBusy(f"{self.waiting} requests wait already (engine.queue: {self.config.queue}).")
             self._new.append(handle)
             self._changed.notify_all()
@@ -177,6 +207,26 @@ class Engine:
     def waiting(self) -> int:
         """Number of requests that wait for a slot."""
         return len(self.scheduler.waiting) + len(self._new)
+
+    @property
+    def most_requests(self) -> int:
+        """Largest number of requests at a time."""
+        return self.config.queue + self.config.slots
+
+    @property
+    def state(self) -> EngineState:
+        """The numbers of this moment."""
+        scheduler, pool = self.scheduler, self.pool
+        return EngineState(
+            self.running,
+            self.waiting,
+            pool.used,
+            pool.count,
+            scheduler.preemptions,
+            scheduler.prefix_queries,
+            scheduler.prefix_hits,
+            self.stats,
+        )
 
     def step(self) -> bool:
         """Run one turn: take new requests, dispatch a step, read the tokens of an earlier one.

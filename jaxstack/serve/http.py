@@ -24,6 +24,7 @@ from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.serve.grammar import Grammars
 from jaxstack.serve.metrics import Metrics
 from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope, GenerationRequest, error_body
+from jaxstack.serve.replicas import EngineGroup
 from jaxstack.serve.requests import Handle
 from jaxstack.serve.text import ChatFormatter, TextAnswer
 
@@ -49,7 +50,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EngineGroup,
         tokenizer: Tokenizer,
         name: str,
         config: ServerConfig | None = None,
@@ -197,11 +198,12 @@ class Server:
         """
         if max_tokens > self.config.max_tokens:
             raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
-        count, most = (body.n or 1) * len(prompts), self.engine.config.queue + self.engine.config.slots
+        count, most = (body.n or 1) * len(prompts), self.engine.most_requests
         if not 1 <= count <= most:
             raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
         grammar = _checked(lambda: body.grammar)
-        stops = self.engine.stop_tokens | stop_tokens | frozenset(body.stop_token_ids or ())
+        ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
+        stops = ends | frozenset(body.stop_token_ids or ())
         handles: list[Handle] = []
         try:
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1)):

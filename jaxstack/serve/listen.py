@@ -12,6 +12,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.serve.config import ServerConfig
 from jaxstack.serve.engine import Engine
 from jaxstack.serve.http import Server
+from jaxstack.serve.replicas import EngineGroup
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -33,7 +34,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    engine: Engine,
+    engine: Engine | EngineGroup,
     tokenizer: Tokenizer,
     name: str,
     config: ServerConfig,
@@ -64,7 +65,9 @@ def serve(
 
         def handle_exit(self, sig: int, frame: object) -> None:
             if not self.should_exit:
-                report(f"{signal.Signals(sig).name}: finishing {engine.running + engine.waiting} request(s)")
+                report(
+                    f"{signal.Signals(sig).name}: finishing {engine.state.running + engine.state.waiting} request(s)"
+                )
             super().handle_exit(sig, None)
 
     for stop in (signal.SIGTERM, signal.SIGINT):  # which uvicorn raises again after it has shut down

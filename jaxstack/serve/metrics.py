@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from jaxstack.serve.engine import Engine
+from jaxstack.serve.replicas import EngineGroup
 from jaxstack.serve.requests import Handle
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -20,7 +21,7 @@ class Metrics:
       model: value of the label model_name.
     """
 
-    def __init__(self, engine: Engine, model: str):
+    def __init__(self, engine: Engine | EngineGroup, model: str):
         self._engine, self._model = engine, model
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -56,11 +57,11 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Yield the state of the engine, for the registry."""
-        engine, stats, scheduler = self._engine, self._engine.stats, self._engine.scheduler
-        usage = engine.pool.used / engine.pool.count
+        state, stats = self._engine.state, self._engine.state.stats
+        usage = state.used_pages / state.pages
         gauges = {
-            "num_requests_running": ("Requests that have a slot.", engine.running),
-            "num_requests_waiting": ("Requests that wait for a slot.", engine.waiting),
+            "num_requests_running": ("Requests that have a slot.", state.running),
+            "num_requests_waiting": ("Requests that wait for a slot.", state.waiting),
             "kv_cache_usage_perc": ("Share of the KV cache's pages in use, 1 is all.", usage),
         }
         counters = {
@@ -68,9 +69,9 @@ class Metrics:
             "generation_tokens": ("Tokens of answers.", stats.generated_tokens),
             "spec_decode_num_draft_tokens": ("Tokens that were guessed.", stats.draft_tokens),
             "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", stats.accepted_tokens),
-            "num_preemptions": ("Requests that were stopped and recomputed.", scheduler.preemptions),
-            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", scheduler.prefix_queries),
-            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", scheduler.prefix_hits),
+            "num_preemptions": ("Requests that were stopped and recomputed.", state.preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", state.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", state.prefix_hits),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])

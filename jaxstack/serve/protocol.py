@@ -23,7 +23,15 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "tools": ([], None),
     "tool_choice": ("none", "auto", None),
     "functions": ([], None),
-    "ignore_eos": (False, None),
+    "min_tokens": (0, None),
+    "length_penalty": (1, None),
+    "use_beam_search": (False, None),
+    "prompt_logprobs": (0, None),
+    "include_stop_str_in_output": (False, None),
+    "skip_special_tokens": (True, None),
+    "spaces_between_special_tokens": (True, None),
+    "add_generation_prompt": (True, None),
+    "modalities": (["text"], None),
 }
 """Fields of other servers that this one does not support, with the values that ask for nothing."""
 _IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
@@ -103,6 +111,8 @@ class GenerationRequest(Component):
     """Texts that end an answer."""
     stop_token_ids: list[int] | None = None
     """Further ids that end an answer."""
+    ignore_eos: bool | None = None
+    """Go on after the ids that end a text, up to max_tokens."""
     stream: bool | None = None
     """Send the answer in pieces as server-sent events."""
     stream_options: StreamOptions | None = None

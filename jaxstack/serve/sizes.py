@@ -18,7 +18,7 @@ def choose_sizes(model: ModelOnMesh, config: EngineConfig) -> tuple[int, int]:
       ConfigError: the model cannot be served, or its weights leave no memory.
     """
     if model.batch_unit > 1:
-        raise ConfigError("serving supports only parallel.tensor; set data, fsdp and expert to 1.")
+        raise ConfigError("an engine supports only parallel.tensor, and `open_engine` data; set fsdp and expert to 1.")
     context = config.context or model.context_length or _DEFAULT_CONTEXT
     if model.context_length is not None and context > model.context_length:
         raise ConfigError(

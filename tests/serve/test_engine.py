@@ -12,6 +12,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
+from jaxstack.serve.replicas import EngineGroup, open_engine
 from tests.decoding.test_decode import open_decoder
 from tests.serve.tiny import open_tiny
 
@@ -220,6 +221,20 @@ def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
             assert engine.stats.steps - steps < 40
         handle = engine.submit([7] * 6, 40, GREEDY, stop_tokens=[whole[20]])
         assert handle.result() == whole[: whole.index(whole[20])]
+
+
+def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
+    asked = [(prompt, 12, SAMPLINGS[i % 3], i) for i, prompt in enumerate(prompts([5, 9, 20, 3]))]
+    with open_engine(open_decoder(data=2, tensor=2), SMALL, warm_up=False) as group:
+        assert isinstance(group, EngineGroup)
+        handles = [group.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]
+        for handle, request in zip(handles, asked, strict=True):
+            assert handle.result() == expected(decoder, *request)
+        assert [engine.stats.generated_tokens for engine in group.engines] == [24, 24]
+        meshes = [set(engine.model.rules.mesh.devices.flat) for engine in group.engines]
+        assert len(meshes[0]) == len(meshes[1]) == 2 and not meshes[0] & meshes[1]
+        assert group.state.stats.finished["length"] == 4 and group.state.pages == 2 * group.engines[0].pool.count
+        assert group.failure is None and group.most_requests == 2 * (256 + 4)
 
 
 @pytest.mark.exhaustive

@@ -113,7 +113,7 @@ class Echo(Engine):
     """Answers with the prompt, without a model."""
 
     def __init__(self):
-        self.stop_tokens, self.context, self.config, self.failure = frozenset({256}), 256, EngineConfig(), None
+        self.stop_tokens, self.context, self.config, self.failure = frozenset({256}), 256, EngineConfig(queue=48), None
 
     def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Handle:
         handle = Handle(Request(tuple(prompt), max_tokens), lambda handle: handle.push([], "cancelled"))
@@ -178,6 +178,8 @@ def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
     options = {"model": "tiny", "prompt": "x", "max_tokens": 100, "seed": 1}
     whole = client.completions.create(**options).choices[0].text
     stop = whole[4:6]
+    to_the_end = client.completions.create(extra_body={"ignore_eos": True}, **options).choices[0]
+    assert to_the_end.finish_reason == "length"
     choice = client.completions.create(stop=["never there", stop], **options)
     assert choice.choices[0].text == whole[: whole.index(stop)] and choice.choices[0].finish_reason == "stop"
     assert choice.usage.completion_tokens < 100 and idle(engine)

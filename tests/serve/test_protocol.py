@@ -34,7 +34,9 @@ def test_the_sampling_has_the_defaults_of_openai(fields, sampling):
 
 
 def test_fields_that_ask_for_nothing_are_accepted():
-    body = completion(presence_penalty=0, frequency_penalty=0.0, logit_bias={}, best_of=1, user="me", logprobs=None)
+    body = completion(
+        presence_penalty=0, frequency_penalty=0.0, logit_bias={}, best_of=1, user="me", logprobs=None, min_tokens=0
+    )
     assert body.stops == () and completion(stop="x").stops == ("x",) and completion(stop=["x", "y"]).stops == ("x", "y")
 
 
