@@ -164,30 +164,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="PRESET | section.key=value", help="model; parallel, precision")
     parser.add_argument("--work", nargs="+", default=["arrivals", "interruption", "prefix"], choices=WORKS)
+    start_devices()
     small = jax.default_backend() == "cpu"
-    parser.add_argument("--requests", type=int, default=64, help="requests")
+    parser.add_argument("--requests", type=int, default=64 if small else 256, help="requests")
     parser.add_argument("--prompt", type=int, default=64 if small else 512, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=32 if small else 256, help="tokens of the longest answer")
     parser.add_argument("--long", type=int, default=400 if small else 8000, help="tokens of the prompt that interrupts")
     parser.add_argument("--rate", type=float, default=1000.0, help="arrivals per second")
-    parser.add_argument("--slots", type=int, default=16, help="requests that run together")
+    parser.add_argument("--slots", type=int, default=16 if small else 64, help="requests that run together")
     parser.add_argument("--chunk", type=int, default=128 if small else 512, help="prompt tokens per step")
     parser.add_argument("--page", type=int, default=16, help="tokens per page")
     parser.add_argument("--no-rows", action="store_true", help="print the rows only")
     args = parser.parse_intermixed_args()
     overrides = [word for word in args.words if "=" in word]
-    start_devices()
     cache_compilations()
     name = next((word for word in args.words if "=" not in word), "tiny" if small else "llama3-1b")
     given = any(word.startswith("parallel.") for word in overrides)
     config = load_config(None, [f"model.preset={name}", "model.scan_layers=false", *overrides])
     decoder = make_decoder(config, given)
-    room = max(args.prompt + args.tokens, args.long + 1 if "interruption" in args.work else 0)
-    sizes = EngineConfig(
-        slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, queue=args.requests + args.slots
-    )
     rows: list[dict[str, Any]] = []
     for work in args.work:
+        room = args.long + 64 if work == "interruption" else args.prompt + max(args.tokens, 8)
+        sizes = EngineConfig(
+            slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, queue=args.requests + args.slots
+        )
         common = {
             "work": f"serve {name} {work} prompt {args.prompt} tokens {args.tokens} slots {args.slots} "
             f"{decoder.module.dtype}",
