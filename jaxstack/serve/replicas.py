@@ -55,7 +55,7 @@ class EngineGroup:
 
     @property
     def failure(self) -> str | None:
-        """What made an engine fail, or None."""
+        """Message of the first engine that has failed; None if all work."""
         return next((engine.failure for engine in self.engines if engine.failure is not None), None)
 
     @property

@@ -75,7 +75,7 @@ class Handle:
         """None until the answer has ended."""
         self.error: str | None = None
         self._cancel, self._tokens, self._read = cancel, list[int](), 0
-        self._changed = threading.Condition()
+        self._changed, self._ended = threading.Condition(), threading.Event()
         self._listener: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[int]:
@@ -106,8 +106,9 @@ class Handle:
         Raises:
           JaxstackError: the engine failed.
         """
-        for _ in self:
-            pass
+        self._ended.wait()  # wakes once, where an iterator wakes for each token
+        if self.error is not None:
+            raise JaxstackError(self.error)
         return list(self._tokens)
 
     @property
@@ -136,4 +137,6 @@ class Handle:
             self._tokens += tokens
             self.finish_reason, self.error = reason, error
             self._changed.notify_all()
+        if reason is not None:
+            self._ended.set()
         self._listener()
