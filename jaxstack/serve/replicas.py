@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxstack.decoding.decode import ModelOnMesh
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.serve.config import EngineConfig
-from jaxstack.serve.engine import Engine, EngineBusy, EngineState
+from jaxstack.serve.engine import Engine, EngineBusy
 from jaxstack.serve.requests import Constraint, Handle
+from jaxstack.serve.stats import EngineState
 
 
 class EngineGroup:
