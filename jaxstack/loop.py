@@ -24,6 +24,7 @@ from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.run_log import RunLog
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import last_evaluation, last_logged
+from jaxstack.observe.units import plural
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
@@ -102,6 +103,8 @@ class LoopSettings:
     resilience: ResilienceConfig = ResilienceConfig()
     flops_per_token: float | None = None
     """Model FLOPs per item; None: 6 x parameters."""
+    forecast: Mapping[str, Any] | None = None
+    """The planner's forecast as plain data, which the report shows beside what was measured; None: there is none."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
     describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
@@ -126,7 +129,7 @@ class Loop:
 
     def __init__(self, trainer: Trainable, run_dir: str | Path | None, settings: LoopSettings):
         self.trainer, self.settings = trainer, settings
-        self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.run_dir = Path(run_dir).expanduser() if run_dir is not None else None
         self.log = RunLog(self.run_dir, trainer.train.steps, settings.observe, settings.say)
         self.checkpoints: RunCheckpoints | None = None
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
@@ -144,20 +147,22 @@ class Loop:
             if self.run_dir is not None:
                 self.checkpoints = self._open_checkpoints(stack, self.run_dir)
             start = self.start = self.done = self._restore()
-            if self.settings.on_start is not None and log.first:
+            if self.settings.on_start is not None and log.first and start <= train.steps:
                 self.settings.on_start()
             log.show_progress(stack, start)
             if start >= train.steps:
-                log.say(f"the run has all its {train.steps} steps; raise train.steps to go on")
+                more = f"{start} steps, more than train.steps={train.steps}"
+                every = f"all its {plural(start, 'step')}"
+                log.say(f"the run has {more if start > train.steps else every}; raise train.steps to go on")
                 log.last_values = last_logged(self.run_dir)
-                if evaluated := last_evaluation(self.run_dir, train.steps):
+                if evaluated := last_evaluation(self.run_dir, start):
                     return log.last_values | evaluated
             log.open_trackers(stack, start, self.settings.settings)
             self._prepare(start)
             stack.push(self._report)
             if start < train.steps:
                 self._steps(start)
-            self._evaluate(train.steps, None)
+            self._evaluate(max(start, train.steps), None)
             self.finished = True
         self.signs.note("end")
         return log.last_values
@@ -218,7 +223,8 @@ class Loop:
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
-        self.log.begin(start, self.meter, ran, self._schedule() if self.log.writes else [])
+        schedule = self._schedule() if self.log.writes else []
+        self.log.begin(start, self.meter, ran, schedule, self.settings.forecast)
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the run's schedule."""

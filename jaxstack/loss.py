@@ -8,6 +8,7 @@ a `LossSum`.
 import dataclasses
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
@@ -42,6 +43,12 @@ LossFunction = Callable[..., jax.typing.ArrayLike | LossSum]
 """A user's loss: `loss(model, batch)`, and `key` or `train` as keywords if it names them."""
 _Function = TypeVar("_Function", bound=LossFunction)
 _KEYWORDS = ("key", "train")
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""JAX's errors about an array whose value is not known while the step is traced."""
 
 
 def returns_sum(function: _Function) -> _Function:
@@ -82,7 +89,18 @@ class Loss:
           TypeError: the function returned something else than it was declared to return.
         """
         given: dict[str, object] = {"key": key, "train": train}
-        value = self._function(model, batch, **{name: given[name] for name in self._keywords})
+        try:
+            value = self._function(model, batch, **{name: given[name] for name in self._keywords})
+        except _CONCRETE as error:
+            raise TypeError(
+                "the loss function and the model are compiled, so that their arrays have no values in Python: no "
+                f"float(), int(), .item(), numpy function or `if` may take one. {_place_of(error)}Use jax.numpy, "
+                "jnp.where or jax.lax.cond; to print values use jax.debug.print."
+            ) from error
+        except KeyError as error:
+            if error.args and error.args[0] not in batch:
+                error.add_note(f"(the batch has the keys {', '.join(map(repr, batch))})")
+            raise
         if self.returns_sum and not isinstance(value, LossSum):
             raise TypeError(
                 "a loss function declared with @jaxstack.loss.returns_sum must return "
@@ -182,14 +200,23 @@ def as_loss_sum(value: object) -> LossSum:
     if isinstance(value, LossSum):
         return LossSum(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
     shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
-    if shape != ():
+    if shape != () or jnp.iscomplexobj(value):
         raise TypeError(
-            "a loss function must return a scalar (the mean over its batch) or jaxstack.loss.LossSum(total, count); "
-            f"it returned {_kind(value)}."
+            "a loss function must return a real scalar (the mean over its batch) or "
+            f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
         )
     return LossSum(jnp.asarray(cast(jax.typing.ArrayLike, value), jnp.float32), jnp.ones((), jnp.float32))
 
 
 def _kind(value: object) -> str:
     shape = getattr(value, "shape", None)
+    if isinstance(value, jax.Array):
+        return f"an array of shape {shape} and dtype {value.dtype}"
     return f"{type(value).__name__}{f' of shape {shape}' if shape is not None else ''}"
+
+
+def _place_of(error: BaseException) -> str:
+    """Return a sentence with the line of the user's code that raised an error; empty if it is not known."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    own = [frame for frame in frames if frame.filename != __file__]
+    return f"It is in {own[-1].filename}, line {own[-1].lineno}: `{own[-1].line}`. " if own else ""

@@ -143,13 +143,26 @@ def load_config(
     Raises:
       ConfigError: the file or a value is wrong; one message lists every problem.
     """
-    tree = load_yaml(path) if path is not None else {}
+    tree = load_tree(path, overrides, report=report)
+    return config_from_tree(tree, str(path) if path is not None else "the configuration", overrides)
+
+
+def load_tree(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_note
+) -> Tree:
+    """Read a YAML file and apply overrides, as `load_config`, but return plain data without defaults.
+
+    Raises:
+      ConfigError: the file cannot be read, or an override has no `section.key=value` form.
+    """
+    tree = _expand_auto(load_yaml(path)) if path is not None else {}
+    overrides = ["parallel.auto=true" if o.replace(" ", "") == "parallel=auto" else o for o in overrides]
     named = {"run": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem)}} if path is not None else {}
     tree, notes = drop_keys_of_replaced(RunConfig, tree, overrides)
     tree = merge_trees(named, merge_overrides(tree, overrides))
     for note in [*notes, *_shorten_warmup(tree, overrides)]:
         report(note)
-    return config_from_tree(tree, str(path) if path is not None else "the configuration", overrides)
+    return tree
 
 
 def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
@@ -170,7 +183,8 @@ def config_from_tree(
 ) -> RunConfig:
     """Build a validated `RunConfig` from plain data.
 
-    Fills in the model and tokenizer of `run.init_from`, the preset, and the default names of optimizer and schedule.
+    Fills in the model and tokenizer of `run.init_from` or `run.branch_from`, the preset, and the default names of
+    optimizer and schedule.
 
     Args:
       tree: sections as nested dicts; a section of None counts as absent.
@@ -180,10 +194,11 @@ def config_from_tree(
     Raises:
       ConfigError: a value is wrong; one message lists every problem.
     """
-    sections: Tree = {key: value for key, value in tree.items() if value is not None}
+    sections: Tree = {key: value for key, value in _expand_auto(tree).items() if value is not None}
     run = sections.get("run")
-    if isinstance(run, dict) and isinstance(run.get("init_from"), str):
-        sections = fill_in(sections, run["init_from"])
+    for key in ("init_from", "branch_from"):
+        if isinstance(run, dict) and isinstance(run.get(key), str):
+            sections = fill_in(sections, run[key])
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)
@@ -193,6 +208,11 @@ def config_from_tree(
         if isinstance(sections.get(section), dict):
             sections[section] = {"name": default, **sections[section]}
     return build_component(RunConfig, sections, origin, overrides)
+
+
+def _expand_auto(tree: Mapping[str, object]) -> Tree:
+    """Return the tree with `parallel: auto` as a section."""
+    return {**tree, "parallel": {"auto": True}} if tree.get("parallel") == "auto" else dict(tree)
 
 
 def _keeps_end_layers_wide(tree: Mapping[str, object]) -> bool:
@@ -209,8 +229,10 @@ def _keeps_end_layers_wide(tree: Mapping[str, object]) -> bool:
 
 
 def config_schema() -> Tree:
-    """Return the JSON schema of configuration files, in which `name` of optimizer and schedule is optional."""
+    """Return the JSON schema of configuration files: `name` of optimizer and schedule is optional, `parallel` may be
+    `auto`."""
     schema = RunConfig.model_json_schema(by_alias=True)
+    schema["properties"]["parallel"] = {"anyOf": [schema["properties"]["parallel"], {"const": "auto"}]}
     for union in (AnyOptimizer, AnySchedule):
         for member in get_args(get_args(union)[0]):
             required = schema["$defs"][member.__name__].get("required", [])

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, check_batch, peek
 from jaxstack.data.device import BatchPlacement, abstract_batch
@@ -74,8 +74,7 @@ class Trainer:
         eval_data: HeldOutData | Iterable[HostBatch] | None = None,
         seed: int = 0,
     ):
-        if not isinstance(train, TrainConfig | None):
-            raise TypeError(f"train must be a TrainConfig, such as TrainConfig(steps=100); found {train!r}.")
+        _check_arguments(train, schedule, mesh, layout)
         self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
         self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.placement = BatchPlacement(self.rules)
@@ -300,7 +299,33 @@ class Trainer:
         Raises:
           JaxstackError: the run cannot go on, or was stopped by a signal after saving (`exit_code` 143 or 130).
         """
+        if not isinstance(settings, LoopSettings | None):
+            raise TypeError(f"settings must be jaxstack.loop.LoopSettings; found {settings!r}.")
         return Loop(self, run_dir, settings or LoopSettings()).run()
+
+
+def _check_arguments(train: object, schedule: object, mesh: object, layout: object) -> None:
+    """Raise TypeError if an argument of `Trainer` is of another type than the documented one."""
+    wanted = (
+        ("train", train, TrainConfig, "a TrainConfig, such as TrainConfig(steps=100)"),
+        (
+            "schedule",
+            schedule,
+            Schedule,
+            "one of jaxstack.optim.schedules, such as Cosine(warmup_steps=10); a schedule of optax goes into an "
+            "optimizer of optax: optimizer=optax.adamw(schedule)",
+        ),
+        ("mesh", mesh, AxisRules | Mesh | AbstractMesh, "a mesh of jaxstack.parallel.make_mesh, or AxisRules on one"),
+        ("layout", layout, StepLayout, "a jaxstack.parallel.StepLayout"),
+    )
+    for name, value, kind, text in wanted:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be {text}; found {value!r}.")
+    if isinstance(mesh, Mesh | AbstractMesh) and (missing := set(ParallelConfig().degrees) - set(mesh.shape)):
+        raise TypeError(
+            f"the mesh has no axis {', '.join(sorted(missing))}: make it with "
+            "jaxstack.parallel.make_mesh(ParallelConfig(data=-1)), which gives it all axes."
+        )
 
 
 def _with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxstack.config.base import Component
 
@@ -19,8 +19,21 @@ class RunSection(Component):
     """Seed of the initial weights, the data order and dropout."""
     init_from: str | None = None
     """Run directory or Hugging Face checkpoint that gives a new run its parameters, model and tokenizer."""
+    branch_from: str | None = None
+    """Run directory whose checkpoint a new run goes on from with everything: parameters, optimizer state, step and
+    position in the data. Model and tokenizer are that run's."""
+    branch_step: int | None = Field(default=None, ge=1)
+    """Step of that checkpoint; left out: the newest one."""
 
-    @field_validator("init_from")
+    @model_validator(mode="after")
+    def _check_start(self) -> "RunSection":
+        if self.branch_from is not None and self.init_from is not None:
+            raise ValueError("init_from and branch_from exclude each other: a run starts anew or goes on; remove one.")
+        if self.branch_step is not None and self.branch_from is None:
+            raise ValueError(f"branch_step ({self.branch_step}) needs branch_from, the run that has the checkpoint.")
+        return self
+
+    @field_validator("init_from", "branch_from")
     @classmethod
     def _expand_home(cls, directory: str | None) -> str | None:
         return None if directory is None else str(Path(directory).expanduser())

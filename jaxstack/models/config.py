@@ -1,5 +1,6 @@
 """Configuration of a decoder-only Transformer. Field names follow Hugging Face's config.json where one exists."""
 
+import functools
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -221,20 +222,27 @@ class ModelConfig(Component):
 
         The pattern is followed by the layers of an incomplete repetition and by the `end_layers`.
         """
-        kinds = self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers]
-
-        def period_of(kinds: list[tuple[int | None, bool]]) -> int:
-            fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
-            return next(fits, len(kinds))
-
-        candidates = [(start, period_of(kinds[start:])) for start in range(len(kinds))]
-        start, period = min(candidates, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+        start, period = _repeated_pattern(
+            tuple(self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers])
+        )
         return self.end_layers + start, period
 
     @property
     def end_layers(self) -> int:
         """`unscanned_end_layers`, clamped so that at least one layer is left to scan."""
         return min(self.unscanned_end_layers, (self.num_layers - 1) // 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated_pattern(kinds: tuple[tuple[int | None, bool], ...]) -> tuple[int, int]:
+    """Return start and length of the pattern that repeats in `kinds` and leaves the fewest single layers."""
+
+    def period_of(kinds: tuple[tuple[int | None, bool], ...]) -> int:
+        fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+        return next(fits, len(kinds))
+
+    candidates = [(start, period_of(kinds[start:])) for start in range(len(kinds))]
+    return min(candidates, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
 
 
 def _near_divisors(number: int, near: int) -> str:

@@ -64,7 +64,14 @@ class RunLog:
         trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say)
         self._trackers: Trackers = stack.enter_context(contextlib.closing(trackers))
 
-    def begin(self, start: int, meter: Meter, ran: dict[str, Any], schedule: list[list[float]]) -> None:
+    def begin(
+        self,
+        start: int,
+        meter: Meter,
+        ran: dict[str, Any],
+        schedule: list[list[float]],
+        forecast: Mapping[str, Any] | None = None,
+    ) -> None:
         """Record the start of this process, and write the environment.
 
         Args:
@@ -72,12 +79,15 @@ class RunLog:
           meter: measures the steps; the caller adds them.
           ran: what the compiled step runs, from `Trainer.describe`.
           schedule: points [step, learning rate].
+          forecast: the planner's forecast; None: there is none.
         """
         self._start, self._meter = start, meter
         logged = last_logged(self._run_dir)
         train_seconds = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
         self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
         self._environment: dict[str, Any] = {"ran": ran, "schedule": schedule}
+        if forecast is not None:
+            self._environment["forecast"] = forecast
         if self._run_dir is not None and self.writes:
             write_environment(self._run_dir, **self._environment)
 

@@ -54,6 +54,7 @@ class Optimizer(Component):
     balance_rate: float = Field(default=1e-3, ge=0)
     """Step size of the balance bias of each expert whose load is above or below average (`model.moe.balance_bias`)."""
     groups: tuple[GroupRule, ...] = ()
+    """Rules by parameter path; the first one that matches holds."""
 
     def check(self, params: PyTree) -> None:
         """Check that the settings fit the parameters.

@@ -101,7 +101,7 @@ def is_load_signal(path: str) -> bool:
 
 def gradient_norm(gradients: PyTree) -> jax.Array:
     """Return the global norm of the gradients, without the loads of experts."""
-    return optax.global_norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
+    return optax.tree.norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
 
 
 def largest_overload(gradients: PyTree) -> jax.Array | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -27,12 +28,14 @@ from jaxstack.models import (
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
 from jaxstack.observe.units import plural
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import forecast_here, training_layout
+from jaxstack.plan.search import describe_degrees
 from jaxstack.resilience.preflight import check_devices, check_program
+from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
-from jaxstack.run.memory import check_memory, looks_too_large
+from jaxstack.run.memory import check_memory, check_size
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
@@ -77,20 +80,22 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     """
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # reports a wrong directory before data is prepared
-    warnings = _connect(config)
+    warnings, automatic = _connect(config), config.parallel.auto
     config = training_layout(config, _start_devices(config))
     cache_compilations()
     first = jax.process_index() == 0
     say = report if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
+    if automatic:
+        say(f"parallel: auto chose {describe_degrees(config)}")
+    check_size(config)
+    branch(config, say)
     if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
         say(
             f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
             "compiled by itself, which can take many minutes; model.scan_layers=true compiles one layer"
         )
-    if looks_too_large(config.model, config.parallel):
-        check_memory(make_trainer(config, lambda step: {}))
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
@@ -98,6 +103,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
     flops = _describe(config, data, trainer, say)
+    predicted = forecast_here(config)
     baselines, tasks = _ByteBaselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
@@ -106,6 +112,7 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             observe=config.observe,
             resilience=config.resilience,
             flops_per_token=flops,
+            forecast=predicted and predicted.describe(),
             settings=config.model_dump(mode="json", by_alias=True),
             describe_evaluation=lambda values, max_tokens, alive: {
                 **baselines.describe(values, max_tokens),
@@ -193,8 +200,8 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
-        f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
-        f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
+        f"{plural(config.train.steps, 'step')} of {config.train.global_batch_size} x {config.train.sequence_length} "
+        f"tokens = {tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
         f"{', without the gradients of frozen weights' * frozen})"
     )
@@ -228,4 +235,4 @@ def _summarize(
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
     chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
     prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
-    say(f"next: python -m jaxstack.generate --run {config.directory} {prompt}")
+    say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")

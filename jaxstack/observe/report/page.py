@@ -1,7 +1,7 @@
 """Assembles the report of a run."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import yaml
 from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.forecast import render_forecast
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
@@ -18,6 +19,8 @@ from jaxstack.observe.report.tables import render_value
 from jaxstack.observe.report.timeline import render_timeline
 from jaxstack.observe.units import byte_size, duration, short_number
 
+Tile = tuple[str, str, str] | None
+"""Label, value and note of a tile."""
 _MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays small
 _MAX_OTHER_CHARTS = 12
 # Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
@@ -68,11 +71,12 @@ def write_report(run_dir: str | Path) -> Path:
     name = str(_section(config, "run").get("name") or run_dir.resolve().name)
     page = "\n".join(
         [
-            _head(name),
+            page_head(name),
             f"<h1>{html.escape(name)}</h1>",
             f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
             _ending(environment),
             _tiles(metrics, config, environment),
+            render_forecast(environment.get("forecast"), metrics),
             _charts(metrics, environment),
             _sections("What actually ran", environment.get("ran")),
             _details(config_text, environment),
@@ -92,7 +96,8 @@ _FOOTER = (
 )
 
 
-def _head(name: str) -> str:
+def page_head(name: str) -> str:
+    """Return the beginning of a page, up to its `<main>`, with the style sheet of all reports."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -150,16 +155,18 @@ def _ending(environment: Mapping[str, Any]) -> str:
 
 def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """Return the tiles with the final figures."""
-    tiles = [tile for tile in (*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)) if tile]
+    return render_tiles([*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)])
+
+
+def render_tiles(tiles: Sequence[Tile]) -> str:
+    """Return tiles (label, value, note) as HTML; a tile of None is left out."""
+    shown = [tile for tile in tiles if tile]
     cells = (
         f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
         f"<small>{html.escape(note)}</small></div>"
-        for label, value, note in tiles
+        for label, value, note in shown
     )
-    return f'<div class="tiles">{"".join(cells)}</div>' if tiles else ""
-
-
-Tile = tuple[str, str, str] | None
+    return f'<div class="tiles">{"".join(cells)}</div>' if shown else ""
 
 
 def _result_tiles(
@@ -287,7 +294,7 @@ def _details(config_text: str, environment: Mapping[str, Any]) -> str:
         shown = html.escape(config_text[:_MAX_TEXT]) + ("\n..." if len(config_text) > _MAX_TEXT else "")
         summary = "<summary>Configuration (config.yaml)</summary>"
         parts.append(f'<details class="card" open>{summary}<pre>{shown}</pre></details>')
-    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule")}
+    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule", "forecast")}
     if known:
         parts.append(f'<details class="card"><summary>Environment</summary>{render_value(known)}</details>')
     return f"<h2>Configuration and environment</h2>{''.join(parts)}" if parts else ""
