@@ -51,6 +51,12 @@ def _generate() -> CommandModule:
     return generate
 
 
+def _serve() -> CommandModule:
+    from jaxstack.serve import __main__ as serve
+
+    return serve
+
+
 def _evaluate() -> CommandModule:
     from jaxstack import evaluate
 
@@ -97,6 +103,7 @@ COMMANDS = {
     "train": Command("train a model from a configuration file", _train),
     "launch": Command("start, watch and restart the processes of a node", _launch),
     "generate": Command("sample text from a trained run", _generate),
+    "serve": Command("answer OpenAI's completion requests over HTTP with a trained run", _serve),
     "evaluate": Command("compute loss and bits per byte on held-out text, or run evaluation tasks", _evaluate),
     "plan": Command("show how a configuration is laid out on a mesh, without its devices", _plan),
     "tune": Command("search hyperparameters over many short runs, or find a learning rate", _tune),

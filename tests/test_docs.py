@@ -153,7 +153,8 @@ def check_command(words: list[str]) -> None:
         parser = tune.make_parser(arguments)
         arguments = arguments[arguments[0] in tune.SUBCOMMANDS :]
     if name not in ("train", "plan", "tune"):
-        parser.parse_intermixed_args(arguments) if name in ("generate", "evaluate") else parser.parse_args(arguments)
+        intermixed = name in ("generate", "evaluate", "serve")
+        parser.parse_intermixed_args(arguments) if intermixed else parser.parse_args(arguments)
         return
     parsed = parser.parse_intermixed_args(arguments)
     config = ROOT / parsed.config

@@ -1,13 +1,15 @@
 """The decoder-only Transformer: embedding, layers, final norm, head."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
 from jaxstack.models.adapters import adapted_layers
-from jaxstack.models.attention.base import CacheSlots, LayerCache, SegmentIds
-from jaxstack.models.attention_layer import Context
+from jaxstack.models.attention.base import CacheSlots, LayerCache, PageSlots, SegmentIds
+from jaxstack.models.attention_layer import Attention, Context
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
@@ -173,17 +175,45 @@ class Transformer(nnx.Module):
 
     def make_cache(self, batch: int, length: int) -> Cache:
         """Return an empty cache for `length` tokens in each of `batch` rows, or fewer in layers with a window."""
+        layers = self._layer_caches(lambda layer: layer.kind.make_cache(layer.heads, batch, length, self.dtype))
+        return Cache(layers, jnp.zeros(batch, jnp.int32))
+
+    def make_pages(self, pages: int, page_size: int) -> list[LayerCache]:
+        """Return the empty pages of all layers, for `decode_packed`: `pages` pages of `page_size` tokens in each.
+
+        Raises:
+          ValueError: the attention kind does not keep its cache in pages.
+        """
+        return self._layer_caches(lambda layer: layer.kind.make_pages(layer.heads, pages, page_size, self.dtype))
+
+    def decode_packed(
+        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], slots: PageSlots, pages: list[LayerCache]
+    ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
+        """Run further tokens of many sequences, packed in one row; return the head's inputs, and the pages with them.
+
+        Args:
+          tokens: int32 token ids.
+          positions: int32 position of each token in its sequence; -1 marks padding.
+          slots: the places of the tokens in the pages, and the pages of each sequence.
+          pages: of all layers, from `make_pages`.
+        """
+        angles, local = self._angles(positions[None])
+        places = CacheSlots(positions[None], jnp.zeros(1, jnp.int32), pages=slots)
+        context = Context(positions[None], angles, None, places, local_angles=local)
+        x, layers, _ = self._run(tokens[None], context, pages, None)
+        return x[0], layers or []
+
+    def _layer_caches(self, make: Callable[[Attention], LayerCache]) -> list[LayerCache]:
+        """Return a cache for each entry of `Stack.layers`, made by `make`."""
         stack = self.decoder
 
         def empty(index: int) -> LayerCache:
-            layer = stack.layers[index].attention
-            cache = layer.kind.make_cache(layer.heads, batch, length, self.dtype)
+            cache = make(stack.layers[index].attention)
             if index not in stack.scanned:
                 return cache
             return jax.tree.map(lambda x: jnp.broadcast_to(x, (stack.repeats, *x.shape)), cache)
 
-        layers = [empty(index) for index in range(len(stack.layers))]
-        return Cache(layers, jnp.zeros(batch, jnp.int32))
+        return [empty(index) for index in range(len(stack.layers))]
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Return the float32 logits of the head's inputs, soft-capped if the model has a cap."""

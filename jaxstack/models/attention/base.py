@@ -53,6 +53,26 @@ class ScoreOptions:
     query_pre_attn_scalar: float | None = None
 
 
+class PageGroup(NamedTuple):
+    """Sequences with equally many new tokens, where the cache is in pages."""
+
+    table: Int[Array, "R pages"]
+    """Pages of each sequence, in order; entries after its last page are any valid ones."""
+    lengths: Int[Array, " R"]
+    """Tokens of each sequence in the cache, its new tokens included."""
+    width: int
+    """New tokens per sequence; those before position 0 are padding."""
+
+
+class PageSlots(NamedTuple):
+    """Places in the pages for the packed tokens of one call, the same for all layers."""
+
+    write: Int[Array, " T"]
+    """Number of each token's slot, page * page size + offset; a number past the last slot is not written."""
+    groups: tuple[PageGroup, ...]
+    """The sequences in the order of their tokens."""
+
+
 class CacheSlots(NamedTuple):
     """Positions of the tokens of one decoding call, the same for all layers."""
 
@@ -62,6 +82,8 @@ class CacheSlots(NamedTuple):
     """Tokens of each row in the cache before this call."""
     first: bool = False
     """True for the first call: the cache is empty, positions count from 0, and padding is at the end."""
+    pages: PageSlots | None = None
+    """Places of the tokens where the cache is in pages; the tokens of all sequences are then packed in one row."""
 
     @property
     def seen_after(self) -> Int[Array, " B"]:
@@ -157,6 +179,15 @@ class AttentionKind(Component):
     @abstractmethod
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> LayerCache:
         """Return the empty cache of a layer: arrays with logical axes, for `length` tokens in each of `batch` rows."""
+
+    def make_pages(self, heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Return the empty pages of a layer, `page_size` tokens each, which the sequences of all requests share.
+
+        Raises:
+          ValueError: this kind does not keep its cache in pages.
+        """
+        name = getattr(self, "name", type(self).__name__)
+        raise ValueError(f"serving needs attention.name softmax, whose cache is in pages; found {name}.")
 
     @abstractmethod
     def store(

@@ -5,8 +5,16 @@ from typing import Literal, cast
 import jax
 from jaxtyping import Array, Float
 
-from jaxstack.models.attention.base import AttentionSpec, ScoreOptions, SegmentIds, context_method
+from jaxstack.models.attention.base import (
+    AttentionSpec,
+    CacheSlots,
+    LayerCache,
+    ScoreOptions,
+    SegmentIds,
+    context_method,
+)
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
+from jaxstack.models.attention.paged_cache import PagedKeys, attend_pages, empty_pages
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask
 
@@ -65,6 +73,22 @@ class SoftmaxAttention(MaskedSoftmax):
 
     def exchanges_heads(self, method: str | None) -> bool:
         return method == "all_to_all"
+
+    def make_pages(self, heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> PagedKeys:
+        return empty_pages(heads, pages, page_size, dtype)
+
+    def decode(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        cache: LayerCache,
+        slots: CacheSlots,
+        heads: AttentionSpec,
+    ) -> tuple[Float[Array, "B T N H"], LayerCache]:
+        if slots.pages is not None:
+            return attend_pages(q, k, v, cache, slots.pages, heads)
+        return super().decode(q, k, v, cache, slots, heads)
 
     def mask(self, heads: AttentionSpec, length: int) -> Mask:
         return Mask(window=heads.window)

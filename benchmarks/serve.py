@@ -1,0 +1,208 @@
+"""The serving engine with random weights: random arrivals, even token times beside a long prompt, shared prefixes.
+
+    python benchmarks/serve.py                                             # llama3-1b on a GPU, tiny on a CPU
+    python benchmarks/serve.py llama3-8b --work throughput --slots 256 --prompt 1000 --tokens 1000 --requests 1024
+    python benchmarks/serve.py --long 8000 --chunk 256 --work interruption parallel.tensor=2
+
+arrivals: requests of random lengths that arrive at random (Poisson), against one after another, by the engine and by
+`Decoder.generate`. interruption: time between the tokens of running answers, alone and while a long prompt arrives.
+prefix: prompts of which 90 % is common, with and without the prefix cache. throughput: all requests at once.
+All are greedy, through the library's API, after warm-up. Rows are appended to benchmarks/results/serve.jsonl.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+
+from benchmarks.generate import make_decoder
+from benchmarks.rows import append_rows, print_table
+from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.run_config import load_config
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.engine import Engine
+from jaxstack.serve.requests import Handle
+
+GREEDY = Sampling(temperature=0.0)
+Asked = tuple[list[int], int]
+"""Prompt and number of new tokens."""
+
+
+def make_requests(decoder: Decoder, args: argparse.Namespace, seed: int = 0) -> list[Asked]:
+    """Prompts and answers of a quarter up to the whole of the given lengths."""
+    random, vocabulary = np.random.default_rng(seed), decoder.config.vocab_size
+    lengths = random.integers(max(1, args.prompt // 4), args.prompt + 1, args.requests)
+    counts = random.integers(max(1, args.tokens // 4), args.tokens + 1, args.requests)
+    prompts = [random.integers(0, vocabulary, length).tolist() for length in lengths]
+    return list(zip(prompts, counts.tolist(), strict=True))
+
+
+def timed(action: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def submit_all(engine: Engine, asked: Sequence[Asked], waits: Sequence[float] = ()) -> None:
+    """Submit the requests, each after its wait, and wait for all answers."""
+    handles = []
+    for number, (prompt, count) in enumerate(asked):
+        if waits:
+            time.sleep(waits[number])
+        handles.append(engine.submit(prompt, count, GREEDY))
+    for handle in handles:
+        handle.result()
+
+
+def arrivals(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens/s of random arrivals, and of the same requests one after another."""
+    asked = make_requests(decoder, args)
+    waits = np.random.default_rng(1).exponential(1 / args.rate, len(asked)).tolist()
+    tokens, few = sum(count for _, count in asked), asked[: max(4, len(asked) // 8)]
+    one_by_one = sum(count for _, count in few)
+    with Engine(decoder, config.model_copy(update={"prefix_cache": False})) as engine:
+        compiled = engine.programs.compiled
+        together = timed(lambda: submit_all(engine, asked, waits)) / tokens
+        alone = timed(lambda: [engine.submit(*request, GREEDY).result() for request in few]) / one_by_one
+        if engine.programs.compiled != compiled:
+            raise AssertionError("a program was compiled after the warm-up.")
+    generate = [lambda p=p, n=n: list(decoder.generate([p], n, GREEDY)) for p, n in few]
+    for call in generate:
+        call()  # compiles
+    decoded = sum(timed(call) for call in generate) / one_by_one
+    return [
+        {"variant": "random arrivals", "seconds_per_token": together, "times_sequential": decoded / together},
+        {"variant": "one at a time, engine", "seconds_per_token": alone},
+        {"variant": "one at a time, Decoder.generate", "seconds_per_token": decoded},
+    ]
+
+
+def token_times(engine: Engine, asked: Sequence[Asked], disturb: Callable[[], Handle] | None) -> np.ndarray:
+    """Return the seconds between the tokens of requests that run together, until `disturb`'s first token if given."""
+    times: list[list[float]] = [[] for _ in asked]
+    handles = [engine.submit(prompt, count, GREEDY) for prompt, count in asked]
+    for handle, moments in zip(handles, times, strict=True):
+        handle.listen(lambda moments=moments: moments.append(time.perf_counter()))
+    while min(handle.count for handle in handles) < 8:
+        time.sleep(0.001)
+    begin = time.perf_counter()
+    if disturb is not None:
+        next(iter(disturb()))
+        end = time.perf_counter()
+    else:
+        for handle in handles:
+            handle.result()
+        end = min(handle.times.newest_token or begin for handle in handles)
+    for handle in handles:
+        handle.cancel()
+        handle.result()
+    within = [np.asarray(moments)[(np.asarray(moments) >= begin) & (np.asarray(moments) <= end)] for moments in times]
+    return np.concatenate([np.diff(moments) for moments in within])
+
+
+def interruption(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """99th percentile of the time between tokens of running answers, alone and while a long prompt arrives."""
+    random = np.random.default_rng(2)
+    count = max(1, config.slots - 1)
+    asked = [(random.integers(0, decoder.config.vocab_size, 64).tolist(), args.tokens) for _ in range(count)]
+    long = random.integers(0, decoder.config.vocab_size, args.long).tolist()
+    with Engine(decoder, config.model_copy(update={"prefix_cache": False})) as engine:
+        token_times(engine, asked, None)
+        alone = np.percentile(token_times(engine, asked, None), 99)
+        many = [(prompt, engine.context - 64) for prompt, _ in asked]
+        beside = np.percentile(token_times(engine, many, lambda: engine.submit(long, 1, GREEDY)), 99)
+    return [
+        {"variant": "p99 alone", "milliseconds": 1e3 * alone},
+        {"variant": f"p99 beside {args.long} tokens, chunk {config.chunk}", "milliseconds": 1e3 * beside,
+         "times_alone": beside / alone},
+    ]  # fmt: skip
+
+
+def prefix(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds per request with prompts of which 90 % is common, and few new tokens."""
+    random, rows = np.random.default_rng(3), []
+    common = random.integers(0, decoder.config.vocab_size, args.prompt * 9 // 10).tolist()
+    ends = random.integers(0, decoder.config.vocab_size, (args.requests, args.prompt - len(common)))
+    asked = [([*common, *end.tolist()], 8) for end in ends]
+    for cached in (False, True):
+        with Engine(decoder, config.model_copy(update={"prefix_cache": cached})) as engine:
+            submit_all(engine, asked[:2])
+            seconds = timed(lambda engine=engine: submit_all(engine, asked)) / len(asked)
+        rows.append({"variant": f"prefix cache {'on' if cached else 'off'}", "milliseconds": 1e3 * seconds})
+    rows[1]["times_without"] = rows[0]["milliseconds"] / rows[1]["milliseconds"]
+    return rows
+
+
+def throughput(decoder: Decoder, config: EngineConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens/s where all requests, of the whole given lengths, are there from the start."""
+    prompts = np.random.default_rng(4).integers(0, decoder.config.vocab_size, (args.requests, args.prompt)).tolist()
+    with Engine(decoder, config) as engine:
+        seconds = timed(lambda: submit_all(engine, [(prompt, args.tokens) for prompt in prompts]))
+        steps = engine.stats.steps
+    return [
+        {"variant": f"{config.slots} slots", "seconds_per_token": seconds / (args.requests * args.tokens),
+         "milliseconds_per_step": 1e3 * seconds / steps, "measured_seconds": seconds},
+    ]  # fmt: skip
+
+
+WORKS = {"arrivals": arrivals, "interruption": interruption, "prefix": prefix, "throughput": throughput}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="PRESET | section.key=value", help="model; parallel, precision")
+    parser.add_argument("--work", nargs="+", default=["arrivals", "interruption", "prefix"], choices=WORKS)
+    start_devices()
+    small = jax.default_backend() == "cpu"
+    parser.add_argument("--requests", type=int, default=64 if small else 256, help="requests")
+    parser.add_argument("--prompt", type=int, default=64 if small else 512, help="tokens of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=32 if small else 256, help="tokens of the longest answer")
+    parser.add_argument("--long", type=int, default=400 if small else 8000, help="tokens of the prompt that interrupts")
+    parser.add_argument("--rate", type=float, default=1000.0, help="arrivals per second")
+    parser.add_argument("--slots", type=int, default=16 if small else 64, help="requests that run together")
+    parser.add_argument("--chunk", type=int, default=128 if small else 512, help="prompt tokens per step")
+    parser.add_argument("--page", type=int, default=16, help="tokens per page")
+    parser.add_argument("--no-rows", action="store_true", help="print the rows only")
+    args = parser.parse_intermixed_args()
+    overrides = [word for word in args.words if "=" in word]
+    cache_compilations()
+    name = next((word for word in args.words if "=" not in word), "tiny" if small else "llama3-1b")
+    given = any(word.startswith("parallel.") for word in overrides)
+    config = load_config(None, [f"model.preset={name}", "model.scan_layers=false", *overrides])
+    decoder = make_decoder(config, given)
+    rows: list[dict[str, Any]] = []
+    for work in args.work:
+        room = args.long + 64 if work == "interruption" else args.prompt + max(args.tokens, 8)
+        sizes = EngineConfig(
+            slots=args.slots, context=room, chunk=args.chunk, page_size=args.page, queue=args.requests + args.slots
+        )
+        common = {
+            "work": f"serve {name} {work} prompt {args.prompt} tokens {args.tokens} slots {args.slots} "
+            f"{decoder.module.dtype}",
+            "implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": decoder.rules.mesh.size,
+        }  # fmt: skip
+        for row in WORKS[work](decoder, sizes, args):
+            if "seconds_per_token" in row:
+                row["tokens_per_second_per_device"] = 1 / row.pop("seconds_per_token") / decoder.rules.mesh.size
+            rows.append({**common, **row})
+    if not args.no_rows:
+        append_rows("serve", rows)
+    shown = ("work", "variant", "milliseconds", "tokens_per_second_per_device", "times_sequential", "times_alone")
+    print_table(rows, (*shown, "times_without"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,104 @@
+"""Keys and values in pages that many sequences share, and attention to them by packed tokens.
+
+The tokens of one step, of any number of sequences, are packed in one row [1, T] without padding between them (as in
+EnergonAI, Du et al. 2022, arXiv:2209.02341).
+"""
+
+from typing import NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxstack.models.attention.base import AttentionSpec, PageGroup, PageSlots
+from jaxstack.parallel import current_rules, shard, with_local_heads
+from pallas_kernels import flash_attention
+from pallas_kernels.paged_attention.api import paged_attention
+
+_FEW = 16
+"""Most new tokens per sequence for which attention reads the pages where they are."""
+
+
+class PagedKeys(NamedTuple):
+    """Keys and values of one layer."""
+
+    key: Float[Array, "P page K H"]
+    value: Float[Array, "P page K H"]
+
+
+def empty_pages(heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> PagedKeys:
+    """Return `pages` pages of zeros for `page_size` tokens each."""
+    shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
+    return PagedKeys(*(shard(jnp.zeros(shape, dtype), None, None, "act_kv_heads", "act_head_dim") for _ in range(2)))
+
+
+def attend_pages(
+    q: Float[Array, "1 T N H"],
+    k: Float[Array, "1 T K H"],
+    v: Float[Array, "1 T K H"],
+    cache: PagedKeys,
+    slots: PageSlots,
+    heads: AttentionSpec,
+) -> tuple[Float[Array, "1 T N H"], PagedKeys]:
+    """Write the keys and values of packed tokens to their pages; return the tokens' attention, and the cache."""
+    cache = PagedKeys(_write(cache.key, k, slots.write), _write(cache.value, v, slots.write))
+    outputs, start = [], 0
+    for group in slots.groups:
+        rows, width = group.lengths.shape[0], group.width
+        part = q[0, start : start + rows * width].reshape(rows, width, *q.shape[2:])
+        attend = _attend_new_tokens if width <= _FEW else _attend_chunks
+        outputs.append(attend(part, cache, group, heads).reshape(rows * width, *q.shape[2:]))
+        start += rows * width
+    return jnp.concatenate(outputs)[None], cache
+
+
+def _attend_new_tokens(
+    q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
+) -> Float[Array, "R T N H"]:
+    """Return the attention of few tokens per sequence, which read the pages where they are."""
+    rules = current_rules()
+    return paged_attention(
+        q,
+        cache.key,
+        cache.value,
+        group.table,
+        group.lengths,
+        scale=heads.scale,
+        soft_cap=heads.soft_cap,
+        window=heads.window,
+        # XLA cannot partition a kernel over the devices of a mesh.
+        implementation="xla" if rules is not None and rules.mesh.size > 1 else None,
+    )
+
+
+def _attend_chunks(
+    q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
+) -> Float[Array, "R T N H"]:
+    """Return the attention of chunks of prompts, whose keys are copied to the end of one array per sequence."""
+    size = cache.key.shape[1]
+    room = group.table.shape[1] * size
+    positions = jnp.arange(room, dtype=jnp.int32) - room + group.lengths[:, None]
+    page = jnp.take_along_axis(group.table, jnp.maximum(positions, 0) // size, axis=1)
+    index = page * size + jnp.maximum(positions, 0) % size
+    k, v = (x.reshape(-1, *x.shape[2:])[index] for x in cache)
+    key_segments = jnp.where(positions >= 0, 0, -1)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, other: jax.Array) -> jax.Array:
+        out = flash_attention(
+            q,
+            k,
+            v,
+            window=heads.window,
+            segment_ids=(own, other),
+            scale=heads.scale,
+            soft_cap=heads.soft_cap,
+            implementation=heads.implementation,
+        )
+        return cast(jax.Array, out)
+
+    return with_local_heads(attend, q, k, v, jnp.zeros(q.shape[:2], jnp.int32), key_segments)
+
+
+def _write(pages: jax.Array, new: jax.Array, write: Int[Array, " T"]) -> jax.Array:
+    flat = pages.reshape(-1, *pages.shape[2:])
+    return flat.at[write].set(new[0].astype(pages.dtype), mode="drop").reshape(pages.shape)

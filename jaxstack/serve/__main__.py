@@ -1,0 +1,84 @@
+"""The command `python -m jaxstack.serve --run DIR`: answer OpenAI's completion requests over HTTP."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxstack.cli import add_examples, run_command
+from jaxstack.config.loader import build_component, merge_overrides
+from jaxstack.errors import ConfigError
+from jaxstack.serve.config import ServeConfig
+
+API_KEY = "JAXSTACK_API_KEY"
+"""Environment variable with the API key, which the command line would show to other users."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="jaxstack serve",
+        description="Serve a trained run or a Hugging Face checkpoint over HTTP, with OpenAI's routes /v1/completions "
+        "and /v1/chat/completions, metrics for Prometheus at /metrics, and a chat page at /.",
+        epilog=f"Sizes and limits are set as engine.key=value and server.key=value, such as engine.slots=64. Without "
+        f"--host only this machine can connect. Set the environment variable {API_KEY} to ask clients for that key.",
+    )
+    parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="engine, server, parallel, precision")
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default 127.0.0.1)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port to listen on, 0 for any free one (default 8000)"
+    )
+    parser.add_argument(
+        "--name", metavar="NAME", help="name of the model for clients (default: the name of the directory)"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to load (default: the newest)")
+    return add_examples(
+        parser, "serve --run runs/quickstart", "serve --run models/qwen2.5-0.5b --port 9000 engine.slots=32"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    args = make_parser().parse_intermixed_args(argv)
+    return run_command("jaxstack serve", lambda: _serve(args))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    for override in args.overrides:
+        if "=" not in override:
+            raise ConfigError(f"{override!r} is no setting; write section.key=value, such as engine.slots=32.")
+    own = [override for override in args.overrides if override.startswith(("engine.", "server."))]
+    config = build_component(ServeConfig, merge_overrides({}, own), "the settings", own)
+    others = [override for override in args.overrides if override not in own]
+    key = os.environ.get(API_KEY)
+    if key is not None and not key.strip():
+        raise ConfigError(f"the environment variable {API_KEY} is empty; unset it to ask for no key.")
+    try:
+        from jaxstack.serve.listen import bind, serve
+        from jaxstack.serve.replicas import open_engine
+    except ImportError as error:
+        raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
+    place = bind(args.host, args.port)
+    with contextlib.closing(place):
+        from jaxstack.run.load import load
+
+        run = load(args.run, others, step=args.step, report=_report)
+        _report(f"[{args.run}, step {run.step}] compiling")
+        tokenizer, name = run.tokenizer, args.name or Path(args.run).resolve().name
+        with open_engine(
+            run.decoder, config.engine, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens
+        ) as engine:
+            serve(engine, tokenizer, name, config.server, place, api_key=key, report=_report)
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

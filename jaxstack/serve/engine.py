@@ -1,0 +1,370 @@
+"""The engine: continuous batching of requests over one model.
+
+`Engine.submit` returns a handle at once; a thread runs steps as long as there are requests. All programs are compiled
+at the start, so that no request waits for a compilation.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.serve import schedule
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.pages import PagePool
+from jaxstack.serve.requests import Constraint, FinishReason, Handle, Request
+from jaxstack.serve.schedule import Scheduler, StepPlan, row_counts
+from jaxstack.serve.sizes import choose_sizes
+from jaxstack.serve.speculate import accept
+from jaxstack.serve.stats import EngineState, EngineStats
+from jaxstack.serve.step import Programs, choose_mode, pad_chunks
+
+
+class EngineBusy(JaxstackError):
+    """Too many requests wait; try again later."""
+
+
+class EngineClosed(JaxstackError):
+    """The engine takes no more requests, because it is shutting down or has failed."""
+
+
+class Engine:
+    """Generates tokens for many requests at once. Use it as a context manager, or call `close`.
+
+    Args:
+      model: the model on its mesh, such as `jaxstack.run.load.load(directory).decoder`.
+      config: sizes.
+      vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
+      stop_tokens: ids that end an answer, and are not part of it.
+      warm_up: compile all programs now; otherwise each is compiled when it is first needed.
+      start: start the thread; otherwise the caller calls `step`.
+
+    Raises:
+      ConfigError: the attention kind of the model cannot be served, or the memory is too small.
+    """
+
+    def __init__(
+        self,
+        model: ModelOnMesh,
+        config: EngineConfig | None = None,
+        *,
+        vocab_size: int | None = None,
+        stop_tokens: Collection[int] = (),
+        warm_up: bool = True,
+        start: bool = True,
+    ):
+        self.model, self.config, self.stop_tokens = model, config or EngineConfig(), frozenset(stop_tokens)
+        self.vocab_size = vocab_size or model.config.vocab_size or 0
+        self.context, pages = choose_sizes(model, self.config)
+        size = self.config.page_size
+        self.pool = PagePool(pages, size, cache_prefixes=self.config.prefix_cache)
+        self.scheduler = Scheduler(
+            self.config.slots, self.context, self.config.chunk, self.pool, self.config.draft_tokens
+        )
+        self.programs = Programs(
+            model, slots=self.config.slots, pages=pages, page_size=size, context=self.context, vocab_size=vocab_size
+        )
+        self.stats, self.failure = EngineStats(), None
+        self._in_flight: deque[tuple[StepPlan, Int[Array, " rows"]]] = deque()
+        self._sequences: dict[int, schedule.Sequence] = {}
+        self._new: deque[Handle] = deque()
+        self._cancelled: deque[Handle] = deque()
+        self._changed = threading.Condition()
+        self._closed, self._count = False, 0
+        if warm_up:
+            self.warm_up()
+        self._thread = threading.Thread(target=self._run, name="jaxstack engine", daemon=True) if start else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        seed: int = 0,
+        stop_tokens: Collection[int] | None = None,
+        constraint: Constraint | None = None,
+    ) -> Handle:
+        """Add a request and return its handle, which iterates over the tokens of the answer as they come.
+
+        Args:
+          prompt: token ids.
+          max_tokens: token limit of the answer.
+          sampling: temperature and limits; default: `Sampling()`.
+          seed: the answer depends on it and on the prompt alone (up to rounding: XLA may choose another matmul for
+            another number of rows).
+          stop_tokens: ids that end the answer; default: those of the engine.
+          constraint: which tokens are allowed, for this request alone; default: all.
+
+        Raises:
+          ConfigError: the prompt is empty, has unknown ids, or is too long with its answer.
+          EngineBusy: too many requests wait.
+          EngineClosed: the engine is shutting down, or has failed.
+        """
+        self.check_prompt(prompt, max_tokens)
+        stops = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
+        request = Request(tuple(prompt), max_tokens, sampling or Sampling(), seed % 2**32, stops, constraint)
+        handle = Handle(request, self._cancel)
+        with self._changed:
+            self._check_open()
+            if self.waiting + self.running >= self.most_requests:
+                raise EngineBusy(f"{self.waiting} requests wait already (engine.queue: {self.config.queue}).")
+            self._new.append(handle)
+            self._changed.notify_all()
+        return handle
+
+    def check_prompt(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """Check that a prompt with `max_tokens` new tokens can be answered.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        if not len(prompt):
+            raise ConfigError("a prompt must have at least one token.")
+        if min(prompt) < 0:
+            raise ConfigError(f"token ids must be at least 0; found {min(prompt)}.")
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1; found {max_tokens}.")
+        self.model.check_ids([prompt])
+        if len(prompt) + max_tokens > self.context:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, which with {max_tokens} new tokens exceeds the context of "
+                f"{self.context} tokens; at most {max(0, self.context - len(prompt))} new tokens fit."
+            )
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have a slot."""
+        return len(self.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a slot."""
+        return len(self.scheduler.waiting) + len(self._new)
+
+    @property
+    def most_requests(self) -> int:
+        """Largest number of requests at a time."""
+        return self.config.queue + self.config.slots
+
+    @property
+    def state(self) -> EngineState:
+        """The numbers of this moment."""
+        scheduler, pool = self.scheduler, self.pool
+        return EngineState(
+            self.running,
+            self.waiting,
+            pool.used,
+            pool.count,
+            scheduler.preemptions,
+            scheduler.prefix_queries,
+            scheduler.prefix_hits,
+            self.stats,
+        )
+
+    def step(self) -> bool:
+        """Run one turn: take new requests, dispatch a step, read the tokens of an earlier one.
+
+        Returns:
+          False if there was nothing to do.
+        """
+        self._take_messages()
+        plan = self.scheduler.plan(bool(self._in_flight))
+        if plan is not None:
+            self._dispatch(plan)
+        busy = bool(self._in_flight)
+        if busy and (plan is None or len(self._in_flight) > self.config.steps_ahead):
+            self._read(*self._in_flight.popleft())
+        return busy
+
+    def warm_up(self) -> None:
+        """Compile all programs."""
+        programs, slots, width = self.programs, self.config.slots, self._width
+        totals: set[int] = set()
+        for count in row_counts(slots):
+            programs.run(programs.describe([], count), None, None, "greedy", drafted=self._newest([], count))
+            totals.add(count * width)
+        for shape in self.scheduler.shapes:
+            rows, chunks = programs.describe([], slots), programs.describe([], shape.rows)
+            programs.run(rows, chunks, pad_chunks([], shape), "greedy", drafted=self._newest([], slots))
+            totals.add(slots * width + shape.rows)
+        programs.compile_sampling(totals)
+
+    def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait for those that are here; return False if some have not ended in time."""
+        with self._changed:
+            self._closed = True
+        until = time.monotonic() + seconds
+        while self._sequences or self._new:
+            if time.monotonic() > until or self.failure is not None:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def close(self) -> None:
+        """End all requests and the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sequence in list(self._sequences.values()):
+            sequence.handle.cancel()
+        for handle in list(self._new):
+            handle.cancel()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise EngineClosed(f"the engine has failed: {self.failure}")
+        if self._closed:
+            raise EngineClosed("the engine is shutting down.")
+
+    def _run(self) -> None:
+        """Run steps until the engine is closed and idle."""
+        try:
+            while True:
+                if self.step():
+                    continue
+                with self._changed:
+                    if self._new or self._cancelled:
+                        continue
+                    if self._closed:
+                        return
+                    self._changed.wait()
+        except Exception as error:  # whatever it is, nobody must wait for ever
+            self._fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _fail(self, message: str) -> None:
+        with self._changed:
+            self.failure = message
+            handles = [sequence.handle for sequence in self._sequences.values()] + list(self._new)
+            self._new.clear()
+        self._sequences.clear()
+        for handle in handles:
+            handle.push([], "error", f"the engine has failed: {message}")
+
+    def _cancel(self, handle: Handle) -> None:
+        with self._changed:
+            self._cancelled.append(handle)
+            self._changed.notify_all()
+
+    def _take_messages(self) -> None:
+        """Queue the new requests, and end the cancelled ones."""
+        while self._new:
+            handle, self._count = self._new[0], self._count + 1
+            sequence = schedule.Sequence(handle, self._count)
+            self._sequences[id(handle)] = sequence
+            self.scheduler.add(sequence)
+            self._new.popleft()
+        while self._cancelled:
+            sequence = self._sequences.get(id(self._cancelled.popleft()))
+            if sequence is not None:
+                self._finish(sequence, [], "cancelled")
+
+    @property
+    def _width(self) -> int:
+        """Tokens per decoded row: the newest, and its drafts."""
+        return 1 + self.config.draft_tokens
+
+    def _newest(self, rows: Sequence[schedule.Row], count: int) -> Int[np.ndarray, "rows D"] | None:
+        """Return the newest token and the drafts of each row; None without drafts: the device has the newest tokens."""
+        if not self.config.draft_tokens:
+            return None
+        tokens = np.zeros((count, self._width), np.int32)
+        for line, row in zip(tokens, rows, strict=False):
+            line[-row.count :] = (row.sequence.tokens[-1], *row.drafts)
+        return tokens
+
+    def _dispatch(self, plan: StepPlan) -> None:
+        programs, slots = self.programs, self.config.slots
+        count = next(n for n in row_counts(slots) if n >= len(plan.decoded)) if plan.shape is None else slots
+        rows, chunks, tokens = programs.describe(plan.decoded, count), None, None
+        if plan.shape is not None:
+            chunks = programs.describe(plan.chunks, plan.shape.rows)
+            tokens = pad_chunks(plan.chunks, plan.shape)
+        mask = self._mask(plan, count * self._width)
+        mode = choose_mode(plan.rows) if mask is None else "limited"
+        sampled = programs.run(rows, chunks, tokens, mode, mask, self._newest(plan.decoded, count))
+        sampled.copy_to_host_async()
+        self._in_flight.append((plan, sampled))
+        self.stats.steps += 1
+        self.stats.computed_tokens += sum(row.count for row in plan.chunks)
+
+    def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
+        """Return the allowed tokens of all samples, `decoded` of them of decoded rows; None: nothing is constrained."""
+        width = self._width
+        places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
+        constraints = [
+            (place, row.sequence.handle.request.constraint)
+            for place, row in zip(places, plan.rows, strict=True)
+            if row.index is not None
+        ]
+        if all(constraint is None for _, constraint in constraints):
+            return None
+        total = decoded + (0 if plan.shape is None else plan.shape.rows)
+        mask = np.full((total, self.programs.words), -1, np.int32)
+        for place, constraint in constraints:
+            if constraint is not None:
+                constraint.fill_mask(mask[place])
+        return mask
+
+    def _read(self, plan: StepPlan, sampled: Int[Array, " samples"]) -> None:
+        """Wait for the tokens of a step and pass them on."""
+        tokens, width = np.asarray(sampled).tolist(), self._width
+        for place, row in enumerate(plan.decoded, 1):
+            if not row.sequence.finished:
+                found = accept(row.drafts, tokens[place * width - row.count : place * width])
+                self.stats.draft_tokens += len(row.drafts)
+                self.stats.accepted_tokens += len(found) - 1
+                row.settle(len(found))
+                self._receive(row.sequence, found)
+        first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
+        for place, row in enumerate(plan.chunks, first):
+            if row.index is not None and not row.sequence.finished:
+                self._receive(row.sequence, [tokens[place]])
+
+    def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
+        """Add tokens to an answer, and end it where it ends."""
+        request, added, reason = sequence.handle.request, list[int](), None
+        if not sequence.received:
+            self.stats.prompt_tokens += len(request.prompt)
+        for token in tokens:
+            if token in request.stop_tokens:
+                reason = "stop"
+                break
+            added.append(token)
+            sequence.tokens.append(token)
+            if request.constraint is not None and not request.constraint.accept(token):
+                reason = "stop"
+            elif sequence.received >= request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        self.stats.generated_tokens += len(added)
+        if reason is not None:
+            self._finish(sequence, added, reason)
+        else:
+            self.scheduler.register_pages(sequence)
+            sequence.handle.push(added)
+
+    def _finish(self, sequence: schedule.Sequence, tokens: list[int], reason: FinishReason) -> None:
+        self.scheduler.finish(sequence)
+        self._sequences.pop(id(sequence.handle), None)
+        self.stats.finished[reason] += 1
+        sequence.handle.push(tokens, reason)

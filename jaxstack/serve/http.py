@@ -1,0 +1,290 @@
+"""The HTTP server: OpenAI's routes over an engine, health, metrics and a chat page."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from jaxstack.config.loader import build_component
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.serve.answers import Answers, EventStream, Refused, collect, events, usage_of
+from jaxstack.serve.config import ServerConfig
+from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
+from jaxstack.serve.grammar import Grammars
+from jaxstack.serve.metrics import Metrics
+from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope, GenerationRequest, error_body
+from jaxstack.serve.replicas import EngineGroup
+from jaxstack.serve.requests import Handle
+from jaxstack.serve.text import ChatFormatter, TextAnswer
+
+_COMPLETION_TOKENS = 16
+"""Token limit of a completion without `max_tokens`, as OpenAI has it."""
+_GONE = 499
+"""Status for the log where the client has closed the connection, as nginx has it."""
+_PAGE = Path(__file__).with_name("chat.html")
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+class Server:
+    """The routes over one engine.
+
+    Args:
+      engine: generates tokens.
+      tokenizer: the model's tokenizer.
+      name: name of the model in requests and answers.
+      config: limits.
+      api_key: key that requests must send as `Authorization: Bearer KEY`; None: none is needed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | EngineGroup,
+        tokenizer: Tokenizer,
+        name: str,
+        config: ServerConfig | None = None,
+        *,
+        api_key: str | None = None,
+    ):
+        self.engine, self.tokenizer, self.name = engine, tokenizer, name
+        self.config, self._api_key, self._created = config or ServerConfig(), api_key, int(time.time())
+        self.metrics = Metrics(engine, name)
+        self._grammars = Grammars(tokenizer, engine.stop_tokens or {tokenizer.document_start})
+        self._chat: ChatFormatter | None = None
+        with contextlib.suppress(ConfigError):
+            self._chat = ChatFormatter(tokenizer, self.config.chat_template)
+        if self._chat is None and self.config.chat_template != "auto":
+            ChatFormatter(tokenizer, self.config.chat_template)  # raises the reason
+        self.app = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/models/{name:path}", self._guarded(self._model)),
+                Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._guarded(self._converse), methods=["POST"]),
+            ],
+            exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
+        )
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return the handler behind the API key."""
+
+        async def guarded(request: Request) -> Response:
+            kind, _, key = request.headers.get("authorization", "").partition(" ")
+            wanted = self._api_key
+            if wanted is not None and not (
+                kind.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), wanted.encode())
+            ):
+                raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`.", "invalid_api_key")
+            return await handler(request)
+
+        return guarded
+
+    async def _page(self, request: Request) -> Response:
+        settings = {"model": self.name, "chat": self._chat is not None, "key": self._api_key is not None}
+        page = _PAGE.read_text(encoding="utf-8").replace("{{settings}}", json.dumps(settings).replace("<", "\\u003c"))
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+
+    async def _health(self, request: Request) -> Response:
+        failure = self.engine.failure
+        return JSONResponse({"status": failure or "ok"}, 200 if failure is None else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._describe()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._describe())
+
+    def _describe(self) -> dict[str, Any]:
+        about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "jaxstack"}
+        return about | {"max_model_len": self.engine.context}
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise Refused(404, f"there is no model {name!r} here; this server has {self.name!r}.", "model_not_found")
+
+    async def _complete(self, request: Request) -> Response:
+        body = await self._parse(request, CompletionRequest)
+        texts = body.prompts
+        prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in texts])
+        before = [""] * len(prompts)
+        if body.echo:
+            before = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in texts]
+        longest = max(map(len, prompts), default=0)
+        limit = body.max_tokens or max(1, min(_COMPLETION_TOKENS, self.engine.context - longest))
+        answers = await self._submit(body, prompts, limit, body.stops, frozenset())
+        return await self._answer(request, body, answers, Envelope(self.name, chat=False), before)
+
+    async def _converse(self, request: Request) -> Response:
+        body, chat = await self._parse(request, ChatRequest), self._chat
+        if chat is None:
+            raise Refused(
+                400,
+                "the model's tokenizer has no chat template; use /v1/completions, or start the server with "
+                "server.chat_template=chatml (or llama3, gemma, a file).",
+            )
+        messages = [message.as_template_input for message in body.messages]
+        try:
+            prompt = await asyncio.to_thread(chat.encode, messages)
+        except JaxstackError as error:
+            raise Refused(400, str(error)) from None
+        room = max(1, min(self.engine.context - len(prompt), self.config.max_tokens))
+        limit = body.max_completion_tokens or body.max_tokens or room
+        answers = await self._submit(body, [prompt], limit, (*body.stops, *chat.stop), chat.stop_tokens)
+        return await self._answer(request, body, answers, Envelope(self.name, chat=True), [""])
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        opening = [self.tokenizer.document_start] if self.config.document_start else []
+        return [*opening, *self.tokenizer.encode(prompt).tolist()]
+
+    async def _parse(self, request: Request, kind: type[R]) -> R:
+        """Return the body of a request.
+
+        Raises:
+          Refused: it is too large, no JSON, or no such request.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Refused(415, "send JSON, with the header Content-Type: application/json.")
+        size, parts = 0, []
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > self.config.max_body_bytes:
+                    raise Refused(413, f"the body exceeds {self.config.max_body_bytes} bytes (server.max_body_bytes).")
+                parts.append(part)
+        except ClientDisconnect:
+            raise Refused(_GONE, "the client is gone.") from None
+        try:
+            tree = json.loads(b"".join(parts))
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not valid JSON: {error}.") from None
+        if not isinstance(tree, dict):
+            raise Refused(400, f"the body must be a JSON object; found {type(tree).__name__}.")
+        body = _checked(lambda: build_component(kind, tree, "the request"))
+        self._check_model(body.model)
+        return body
+
+    async def _submit(
+        self,
+        body: GenerationRequest,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        stop: Sequence[str],
+        stop_tokens: frozenset[int],
+    ) -> Answers:
+        """Give all answers of a request to the engine.
+
+        Raises:
+          Refused: the engine cannot take them.
+        """
+        if max_tokens > self.config.max_tokens:
+            raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
+        count, most = (body.n or 1) * len(prompts), self.engine.most_requests
+        if not 1 <= count <= most:
+            raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
+        grammar = _checked(lambda: body.grammar)
+        ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
+        stops = ends | frozenset(body.stop_token_ids or ())
+        handles: list[Handle] = []
+        try:
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n or 1)):
+                constraint = await asyncio.to_thread(self._grammars.compile, *grammar) if grammar is not None else None
+                seed, sampling = body.first_seed + index % (body.n or 1), body.sampling
+                handle = self.engine.submit(
+                    prompt, max_tokens, sampling, seed=seed, stop_tokens=stops, constraint=constraint
+                )
+                handles.append(handle)
+        except BaseException as error:
+            for handle in handles:
+                handle.cancel()
+            if isinstance(error, ConfigError):
+                raise Refused(400, str(error)) from None
+            if isinstance(error, EngineBusy):
+                raise Refused(429, f"{error} Try again later.", "overloaded") from None
+            if isinstance(error, EngineClosed):
+                raise Refused(503, str(error)) from None
+            raise
+        answers = [TextAnswer(handle, self.tokenizer, stop) for handle in handles]
+        return Answers(answers, self.metrics, self.config.timeout)
+
+    async def _answer(
+        self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope, before: Sequence[str]
+    ) -> Response:
+        """Return the response with the answers; `before` has the text that each prompt's answers begin with."""
+        opening = [before[index // (body.n or 1)] for index in range(len(answers.answers))]
+        if body.stream:
+            options = body.stream_options
+            usage = options is not None and options.include_usage
+            return EventStream(answers, events(answers, envelope, opening, body.n or 1, usage=usage))
+        texts = list(opening)
+        watch = asyncio.create_task(_until_gone(request))
+        work = asyncio.create_task(collect(answers, texts))
+        try:
+            await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=_GONE)
+            work.result()
+        finally:
+            watch.cancel()
+            work.cancel()
+            answers.cancel()
+        choices = [(text, answer.finish_reason) for text, answer in zip(texts, answers.answers, strict=True)]
+        return JSONResponse(envelope.whole(choices, usage_of(answers, body.n or 1)))
+
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+T = TypeVar("T")
+
+
+def _checked(make: Callable[[], T]) -> T:
+    """Return `make()`; what is wrong with the request becomes a refusal."""
+    try:
+        return make()
+    except (ConfigError, ValueError) as error:
+        raise Refused(400, str(error)) from None
+
+
+async def _until_gone(request: Request) -> None:
+    """Wait until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
+    body = error_body(str(error), error.status, error.code)
+    return JSONResponse(body, error.status, headers.get(error.status))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    known = "/v1/completions, /v1/chat/completions, /v1/models, /health, /metrics"
+    messages = {404: f"there is nothing at {request.url.path}; known: {known}."}
+    message = messages.get(error.status_code, f"{error.detail}: {request.method} {request.url.path}.")
+    return JSONResponse(error_body(message, error.status_code), error.status_code, error.headers)
+
+
+async def _failure(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body(f"the server failed: {type(error).__name__}.", 500), 500)

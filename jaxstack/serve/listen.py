@@ -1,0 +1,77 @@
+"""Running the HTTP server on a socket, until a signal ends it."""
+
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import uvicorn
+
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError
+from jaxstack.serve.config import ServerConfig
+from jaxstack.serve.engine import Engine
+from jaxstack.serve.http import Server
+from jaxstack.serve.replicas import EngineGroup
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket at this address, which does not listen yet.
+
+    Raises:
+      ConfigError: the address is in use, or not one of this machine.
+    """
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"--port must be from 0 to 65535; found {port}.")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        place = socket.socket(family, kind, protocol)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        place.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port.") from None
+    return place
+
+
+def serve(
+    engine: Engine | EngineGroup,
+    tokenizer: Tokenizer,
+    name: str,
+    config: ServerConfig,
+    place: socket.socket,
+    *,
+    api_key: str | None = None,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Answer requests until SIGTERM or Ctrl-C; then take no more, and let the running ones finish.
+
+    Args:
+      engine, tokenizer, name, config, api_key: as of `jaxstack.serve.http.Server`.
+      place: from `bind`.
+      report: called with a line of text when the server is ready and when it ends.
+    """
+    server = Server(engine, tokenizer, name, config, api_key=api_key)
+    settings = uvicorn.Config(
+        server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=round(config.drain)
+    )
+
+    class Announced(uvicorn.Server):
+        """A server that says when it is ready and when it ends."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = place.getsockname()[:2]
+            report(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
+
+        def handle_exit(self, sig: int, frame: object) -> None:
+            if not self.should_exit:
+                report(
+                    f"{signal.Signals(sig).name}: finishing {engine.state.running + engine.state.waiting} request(s)"
+                )
+            super().handle_exit(sig, None)
+
+    for stop in (signal.SIGTERM, signal.SIGINT):  # which uvicorn raises again after it has shut down
+        signal.signal(stop, lambda *_: None)
+    # By default a thread that computes keeps the engine's thread waiting for 5 ms, which is several steps.
+    sys.setswitchinterval(0.0005)
+    Announced(settings).run(sockets=[place])

@@ -1,0 +1,93 @@
+"""Prometheus metrics of the server, under the names that vLLM gives them, so that its dashboards work."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from jaxstack.serve.engine import Engine
+from jaxstack.serve.replicas import EngineGroup
+from jaxstack.serve.requests import Handle
+
+_LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+_DURATION = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0)
+
+
+class Metrics:
+    """The metrics of one engine.
+
+    Args:
+      engine: read at each scrape.
+      model: value of the label model_name.
+    """
+
+    def __init__(self, engine: Engine | EngineGroup, model: str):
+        self._engine, self._model = engine, model
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            family = Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+            return family.labels(model)
+
+        self._first = histogram("time_to_first_token_seconds", "Time to first token.", _LATENCY)
+        self._between = histogram("inter_token_latency_seconds", "Time between tokens.", _LATENCY)
+        self._whole = histogram("e2e_request_latency_seconds", "Duration of requests.", _DURATION)
+        self._queue = histogram("request_queue_time_seconds", "Time before a slot was free.", _DURATION)
+
+    def observe(self, handle: Handle, tokens: int, before: float | None, now: float) -> None:
+        """Record tokens that a request has got.
+
+        Args:
+          tokens: number of new tokens.
+          before: time of the tokens before them; None if they are the first.
+          now: time of the newest token.
+        """
+        if before is None:
+            times = handle.times
+            self._first.observe((times.first_token or now) - times.submitted)
+            self._queue.observe((times.started or now) - times.submitted)
+            before, tokens = times.first_token or now, tokens - 1
+        for _ in range(tokens):
+            self._between.observe((now - before) / tokens)
+
+    def observe_end(self, handle: Handle, now: float) -> None:
+        """Record the duration of a request that has ended."""
+        self._whole.observe(now - handle.times.submitted)
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the state of the engine, for the registry."""
+        state, stats = self._engine.state, self._engine.state.stats
+        usage = state.used_pages / state.pages
+        gauges = {
+            "num_requests_running": ("Requests that have a slot.", state.running),
+            "num_requests_waiting": ("Requests that wait for a slot.", state.waiting),
+            "kv_cache_usage_perc": ("Share of the KV cache's pages in use, 1 is all.", usage),
+        }
+        counters = {
+            "prompt_tokens": ("Tokens of prompts.", stats.prompt_tokens),
+            "generation_tokens": ("Tokens of answers.", stats.generated_tokens),
+            "spec_decode_num_draft_tokens": ("Tokens that were guessed.", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Guessed tokens that were right.", stats.accepted_tokens),
+            "num_preemptions": ("Requests that were stopped and recomputed.", state.preemptions),
+            "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", state.prefix_queries),
+            "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", state.prefix_hits),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Answers by the reason of their end.", labels=["model_name", "finished_reason"]
+        )
+        for reason in ("stop", "length", "cancelled", "error"):
+            finished.add_metric([self._model, "abort" if reason == "cancelled" else reason], stats.finished[reason])
+        yield finished
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,289 @@
+"""The requests of OpenAI's completion routes, with the fields that vLLM adds, and the JSON of their answers."""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jaxstack.config.base import Component
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.serve.grammar import Kind
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (0, None),
+    "frequency_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "logit_bias": ({}, None),
+    "logprobs": (False, None),
+    "top_logprobs": (0, None),
+    "best_of": (1, None),
+    "suffix": ("", None),
+    "tools": ([], None),
+    "tool_choice": ("none", "auto", None),
+    "functions": ([], None),
+    "min_tokens": (0, None),
+    "length_penalty": (1, None),
+    "use_beam_search": (False, None),
+    "prompt_logprobs": (0, None),
+    "include_stop_str_in_output": (False, None),
+    "skip_special_tokens": (True, None),
+    "spaces_between_special_tokens": (True, None),
+    "add_generation_prompt": (True, None),
+    "modalities": (["text"], None),
+}
+"""Fields of other servers that this one does not support, with the values that ask for nothing."""
+_IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
+"""Fields that change no answer."""
+
+
+class StreamOptions(Component):
+    """Options of streamed answers."""
+
+    include_usage: bool = False
+    """Send the numbers of tokens after the last piece."""
+    include_obfuscation: bool = False
+    """Accepted and ignored."""
+
+
+class JsonSchema(Component):
+    """A JSON schema with its name."""
+
+    name: str = "schema"
+    """Ignored."""
+    description: str | None = None
+    """Ignored."""
+    schema_: dict[str, Any] = Field(default={}, alias="schema")
+    """The schema."""
+    strict: bool | None = None
+    """Ignored: answers always match."""
+
+
+class ResponseFormat(Component):
+    """OpenAI's choice of the form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    """Any text, any JSON value, or JSON of a schema."""
+    json_schema: JsonSchema | None = None
+    """The schema, for the type json_schema."""
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError('json_schema must be given with the type "json_schema", and only with it')
+        return self
+
+
+class StructuredOutputs(Component):
+    """vLLM's choice of the form of an answer; one of the fields."""
+
+    json_: dict[str, Any] | None = Field(default=None, alias="json")
+    """A JSON schema."""
+    regex: str | None = None
+    """A regular expression."""
+    choice: list[str] | None = None
+    """The possible answers."""
+    grammar: str | None = None
+    """A grammar in the syntax of Lark."""
+
+
+class GenerationRequest(Component):
+    """The fields that both routes share."""
+
+    model: str | None = None
+    """Name of the model, as /v1/models gives it."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Token limit of each answer."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Divisor of the logits, 1 by default; 0 takes the likeliest token."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the likeliest tokens whose probabilities first reach this sum."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Sample from this many likeliest tokens; 0 or -1: all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Sample from tokens at least this many times as likely as the likeliest one."""
+    seed: int | None = None
+    """Seed of the first answer, the next has seed + 1; by default another for each request."""
+    n: int | None = Field(default=None, ge=1, le=128)
+    """Answers per prompt."""
+    stop: str | list[str] | None = None
+    """Texts that end an answer."""
+    stop_token_ids: list[int] | None = None
+    """Further ids that end an answer."""
+    ignore_eos: bool | None = None
+    """Go on after the ids that end a text, up to max_tokens."""
+    stream: bool | None = None
+    """Send the answer in pieces as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Options of streamed answers."""
+    response_format: ResponseFormat | None = None
+    """Form of the answer."""
+    structured_outputs: StructuredOutputs | None = None
+    """Form of the answer, as vLLM has it."""
+    guided_json: dict[str, Any] | None = None
+    """A JSON schema that the answer matches."""
+    guided_regex: str | None = None
+    """A regular expression that the answer matches."""
+    guided_choice: list[str] | None = None
+    """The possible answers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, fields: object) -> object:
+        if not isinstance(fields, Mapping):
+            raise ValueError("the body must be a JSON object")
+        kept = dict(fields)
+        for name, neutral in _NEUTRAL.items():
+            if name in kept and name not in cls.model_fields and kept.pop(name) not in neutral:
+                raise ValueError(f"{name} is not supported; leave it out")
+        return {name: value for name, value in kept.items() if name not in _IGNORED}
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if stop is not None and "" in ([stop] if isinstance(stop, str) else stop):
+            raise ValueError("a stop text must have at least one character")
+        return stop
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def sampling(self) -> Sampling:
+        """Temperature and limits."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        top_p = None if self.top_p == 1 else self.top_p
+        return Sampling(temperature, self.top_k if self.top_k and self.top_k > 0 else None, top_p, self.min_p or None)
+
+    @property
+    def first_seed(self) -> int:
+        """The seed, or a random one."""
+        return secrets.randbits(32) if self.seed is None else self.seed
+
+    @property
+    def grammar(self) -> tuple[Kind, object] | None:
+        """The form of the answer; None: any text.
+
+        Raises:
+          ValueError: several are given.
+        """
+        found: list[tuple[Kind, object]] = []
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            found.append(("json", {"type": "object"} if schema is None else schema.schema_))
+        outputs = self.structured_outputs or StructuredOutputs()
+        named: list[tuple[Kind, object]] = [
+            ("json", outputs.json_), ("regex", outputs.regex), ("choice", outputs.choice), ("grammar", outputs.grammar),
+            ("json", self.guided_json), ("regex", self.guided_regex), ("choice", self.guided_choice),
+        ]  # fmt: skip
+        found.extend(choice for choice in named if choice[1] is not None)
+        if len(found) > 1:
+            raise ValueError("several forms of the answer are given (response_format, structured_outputs, guided_*)")
+        return found[0] if found else None
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    """A text or its token ids, or a list of either."""
+    echo: bool | None = None
+    """Begin each answer with its prompt."""
+
+    @property
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+
+
+class TextPart(Component):
+    """A part of a message."""
+
+    type: Literal["text"]
+    """Only texts are supported."""
+    text: str
+    """The text."""
+
+
+class Message(Component):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who speaks; developer is the same as system."""
+    content: str | list[TextPart] | None = None
+    """The text of the message, or parts of it."""
+    name: str | None = None
+    """Passed to the chat template."""
+
+    @property
+    def as_template_input(self) -> dict[str, str]:
+        """The message as chat templates take it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    """The chat."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """The newer name of max_tokens."""
+
+
+class Envelope:
+    """The fields that all pieces of one answer share, and the two routes' forms of a choice."""
+
+    def __init__(self, model: str, *, chat: bool):
+        self._model, self._chat = model, chat
+        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+
+    def whole(self, choices: Sequence[tuple[str, str | None]], usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a request that is not streamed, from (text, finish reason) of each choice."""
+        return {
+            **self._head("chat.completion" if self._chat else "text_completion"),
+            "choices": [self._choice(i, text, reason) for i, (text, reason) in enumerate(choices)],
+            "usage": usage,
+        }
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """Return the event that opens a choice; None if the route has none."""
+        if not self._chat:
+            return None
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def piece(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        """Return the event with a piece of a choice."""
+        if not self._chat:
+            return {**self._head("text_completion"), "choices": [self._choice(index, text, reason)]}
+        choice = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": reason}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the last event, which has the numbers of tokens."""
+        kind = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": usage}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        if self._chat:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """Return the JSON of an error in OpenAI's form."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,111 @@
+"""Data parallelism: one engine for each group of devices that has a copy of the model."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.engine import Engine, EngineBusy
+from jaxstack.serve.requests import Constraint, Handle
+from jaxstack.serve.stats import EngineState
+
+
+class EngineGroup:
+    """Engines with a copy of the model each; a request goes to the one with the fewest requests.
+
+    Args:
+      engines: the engines, of equal configuration.
+    """
+
+    def __init__(self, engines: Sequence[Engine]):
+        self.engines = list(engines)
+        first = self.engines[0]
+        self.context, self.stop_tokens = first.context, first.stop_tokens
+        self.most_requests = sum(engine.most_requests for engine in self.engines)
+
+    def __enter__(self) -> "EngineGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: Sampling | None = None,
+        *,
+        seed: int = 0,
+        stop_tokens: Collection[int] | None = None,
+        constraint: Constraint | None = None,
+    ) -> Handle:
+        """Add a request to the engine with the fewest; arguments and errors as of `Engine.submit`."""
+        options = {"seed": seed, "stop_tokens": stop_tokens, "constraint": constraint}
+        *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)
+        for engine in others:
+            try:
+                return engine.submit(prompt, max_tokens, sampling, **options)
+            except EngineBusy:
+                continue
+        return last.submit(prompt, max_tokens, sampling, **options)
+
+    @property
+    def failure(self) -> str | None:
+        """Message of the first engine that has failed; None if all work."""
+        return next((engine.failure for engine in self.engines if engine.failure is not None), None)
+
+    @property
+    def state(self) -> EngineState:
+        """The sums over all engines."""
+        states = [engine.state for engine in self.engines]
+        return sum(states[1:], states[0])
+
+    def close(self) -> None:
+        """End all requests and all engines."""
+        for engine in self.engines:
+            engine.close()
+
+
+def open_engine(
+    model: ModelOnMesh,
+    config: EngineConfig | None = None,
+    *,
+    vocab_size: int | None = None,
+    stop_tokens: Collection[int] = (),
+    warm_up: bool = True,
+) -> Engine | EngineGroup:
+    """Return an engine for a model, or with several devices on `data` a group of them; arguments as of `Engine`."""
+    models = split_copies(model)
+    engines = [Engine(m, config, vocab_size=vocab_size, stop_tokens=stop_tokens, warm_up=warm_up) for m in models]
+    return engines[0] if len(engines) == 1 else EngineGroup(engines)
+
+
+def split_copies(model: ModelOnMesh) -> list[ModelOnMesh]:
+    """Return the copies of a model along the mesh axis `data`, each on a mesh of its own; no array is copied."""
+    mesh = model.rules.mesh
+    axis = mesh.axis_names.index("data")
+    if mesh.devices.shape[axis] == 1:
+        return [model]
+    copies = []
+    for devices in np.split(mesh.devices, mesh.devices.shape[axis], axis):
+        rules = dataclasses.replace(model.rules, mesh=Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types))
+        params, non_params = jax.tree.map(
+            lambda x, mesh=rules.mesh: _part_on(x, mesh), (model.params, model.non_params)
+        )
+        copies.append(ModelOnMesh(model.module, params, non_params, rules))
+    return copies
+
+
+def _part_on(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return the array made of the shards of x on the devices of `mesh`."""
+    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else jax.P()
+    devices = set(mesh.devices.flat)
+    shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
+    if not shards:  # on one device, such as the variables of a model without any
+        return jax.device_put(x, NamedSharding(mesh, spec))
+    return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), shards)

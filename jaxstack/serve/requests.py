@@ -1,0 +1,142 @@
+"""Requests to the engine, and the handles through which their tokens come back."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.errors import JaxstackError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""Reason for the end of an answer: a stop token, the token limit, `Handle.cancel`, or a failure of the engine."""
+
+
+class Constraint(Protocol):
+    """Limits the tokens of one answer, such as by a grammar. Called by the engine's thread only."""
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next: int32 [words], bit i of word w for token 32 w + i."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Advance by a token; return False if it is not allowed, or nothing may follow it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, and how its answer is generated.
+
+    Attributes:
+      prompt: token ids.
+      max_tokens: token limit of the answer.
+      sampling: temperature and limits.
+      seed: the answer depends on it and on the prompt alone.
+      stop_tokens: ids that end the answer, and are not part of it.
+      constraint: which tokens are allowed; None: all of the vocabulary.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+
+
+@dataclasses.dataclass
+class Times:
+    """Moments of a request in seconds of `time.perf_counter`; None until they come."""
+
+    submitted: float = dataclasses.field(default_factory=time.perf_counter)
+    started: float | None = None
+    """It got a slot."""
+    first_token: float | None = None
+    newest_token: float | None = None
+
+
+class Handle:
+    """The tokens of one request, as they come. All methods may be called from any thread.
+
+    Args:
+      request: the request.
+      cancel: called with this handle to end it early.
+    """
+
+    def __init__(self, request: Request, cancel: Callable[["Handle"], None]):
+        self.request, self.times = request, Times()
+        self.cached_tokens = 0
+        """Prompt tokens whose keys and values were found in the prefix cache."""
+        self.finish_reason: FinishReason | None = None
+        """None until the answer has ended."""
+        self.error: str | None = None
+        self._cancel, self._tokens, self._read = cancel, list[int](), 0
+        self._changed, self._ended = threading.Condition(), threading.Event()
+        self._listener: Callable[[], None] = lambda: None
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield each token once, waiting for those to come.
+
+        Raises:
+          JaxstackError: the engine failed.
+        """
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._read < len(self._tokens) or self.finish_reason is not None)
+            tokens, reason = self.take()
+            yield from tokens
+            if reason is not None:
+                if self.error is not None:
+                    raise JaxstackError(self.error)
+                return
+
+    def take(self) -> tuple[list[int], FinishReason | None]:
+        """Return the tokens that came since the last call, without waiting, and why the answer ended, if it did."""
+        with self._changed:
+            new, self._read = self._tokens[self._read :], len(self._tokens)
+            return new, self.finish_reason
+
+    def result(self) -> list[int]:
+        """Wait for the end and return all tokens.
+
+        Raises:
+          JaxstackError: the engine failed.
+        """
+        self._ended.wait()  # wakes once, where an iterator wakes for each token
+        if self.error is not None:
+            raise JaxstackError(self.error)
+        return list(self._tokens)
+
+    @property
+    def count(self) -> int:
+        """Number of tokens so far."""
+        return len(self._tokens)
+
+    def cancel(self) -> None:
+        """End the answer early and free its pages."""
+        self._cancel(self)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, from the engine's thread, after each change."""
+        self._listener = listener
+        listener()
+
+    def push(self, tokens: list[int], reason: FinishReason | None = None, error: str | None = None) -> None:
+        """Add tokens, and end the answer if there is a reason. For the engine."""
+        with self._changed:
+            if self.finish_reason is not None:
+                return
+            now = time.perf_counter()
+            if tokens:
+                self.times.first_token = self.times.first_token or now
+                self.times.newest_token = now
+            self._tokens += tokens
+            self.finish_reason, self.error = reason, error
+            self._changed.notify_all()
+        if reason is not None:
+            self._ended.set()
+        self._listener()

@@ -1,0 +1,289 @@
+"""The policy of the engine: which tokens of which requests the next step computes. Plain Python, without a device.
+
+A step computes the next token of every running request, and beside them chunks of prompts (Agrawal et al. 2023,
+arXiv:2308.16369). Requests start in the order of their arrival. When pages run out, the request that came last is
+stopped, and later recomputed from its prompt and the tokens that it has.
+"""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+from jaxstack.serve.pages import ROOT, PagePool, page_digest
+from jaxstack.serve.requests import Handle
+from jaxstack.serve.speculate import NGrams
+
+_SHORT = 64
+"""Width of the rows for short prompts and the ends of long ones."""
+
+
+class ChunkShape(NamedTuple):
+    """Shape of the prompt tokens of a step: `rows` rows of `width` tokens."""
+
+    rows: int
+    width: int
+
+
+def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
+    """Return the shapes of prompt chunks that are compiled, smallest first, up to `tokens` tokens in a step."""
+    short = min(_SHORT, tokens)
+    rows = {1, min(8, max(1, tokens // short), slots)}
+    shapes = {ChunkShape(count, short) for count in rows} | {ChunkShape(1, tokens)}
+    if tokens >= 8 * _SHORT:
+        shapes |= {ChunkShape(1, tokens // 4), ChunkShape(min(4, slots), tokens // 4)}
+    return tuple(sorted(shapes, key=lambda shape: (shape.rows * shape.width, shape.width)))
+
+
+def row_counts(slots: int) -> tuple[int, ...]:
+    """Return the numbers of decoded rows that are compiled: `slots`, and quarters of it, smallest first."""
+    counts = [slots]
+    while counts[-1] > 1:
+        counts.append(-(-counts[-1] // 4))
+    return tuple(reversed(counts))
+
+
+class Sequence:
+    """A request in the engine.
+
+    Attributes:
+      tokens: the prompt and the answer as far as the host has read it.
+      target: number of tokens to compute before the next is sampled: those of the prompt, or of all after preemption.
+      filled: tokens whose keys and values are in the pages after all dispatched steps.
+      sampled: tokens of the answer that dispatched steps have sampled.
+      pages, digests: its pages in order, and the digests of the full ones.
+      described: pages that `Programs.describe` has written down; -1 when the sequence has got a slot.
+    """
+
+    def __init__(self, handle: Handle, number: int):
+        self.handle, self.number = handle, number
+        self.tokens = list(handle.request.prompt)
+        self.target, self.filled, self.sampled = len(self.tokens), 0, 0
+        self.pages: list[int] = []
+        self.digests: list[bytes] = []
+        self.slot: int | None = None
+        self.described = -1
+        self.finished = False
+        self._ngrams: NGrams | None = None
+
+    @property
+    def received(self) -> int:
+        """Tokens of the answer that the host has read."""
+        return len(self.tokens) - len(self.handle.request.prompt)
+
+    def draft(self, count: int) -> tuple[int, ...]:
+        """Return up to `count` guesses of the next tokens; a constraint would have to check each, so it gets none."""
+        if count < 1 or self.handle.request.constraint is not None:
+            return ()
+        if self._ngrams is None:
+            self._ngrams = NGrams(self.tokens)
+        self._ngrams.extend(self.tokens[self._ngrams.count :])
+        return self._ngrams.guess(count)
+
+
+@dataclasses.dataclass(slots=True)
+class Row:
+    """Tokens of one sequence in a step.
+
+    Attributes:
+      start, count: positions of the tokens: `count` of them from `start`.
+      index: number in the answer of the token that is sampled after them; None: they end within the prompt.
+      drafts: guesses of the tokens after the newest one, which are among the `count` tokens.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    index: int | None
+    drafts: tuple[int, ...] = ()
+
+    def settle(self, accepted: int) -> None:
+        """Take back the rejected drafts of a step in which `accepted` tokens of the answer were found."""
+        if self.drafts and self.index is not None:
+            self.sequence.filled, self.sequence.sampled = self.start + accepted, self.index + accepted
+
+
+@dataclasses.dataclass
+class StepPlan:
+    """The rows of decoded tokens and of prompt chunks of a step, and the shape that the chunks are padded to."""
+
+    decoded: list[Row]
+    chunks: list[Row]
+    shape: ChunkShape | None
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows."""
+        return [*self.decoded, *self.chunks]
+
+
+class Scheduler:
+    """The requests that wait and run, and their pages.
+
+    Args:
+      slots: requests that may run together.
+      context: token limit of a request.
+      chunk: prompt tokens per step.
+      pool: the pages.
+      draft_tokens: largest number of guesses of a step. With guesses, and for a request with a constraint, a step is
+        planned only when the tokens before it are known.
+    """
+
+    def __init__(self, slots: int, context: int, chunk: int, pool: PagePool, draft_tokens: int = 0):
+        self.context, self.pool, self.shapes = context, pool, chunk_shapes(chunk, slots)
+        self.draft_tokens = draft_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_slots = list(reversed(range(slots)))
+        self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0
+        """Prompt tokens that were looked up in the prefix cache, and that were found."""
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a request wait for a slot."""
+        self.waiting.append(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a request out and release its pages.
+
+        A step that was dispatched before may still write to them. That is harmless: steps run in order, so that it
+        writes before the pages' next owner does.
+        """
+        sequence.finished = True
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._leave(sequence)
+
+    def plan(self, in_flight: bool) -> StepPlan | None:
+        """Choose the next step and take the pages that it fills; None: there is nothing to do until tokens are read.
+
+        Args:
+          in_flight: steps are dispatched whose tokens have not been read, so that no request may be preempted.
+        """
+        decoded: list[Row] = []
+        before = self.preemptions
+        for sequence in list(self.running):
+            if sequence.slot is None or not self._decodes(sequence):
+                continue
+            drafts = sequence.draft(self._room_for_drafts(sequence)) if self.draft_tokens else ()
+            if drafts and not self._take_pages(sequence, sequence.filled + 1 + len(drafts)):
+                drafts = ()
+            if not self._take_pages(sequence, sequence.filled + 1):
+                if in_flight:
+                    return None
+                if not self._make_room(sequence, decoded):
+                    continue
+            decoded.append(Row(sequence, sequence.filled, 1 + len(drafts), sequence.sampled, drafts))
+        if self.preemptions == before:
+            self._admit()
+        pending = [sequence for sequence in self.running if sequence.filled < sequence.target]
+        chunks, shape = self._cut(pending)
+        return self._complete(decoded, chunks, shape) if decoded or chunks else None
+
+    def register_pages(self, sequence: Sequence) -> None:
+        """Offer the pages that are full of known tokens to later requests."""
+        size, known = self.pool.page_size, min(sequence.filled, len(sequence.tokens))
+        for index in range(len(sequence.digests), known // size):
+            parent = sequence.digests[-1] if sequence.digests else ROOT
+            digest = page_digest(parent, sequence.tokens[index * size : (index + 1) * size])
+            self.pool.register(sequence.pages[index], digest)
+            sequence.digests.append(digest)
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        """Return True if the next token of a running request can be computed now."""
+        stepwise = self.draft_tokens or sequence.handle.request.constraint is not None
+        if sequence.filled < sequence.target or (stepwise and sequence.sampled > sequence.received):
+            return False
+        return sequence.sampled < sequence.handle.request.max_tokens and sequence.filled < self.context
+
+    def _room_for_drafts(self, sequence: Sequence) -> int:
+        """Return how many guesses the token limits of a request allow."""
+        left = sequence.handle.request.max_tokens - sequence.sampled
+        return min(self.draft_tokens, left - 1, self.context - sequence.filled - 1)
+
+    def _take_pages(self, sequence: Sequence, tokens: int) -> bool:
+        """Give a sequence pages for `tokens` tokens; return False if there are too few."""
+        lacking = -(-tokens // self.pool.page_size) - len(sequence.pages)
+        if lacking <= 0:
+            return True
+        pages = self.pool.allocate(lacking)
+        sequence.pages += pages or []
+        return pages is not None
+
+    def _make_room(self, sequence: Sequence, decoded: list[Row]) -> bool:
+        """Preempt the requests that came last until `sequence` has a page; False: it was itself preempted."""
+        while not self._take_pages(sequence, sequence.filled + 1):
+            last = max(self.running, key=lambda other: other.number)
+            decoded[:] = [row for row in decoded if row.sequence is not last]
+            self._preempt(last)
+            if last is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self._leave(sequence)
+        sequence.filled, sequence.target = 0, len(sequence.tokens)
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Release the pages and the slot of a running request."""
+        assert sequence.slot is not None
+        self.register_pages(sequence)
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.digests = [], []
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
+
+    def _admit(self) -> None:
+        """Start waiting requests, as long as there are slots, and pages for their tokens and one page for each."""
+        while self.waiting and self._free_slots:
+            sequence, size = self.waiting[0], self.pool.page_size
+            sequence.pages, sequence.digests = self.pool.share_prefix(sequence.tokens)
+            needed = -(-(len(sequence.tokens) + 1) // size) - len(sequence.pages)
+            spare = len(self.running) if self.running else 0
+            pages = self.pool.allocate(needed) if needed + spare <= self.pool.available else None
+            if pages is None:
+                self.pool.release(sequence.pages)
+                sequence.pages, sequence.digests = [], []
+                return
+            self.waiting.popleft()
+            cached = len(sequence.pages) * size
+            self.prefix_queries += len(sequence.tokens)
+            self.prefix_hits += cached
+            sequence.pages += pages
+            sequence.filled, sequence.slot, sequence.described = cached, self._free_slots.pop(), -1
+            if sequence.handle.times.started is None:
+                sequence.handle.times.started, sequence.handle.cached_tokens = time.perf_counter(), cached
+            self.running.append(sequence)
+
+    def _cut(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
+        """Cut the prompts into rows of the smallest shape that has room for all of them, or of the largest."""
+        if not pending:
+            return [], None
+        left = [sequence.target - sequence.filled for sequence in pending]
+        fitting = (shape for shape in self.shapes if sum(-(-n // shape.width) for n in left) <= shape.rows)
+        shape = next(fitting, self.shapes[-1])
+        rows: list[Row] = []
+        for sequence in pending:
+            start = sequence.filled
+            while start < sequence.target and len(rows) < shape.rows:
+                count = min(shape.width, sequence.target - start)
+                last = start + count == sequence.target
+                rows.append(Row(sequence, start, count, sequence.sampled if last else None))
+                start += count
+        return rows, shape
+
+    def _complete(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
+        """Return the plan, with its sequences as they are after the step."""
+        for row in (*decoded, *chunks):
+            row.sequence.filled = row.start + row.count
+            row.sequence.sampled += row.index is not None
+            row.sequence.sampled += len(row.drafts)
+        for row in chunks:
+            self.register_pages(row.sequence)
+        return StepPlan(decoded, chunks, shape)

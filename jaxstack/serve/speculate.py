@@ -1,0 +1,59 @@
+"""Drafts for speculative decoding: guesses of the next tokens, which one step of the model checks together.
+
+A step computes the newest token and its drafts as one short chunk, and samples after each of them with the random
+numbers that this place in the answer has anyway. Drafts are accepted as far as they equal the samples, so that the
+answer is the same as without drafts, greedy or sampled.
+"""
+
+from collections.abc import Sequence
+
+_LENGTHS = (3, 2)
+"""Numbers of newest tokens that are looked up, the first that is found counts."""
+
+
+class NGrams:
+    """Guesses that what followed the newest tokens before follows them again (prompt lookup, Saxena 2023).
+
+    Args:
+      tokens: the tokens so far.
+    """
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens: list[int] = []
+        self._followers: dict[tuple[int, ...], int] = {}
+        self.extend(tokens)
+
+    @property
+    def count(self) -> int:
+        """Number of tokens so far."""
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens at the end."""
+        for token in tokens:
+            end = len(self._tokens)
+            for length in _LENGTHS:
+                if end >= length:
+                    self._followers[tuple(self._tokens[end - length :])] = end
+            self._tokens.append(token)
+
+    def guess(self, count: int) -> tuple[int, ...]:
+        """Return up to `count` tokens that may come next; none if the newest tokens are new."""
+        for length in _LENGTHS:
+            place = self._followers.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
+            if place is not None:
+                return tuple(self._tokens[place : place + count])
+        return ()
+
+
+def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """Return the tokens of the answer that a step has found.
+
+    Args:
+      drafts: the guesses.
+      sampled: the tokens sampled after the newest token and after each of the guesses.
+    """
+    kept = 0
+    while kept < len(drafts) and drafts[kept] == sampled[kept]:
+        kept += 1
+    return list(sampled[: kept + 1])

@@ -1,0 +1,56 @@
+"""Numbers of an engine: counters since its start, and its state at one moment."""
+
+import dataclasses
+from collections import Counter
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counters since the start of the engine.
+
+    Attributes:
+      prompt_tokens: tokens of the prompts that have started.
+      computed_tokens: prompt tokens that were computed, those after a preemption included.
+      generated_tokens: tokens of answers.
+      steps: steps that were dispatched.
+      draft_tokens, accepted_tokens: tokens that were guessed, and those of them that were right.
+      finished: answers by the reason of their end.
+    """
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    finished: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def __add__(self, other: "EngineStats") -> "EngineStats":
+        names = [field.name for field in dataclasses.fields(self)]
+        return EngineStats(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclasses.dataclass
+class EngineState:
+    """Numbers of one moment, of one engine or added up over several.
+
+    Attributes:
+      running, waiting: requests that have a slot, and that wait for one.
+      used_pages, pages: pages in use, and all.
+      preemptions: requests that were stopped and recomputed.
+      prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found.
+      stats: further counters since the start.
+    """
+
+    running: int
+    waiting: int
+    used_pages: int
+    pages: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    stats: EngineStats
+
+    def __add__(self, other: "EngineState") -> "EngineState":
+        names = [field.name for field in dataclasses.fields(self)]
+        return EngineState(*(getattr(self, name) + getattr(other, name) for name in names))

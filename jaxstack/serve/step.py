@@ -1,0 +1,261 @@
+"""The compiled programs of the engine: the forward pass over packed tokens and pages, and the sampling of its logits.
+
+Dims: S slots, R rows, C width of a chunk, V vocabulary.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.models.attention.base import PageGroup, PageSlots
+from jaxstack.parallel.context import logical_axis_rules
+from jaxstack.serve import schedule
+from jaxstack.serve.sampling import Mode, RowSampling, apply_bitmask, sample_rows
+from jaxstack.serve.schedule import ChunkShape, Row
+
+Pages = PyTree
+"""Keys and values of all layers."""
+
+
+class Column(IntEnum):
+    """Columns of the int32 array that describes the rows of a step; the pages of each row follow them."""
+
+    SLOT = 0
+    START = 1
+    COUNT = 2
+    STORE = 3
+    """Slot that keeps the sampled token; S to keep it nowhere."""
+    INDEX = 4
+    SEED = 5
+    TEMPERATURE = 6
+    """Bits of a float32, as are those of TOP_P and MIN_P."""
+    TOP_K = 7
+    TOP_P = 8
+    MIN_P = 9
+    PAGES = 10
+
+
+class Programs:
+    """The device's side of the engine: pages, newest tokens, and the programs that advance them.
+
+    Args:
+      model: the model on its mesh.
+      slots: S.
+      pages, page_size: sizes of the cache.
+      context: token limit of a request.
+      vocab_size: number of ids that may be sampled; None: all.
+
+    Raises:
+      ValueError: the model's attention kind does not keep its cache in pages.
+    """
+
+    def __init__(
+        self, model: ModelOnMesh, *, slots: int, pages: int, page_size: int, context: int, vocab_size: int | None
+    ):
+        self.model, self.slots, self.page_size = model, slots, page_size
+        self.table_width = -(-context // page_size)
+        self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
+        self._vocab_size = vocab_size
+        self.words = -(-(vocab_size or model.config.vocab_size or 0) // 32)
+        """int32 words of a row's mask of allowed tokens."""
+        self.compiled = 0
+        """Number of programs compiled so far."""
+        whole = model.rules.sharding(jax.P())
+        with jax.set_mesh(model.rules.mesh):
+            self._pages = jax.jit(lambda: _make_pages(model, pages, page_size))()
+            self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
+        layout = jax.tree.map(lambda x: x.sharding, self._pages)
+        self._forward = jax.jit(self._forward_step, donate_argnames="pages", out_shardings=(whole, layout))
+        self._sample = jax.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
+
+    def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
+        """Return the array that describes the rows of a step, with rows of no tokens up to `count`."""
+        for row in rows:
+            if row.sequence.described != len(row.sequence.pages):
+                self._describe_sequence(row.sequence)
+        plan = np.zeros((count, self._described.shape[1]), np.int32)
+        plan[:, Column.STORE] = self.slots
+        if rows:
+            slots = np.array([row.sequence.slot for row in rows])
+            own = plan[: len(rows)]
+            own[:] = self._described[slots]
+            own[:, Column.START] = [row.start for row in rows]
+            own[:, Column.COUNT] = [row.count for row in rows]
+            own[:, Column.STORE] = [self.slots if row.index is None else row.sequence.slot for row in rows]
+            own[:, Column.INDEX] = [row.index or 0 for row in rows]
+        return plan
+
+    def _describe_sequence(self, sequence: schedule.Sequence) -> None:
+        """Write what stays the same from step to step: the settings when a slot is taken, then each new page."""
+        line, known = self._described[sequence.slot], sequence.described
+        if known < 0:
+            request, known = sequence.handle.request, 0
+            sampling, floats = request.sampling, line.view(np.float32)
+            line[:] = 0
+            line[Column.SLOT] = sequence.slot
+            line[Column.SEED] = np.uint32(request.seed).view(np.int32)
+            line[Column.TOP_K] = sampling.top_k or 2**31 - 1
+            floats[Column.TEMPERATURE], floats[Column.MIN_P] = sampling.temperature, sampling.min_p or 0
+            floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
+        line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
+        sequence.described = len(sequence.pages)
+
+    def run(
+        self,
+        rows: Int[np.ndarray, "R columns"],
+        chunks: Int[np.ndarray, "Q columns"] | None,
+        tokens: Int[np.ndarray, "Q C"] | None,
+        mode: Mode,
+        mask: Int[np.ndarray, "all words"] | None = None,
+        drafted: Int[np.ndarray, "R D"] | None = None,
+    ) -> Int[Array, " all"]:
+        """Dispatch one step and return the tokens that it samples, those of decoded rows first; does not wait for it.
+
+        Args:
+          rows: from `describe`, of decoded rows.
+          chunks: from `describe`, of rows of prompt tokens.
+          tokens: ids of the chunks, each at the end of its row.
+          mode: how tokens are sampled.
+          mask: allowed tokens of all samples, see `Constraint.fill_mask`; None: all tokens are.
+          drafted: newest token and drafts of each decoded row, at its end, with one sample after each; None: the newest
+            token of its slot.
+        """
+        model = self.model
+        with jax.set_mesh(model.rules.mesh):
+            logits, self._pages = self._forward(
+                model.params, model.non_params, self._last, rows, drafted, chunks, tokens, pages=self._pages
+            )
+            first = rows if drafted is None else self._repeat(rows, drafted.shape[1])
+            settings = np.concatenate([part[:, : Column.PAGES] for part in (first, chunks) if part is not None])
+            sampled, self._last = self._sample(logits, self._last, settings, mask, mode=mode)
+        return sampled
+
+    def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
+        """Return the description of the sample after each of the `width` tokens of each row."""
+        index = rows[:, Column.INDEX, None] + np.arange(width) - width + rows[:, Column.COUNT, None]
+        repeated = np.repeat(rows, width, axis=0)
+        repeated[:, Column.INDEX], repeated[:, Column.STORE] = np.maximum(index, 0).ravel(), self.slots
+        return repeated
+
+    def compile_sampling(self, totals: Iterable[int]) -> None:
+        """Compile the sampling of these numbers of rows in every mode."""
+        with jax.set_mesh(self.model.rules.mesh):
+            for total in sorted(totals):
+                rows = self.describe([], total)[:, : Column.PAGES]
+                logits = jnp.zeros((total, self.model.config.vocab_size or 0), jnp.float32)
+                logits = jax.device_put(logits, self.model.rules.sharding(jax.P()))
+                for mode in get_args(Mode):
+                    self._sample(logits, self._last, rows, None, mode=mode)
+                mask = np.full((total, self.words), -1, np.int32)
+                self._sample(logits, self._last, rows, mask, mode="limited")
+
+    def _forward_step(
+        self,
+        params: PyTree,
+        non_params: PyTree,
+        last: Int[Array, " S"],
+        rows: Int[Array, "R columns"],
+        drafted: Int[Array, "R D"] | None,
+        chunks: Int[Array, "Q columns"] | None,
+        tokens: Int[Array, "Q C"] | None,
+        pages: Pages,
+    ) -> tuple[Float[Array, "all V"], Pages]:
+        """Return the logits after each decoded token and after the last of each chunk, and the pages with all."""
+        self.compiled += 1  # runs only when the program is traced
+        newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
+        count = newest.size
+        parts = [_place(rows, newest, self.page_size, _slots_in(pages))]
+        if chunks is not None and tokens is not None:
+            parts.append(_place(chunks, tokens, self.page_size, _slots_in(pages)))
+        ids, positions, write, groups = zip(*parts, strict=True)
+        slots = PageSlots(jnp.concatenate(write), groups)
+        with logical_axis_rules(self.model.rules):
+            model = self.model.module.merge(params, non_params)
+            hidden, pages = model.decode_packed(jnp.concatenate(ids), jnp.concatenate(positions), slots, pages)
+            if chunks is not None and tokens is not None:
+                ends = hidden[count:].reshape(*tokens.shape, -1)[:, -1]
+                hidden = jnp.concatenate([hidden[:count], ends])
+            return model.logits(hidden), pages
+
+    def _sample_step(
+        self,
+        logits: Float[Array, "all V"],
+        last: Int[Array, " S"],
+        rows: Int[Array, "all columns"],
+        mask: Int[Array, "all words"] | None,
+        *,
+        mode: Mode,
+    ) -> tuple[Int[Array, " all"], Int[Array, " S"]]:
+        """Return the sampled tokens, and the newest token of each slot."""
+        self.compiled += 1
+        if self._vocab_size is not None:
+            logits = jnp.where(jnp.arange(logits.shape[-1]) < self._vocab_size, logits, -jnp.inf)
+        if mask is not None:
+            logits = apply_bitmask(logits, mask)
+        floats = jax.lax.bitcast_convert_type(rows, jnp.float32)
+        settings = RowSampling(
+            jax.lax.bitcast_convert_type(rows[:, Column.SEED], jnp.uint32),
+            rows[:, Column.INDEX],
+            floats[:, Column.TEMPERATURE],
+            rows[:, Column.TOP_K],
+            floats[:, Column.TOP_P],
+            floats[:, Column.MIN_P],
+        )
+        tokens = sample_rows(logits, settings, mode)
+        return tokens, last.at[rows[:, Column.STORE]].set(tokens, mode="drop")
+
+
+def choose_mode(rows: Sequence[Row]) -> Mode:
+    """Return the cheapest mode that samples these rows."""
+    settings = [row.sequence.handle.request.sampling for row in rows]
+    if all(s.temperature == 0 for s in settings):
+        return "greedy"
+    limited = any(s.top_k is not None or s.min_p or s.top_p is not None for s in settings)
+    return "limited" if limited else "free"
+
+
+def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]:
+    """Return the prompt tokens of the rows, int32, each at the end of its row."""
+    tokens = np.zeros(shape, np.int32)
+    for line, row in zip(tokens, rows, strict=False):
+        line[shape.width - row.count :] = row.sequence.tokens[row.start : row.start + row.count]
+    return tokens
+
+
+def page_bytes(model: ModelOnMesh, page_size: int) -> int:
+    """Return the bytes of one page in all layers."""
+    pages = jax.eval_shape(lambda: _make_pages(model, 1, page_size))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pages))
+
+
+def _make_pages(model: ModelOnMesh, pages: int, page_size: int) -> Pages:
+    module = model.module
+    with logical_axis_rules(model.rules):
+        return module.merge(module.abstract_params, module.abstract_non_params).make_pages(pages, page_size)
+
+
+def _slots_in(pages: Pages) -> int:
+    """Return the number of tokens that the pages have room for."""
+    *_, count, size, _, _ = jax.tree.leaves(pages)[0].shape
+    return count * size
+
+
+def _place(
+    rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], page_size: int, total: int
+) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
+    """Return ids, positions and slots in the pages of the tokens of equally wide rows, and the rows' page group."""
+    width, start, count = tokens.shape[1], rows[:, Column.START, None], rows[:, Column.COUNT, None]
+    offset = jnp.arange(width, dtype=jnp.int32) - (width - count)
+    positions = jnp.where(offset >= 0, start + offset, -1)
+    table = rows[:, Column.PAGES :]
+    page = jnp.take_along_axis(table, jnp.maximum(positions, 0) // page_size, axis=1)
+    write = jnp.where(positions >= 0, page * page_size + positions % page_size, total)
+    lengths = jnp.where(count > 0, start + count, 0)[:, 0]
+    return tokens.ravel(), positions.ravel(), write.ravel(), PageGroup(table, lengths, width)

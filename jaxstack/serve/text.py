@@ -1,0 +1,95 @@
+"""Texts for the engine: prompts as ids, and answers as text that ends before a stop string."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxstack.data.config import ChatConfig
+from jaxstack.data.streams import import_chat
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.text import TextStream
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.serve.requests import Handle
+
+
+class ChatFormatter:
+    """Writes chats as prompts by a chat template.
+
+    Args:
+      tokenizer: the model's tokenizer.
+      template: as in `ChatConfig.template`: auto, the name of a template, or a file.
+
+    Attributes:
+      stop_tokens: ids that end an answer in this template.
+      stop: texts that end an answer in this template, if they are no single ids.
+
+    Raises:
+      ConfigError: there is no such template, or jinja2 is not installed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str = "auto"):
+        self._tokenizer = tokenizer
+        chosen = import_chat().open_chats(ChatConfig(template=template), tokenizer).template
+        if chosen is None:
+            raise ConfigError("server.chat_template must be auto, the name of a template, or a file; found none.")
+        self._template = chosen
+        chat = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        text, ((_, last),) = chosen.split(chat, last=True)
+        end = text[:last].rpartition("answer")[2].strip()
+        special = tokenizer.special_tokens.get(end)
+        self.stop_tokens = frozenset() if special is None else frozenset({special})
+        self.stop = (end,) if end and special is None else ()
+
+    def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a chat up to where the next answer begins.
+
+        Raises:
+          JaxstackError: the template refuses the chat.
+        """
+        return self._tokenizer.encode_marked([self._template.render(messages, prompt=True)])[0][0].tolist()
+
+
+class TextAnswer:
+    """The answer of one request as text.
+
+    Args:
+      handle: the request in the engine.
+      tokenizer: the model's tokenizer.
+      stop: strings that end the answer; they, and what follows them, are not part of it.
+    """
+
+    def __init__(self, handle: Handle, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self.handle = handle
+        self._text = TextStream(tokenizer, handle.request.prompt, stop)
+        self.tokens = 0
+        """Number of tokens up to the end of the answer."""
+        self.finish_reason: str | None = None
+        """ "stop" or "length" once the answer has ended; None before, and after a cancellation."""
+
+    @property
+    def ended(self) -> bool:
+        """True if there is nothing more to take."""
+        return self.finish_reason is not None or self.handle.finish_reason == "cancelled"
+
+    def take(self) -> str:
+        """Return the text that came since the last call, without waiting.
+
+        Raises:
+          JaxstackError: the engine failed.
+        """
+        if self.ended:
+            return ""
+        tokens, reason = self.handle.take()
+        pieces = []
+        for token in tokens:
+            self.tokens += 1
+            pieces.append(self._text.push(token))
+            if self._text.finish_reason is not None:
+                self.handle.cancel()
+                self.finish_reason = "stop"
+                return "".join(pieces)
+        if reason == "error":
+            raise JaxstackError(self.handle.error or "the engine has failed")
+        if reason is not None and reason != "cancelled":
+            pieces.append(self._text.finish("stop" if reason == "stop" else "length"))
+            self.finish_reason = self._text.finish_reason
+        return "".join(pieces)

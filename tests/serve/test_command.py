@@ -1,0 +1,103 @@
+"""The command and its documentation: the quick start of docs/serving.md, SIGTERM, and wrong settings."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxstack.serve.__main__ import API_KEY, main
+from jaxstack.serve.config import EngineConfig, ServerConfig
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+PORT = re.compile(r"serving (\S+) at http://127\.0\.0\.1:(\d+)")
+
+
+def shell_block(number: int) -> list[str]:
+    """The commands of one of the page's shell blocks."""
+    block = re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)[number]
+    return block.replace("\\\n", " ").strip().splitlines()
+
+
+def one_device() -> dict[str, str]:
+    """The environment of a user on one device, with this project on the path."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "JAX_NUM_CPU_DEVICES": "1"}
+    environment.pop(API_KEY, None)
+    return environment
+
+
+def start(command: str, folder: Path, *more: str) -> tuple[subprocess.Popen, str]:
+    """Start a server of the page on a free port; return its process and its port."""
+    words = [sys.executable, *shlex.split(command)[1:], "--port", "0", *more]
+    process = subprocess.Popen(words, cwd=folder, env=one_device(), stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if found := PORT.match(line):
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return process, found[2]
+    raise AssertionError("".join(said))
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl installed")
+def test_the_quick_start_of_the_page_works(tmp_path):
+    """Train (shorter), serve, ask with curl; then SIGTERM during an answer, which is finished."""
+    train, serve = shell_block(0)
+    root = Path(__file__).resolve().parents[2]
+    (tmp_path / "configs").symlink_to(root / "configs")
+    small = ["train.steps=3", "train.eval_every_steps=3", "train.eval_tokens=2000", "schedule.warmup_steps=1"]
+    words = [sys.executable, *shlex.split(train)[1:-1], "model.num_layers=1", *small]
+    trained = subprocess.run(words, cwd=tmp_path, env=one_device(), capture_output=True, text=True)
+    assert trained.returncode == 0, trained.stderr
+    process, port = start(serve, tmp_path, "engine.slots=2", "engine.chunk=64")
+    try:
+        plain, streamed, structured = (
+            subprocess.run(command.replace("8000", port), shell=True, check=True, capture_output=True, text=True).stdout
+            for command in shell_block(1)
+        )
+        assert json.loads(plain)["choices"][0]["text"]
+        assert streamed.startswith("data: {") and streamed.endswith("data: [DONE]\n\n")
+        assert re.fullmatch(r"[0-9]\.[0-9]{1,2}", json.loads(structured)["choices"][0]["text"])
+        long = shell_block(1)[1].replace("8000", port).replace('"max_tokens": 40', '"max_tokens": 100')
+        client = subprocess.Popen(long, shell=True, stdout=subprocess.PIPE, text=True)
+        assert client.stdout is not None
+        first = client.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        assert (first + client.stdout.read()).endswith("data: [DONE]\n\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+def test_the_page_has_every_key_with_its_default():
+    for title, component in (("## Sizes", EngineConfig), ("Limits of the HTTP server", ServerConfig)):
+        text = PAGE[PAGE.index(title) :].split("\n\n|", 1)[1].split("\n\n", 1)[0]
+        rows = dict(re.findall(r"^\|? ?`(\w+)` \| `([^`]+)` \|", text, re.M))
+        expected = {name: field.default for name, field in component.model_fields.items()}
+        assert {name: yaml.safe_load(default) for name, default in rows.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["engine.slot=4"], "did you mean 'slots'"),
+        (["engine.slots=0"], "engine.slots"),
+        (["quickly"], "'quickly' is no setting"),
+        (["--port", "70000"], "--port must be from 0 to 65535; found 70000"),
+        (["--host", "203.0.113.7"], "cannot listen on 203.0.113.7:0"),
+        ([], "is neither a run directory"),
+    ],
+)
+def test_a_wrong_setting_is_told_with_code_2(arguments, message, tmp_path, capsys):
+    assert main(["--run", str(tmp_path), "--port", "0", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said

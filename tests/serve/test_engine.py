@@ -1,0 +1,275 @@
+"""The engine gives each request the tokens of `Decoder.generate`, whatever runs beside it, and leaks no pages."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.errors import ConfigError
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
+from jaxstack.serve.replicas import EngineGroup, open_engine
+from tests.decoding.test_decode import open_decoder
+from tests.serve.tiny import open_tiny
+
+GREEDY = Sampling(temperature=0)
+SAMPLINGS = [GREEDY, Sampling(1.0), Sampling(0.8, top_k=10), Sampling(1.1, top_p=0.8), Sampling(0.9, min_p=0.05)]
+SMALL = EngineConfig(slots=4, page_size=4, chunk=16)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return open_decoder()
+
+
+@pytest.fixture(scope="module")
+def engine(decoder):
+    with Engine(decoder, SMALL.model_copy(update={"chunk": 64}), warm_up=False) as engine:
+        yield engine
+
+
+def expected(decoder: Decoder, prompt, count: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[int]:
+    return [int(tokens[0]) for tokens in decoder.generate([prompt], count, sampling, seed=seed)]
+
+
+def prompts(lengths, seed: int = 0) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 61, n).tolist() for n in lengths]
+
+
+@pytest.mark.quick
+def test_greedy_answers_are_the_argmax_of_the_full_forward():
+    """Two requests at once; then one of which most of the prompt is cached."""
+    decoder = open_tiny()
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    asked = prompts([60, 50])
+    asked.append([*asked[0][:48], 7, 8])
+    with Engine(decoder, EngineConfig(slots=2, chunk=128), warm_up=False) as engine:
+        handles = [engine.submit(prompt, 4, GREEDY) for prompt in asked]
+        answers = [handle.result() for handle in handles]
+    assert handles[2].cached_tokens == 48
+    ids = np.array([(p + a + [0] * 64)[:64] for p, a in zip(asked, answers, strict=True)], np.int32)
+    likeliest = np.argmax(nnx.jit(lambda model, ids: model(ids))(model, ids), -1)
+    for row, p, answer in zip(likeliest, asked, answers, strict=True):
+        assert answer == row[len(p) - 1 : len(p) + 3].tolist()
+
+
+def test_each_request_has_its_own_text_at_any_length_and_setting(decoder, engine):
+    """Prompts of one token, of several chunks, of whole pages; more requests than slots."""
+    settings = [*SAMPLINGS, *SAMPLINGS]
+    asked = [(prompt, 9, settings[i], 100 + i) for i, prompt in enumerate(prompts((1, 40, 8, 70, 3, 16, 17)))]
+    handles = [engine.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]
+    for handle, request in zip(handles, asked, strict=True):
+        assert handle.result() == expected(decoder, *request)
+        assert handle.finish_reason == "length"
+    assert engine.pool.used == 0 and engine.running == engine.waiting == 0
+
+
+def test_a_text_depends_on_its_prompt_and_seed_and_not_on_its_neighbours(decoder, engine):
+    prompt, sampling = prompts([12])[0], Sampling(1.0)
+    alone = engine.submit(prompt, 10, sampling, seed=5).result()
+    others = [engine.submit(p, 30, sampling, seed=i) for i, p in enumerate(prompts((5, 25, 30), seed=1))]
+    beside = [engine.submit(prompt, 10, sampling, seed=seed) for seed in (5, 6)]
+    assert beside[0].result() == alone != beside[1].result()
+    assert all(len(handle.result()) == 30 for handle in others)
+
+
+def test_a_repeated_prompt_computes_at_most_a_page_and_a_token(decoder):
+    prompt = prompts([65])[0]
+    with Engine(decoder, SMALL, warm_up=False) as engine:
+        first = engine.submit(prompt, 5, GREEDY).result()
+        before = engine.stats.computed_tokens
+        handle = engine.submit(prompt, 5, GREEDY)
+        assert handle.result() == first == expected(decoder, prompt, 5)
+        assert before == 65 and engine.stats.computed_tokens - before <= SMALL.page_size + 1
+        assert handle.cached_tokens == 64
+        longer = [*prompt, *first]
+        assert engine.submit(longer, 5, GREEDY).result() == expected(decoder, longer, 5)
+        assert engine.stats.computed_tokens - before <= 2 * (SMALL.page_size + 1) + 1
+
+
+def test_too_few_pages_preempt_the_newest_and_change_no_text(decoder):
+    """Twelve pages for four requests that need seven each."""
+    config = SMALL.model_copy(update={"pages": 12, "context": 40})
+    asked = [(prompt, 20, SAMPLINGS[i], i) for i, prompt in enumerate(prompts([8] * 4))]
+    with Engine(decoder, config, warm_up=False) as engine:
+        handles = [engine.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]
+        for handle, request in zip(handles, asked, strict=True):
+            assert handle.result() == expected(decoder, *request)
+        assert engine.scheduler.preemptions > 0 and engine.pool.used == 0
+
+
+def test_cancelled_requests_free_their_pages_and_disturb_nobody(decoder, engine):
+    kept = engine.submit(prompts([9])[0], 40, GREEDY)
+    cancelled = [engine.submit(prompt, 60, Sampling(1.0)) for prompt in prompts((30, 5, 11, 7), seed=2)]
+    first = next(iter(cancelled[0]))
+    for handle in cancelled:
+        handle.cancel()
+    assert all(len(handle.result()) < 60 and handle.finish_reason == "cancelled" for handle in cancelled)
+    assert 0 <= first < 61 and kept.result() == expected(decoder, prompts([9])[0], 40)
+    kept.cancel()  # nothing is left to cancel
+    assert engine.pool.used == 0
+
+
+def test_a_stop_token_ends_an_answer_and_is_not_part_of_it(decoder, engine):
+    prompt = prompts([7])[0]
+    whole = expected(decoder, prompt, 12)
+    handle = engine.submit(prompt, 12, GREEDY, stop_tokens=[whole[5]])
+    assert handle.result() == whole[: whole.index(whole[5])] and handle.finish_reason == "stop"
+    assert engine.submit(prompt, 12, GREEDY, stop_tokens=[]).result() == whole
+
+
+class EvenOnly:
+    """Allows even ids, and ends after a given number."""
+
+    def __init__(self, count: int):
+        self.left = count
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        mask[:] = 0x55555555
+
+    def accept(self, token: int) -> bool:
+        assert token % 2 == 0
+        self.left -= 1
+        return self.left > 0
+
+
+def test_a_constraint_limits_its_own_request_alone(decoder, engine):
+    prompt = prompts([10])[0]
+    free = engine.submit(prompt, 8, Sampling(1.0), seed=3)
+    even = engine.submit(prompt, 8, Sampling(1.0), seed=3, constraint=EvenOnly(5))
+    assert len(even.result()) == 5 and even.finish_reason == "stop"
+    assert free.result() == expected(decoder, prompt, 8, Sampling(1.0), 3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "message"),
+    [
+        ([], 4, "at least one token"),
+        ([61], 4, "61 is outside of the model's vocabulary"),
+        ([-1], 4, "at least 0; found -1"),
+        ([1], 0, "max_tokens must be at least 1"),
+        ([1] * 90, 11, "90 tokens, which with 11 new tokens exceeds the context of 100 tokens; at most 10"),
+    ],
+)
+def test_a_wrong_request_is_refused_with_the_reason(engine, prompt, count, message):
+    with pytest.raises(ConfigError, match=message):
+        engine.submit(prompt, count)
+
+
+def test_a_full_queue_and_a_closed_engine_refuse_requests(decoder):
+    engine = Engine(decoder, SMALL.model_copy(update={"queue": 1}), warm_up=False, start=False)
+    for _ in range(5):
+        engine.submit([1, 2], 2)
+    with pytest.raises(EngineBusy, match="engine.queue: 1"):
+        engine.submit([1, 2], 2)
+    while engine.step():
+        pass
+    assert engine.drain(1)
+    with pytest.raises(EngineClosed, match="shutting down"):
+        engine.submit([1, 2], 2)
+    engine.close()
+
+
+def test_a_failure_ends_every_request_with_the_reason(decoder, monkeypatch):
+    engine = Engine(decoder, SMALL, warm_up=False, start=False)
+    handle = engine.submit([1, 2, 3], 5)
+
+    def fail(*_):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(engine.programs, "run", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    thread = threading.Thread(target=engine._run)
+    thread.start()
+    thread.join()
+    with pytest.raises(Exception, match="out of order"):
+        handle.result()
+    with pytest.raises(EngineClosed, match="out of order"):
+        engine.submit([1], 2)
+
+
+def test_tensor_parallelism_gives_the_same_text(decoder):
+    prompt = prompts([20])[0]
+    with Engine(open_decoder(tensor=2), SMALL, warm_up=False) as engine:
+        assert engine.submit(prompt, 8, GREEDY).result() == expected(decoder, prompt, 8)
+        assert engine.submit(prompt, 8, GREEDY).result() == expected(decoder, prompt, 8)
+    with pytest.raises(ConfigError, match="supports only parallel.tensor"):
+        Engine(open_decoder(fsdp=2), SMALL)
+
+
+def test_speculation_changes_no_token_and_accepts_repetitions(decoder):
+    """Greedy and sampled, with chunks of other prompts beside it, constraints, preemption and stop tokens."""
+    config = SMALL.model_copy(update={"draft_tokens": 3, "pages": 30, "context": 90})
+    asked = [(prompt * 3, 30, SAMPLINGS[i % 3], i) for i, prompt in enumerate(prompts((2, 5, 9, 12, 1, 20)))]
+    with Engine(decoder, config, warm_up=False) as engine:
+        handles = [engine.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]
+        even = engine.submit([1, 2, 3, 1, 2], 8, GREEDY, constraint=EvenOnly(5))
+        for handle, request in zip(handles, asked, strict=True):
+            assert handle.result() == expected(decoder, *request)
+        assert len(even.result()) == 5 and engine.pool.used == 0
+        assert 0 < engine.stats.accepted_tokens <= engine.stats.draft_tokens
+        repeated = engine.submit(asked[0][0], 30, GREEDY)  # over pages that speculation has filled
+        assert repeated.result() == expected(decoder, *asked[0])
+        steps, whole = engine.stats.steps, expected(decoder, [7] * 6, 40)
+        assert engine.submit([7] * 6, 40, GREEDY).result() == whole
+        if len(set(whole)) < 10:  # a loop, as greedy answers of random models mostly are
+            assert engine.stats.steps - steps < 40
+        handle = engine.submit([7] * 6, 40, GREEDY, stop_tokens=[whole[20]])
+        assert handle.result() == whole[: whole.index(whole[20])]
+
+
+def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
+    asked = [(prompt, 12, SAMPLINGS[i % 3], i) for i, prompt in enumerate(prompts([5, 9, 20, 3]))]
+    with open_engine(open_decoder(data=2, tensor=2), SMALL, warm_up=False) as group:
+        assert isinstance(group, EngineGroup)
+        handles = [group.submit(prompt, count, sampling, seed=seed) for prompt, count, sampling, seed in asked]
+        for handle, request in zip(handles, asked, strict=True):
+            assert handle.result() == expected(decoder, *request)
+        assert [engine.stats.generated_tokens for engine in group.engines] == [24, 24]
+        meshes = [set(engine.model.rules.mesh.devices.flat) for engine in group.engines]
+        assert len(meshes[0]) == len(meshes[1]) == 2 and not meshes[0] & meshes[1]
+        assert group.state.stats.finished["length"] == 4 and group.state.pages == 2 * group.engines[0].pool.count
+        assert group.failure is None and group.most_requests == 2 * (256 + 4)
+
+
+@pytest.mark.exhaustive
+def test_random_arrivals_are_five_times_as_fast_as_one_after_another_without_compilation(decoder):
+    """64 requests on 16 slots, against the same engine with one request at a time."""
+    random = np.random.default_rng(0)
+    asked = list(zip(prompts(random.integers(1, 40, 64)), random.integers(10, 40, 64).tolist(), strict=True))
+    waits = random.exponential(0.0005, 64)
+    with Engine(decoder, SMALL.model_copy(update={"slots": 16, "prefix_cache": False})) as engine:
+        compiled = engine.programs.compiled
+        start = time.perf_counter()
+        one_by_one = [engine.submit(prompt, count, GREEDY).result() for prompt, count in asked]
+        sequential = time.perf_counter() - start
+        start, handles = time.perf_counter(), []
+        for (prompt, count), wait in zip(asked, waits, strict=True):
+            time.sleep(wait)
+            handles.append(engine.submit(prompt, count, GREEDY))
+        assert [handle.result() for handle in handles] == one_by_one
+        together = time.perf_counter() - start
+        for sampling in SAMPLINGS:
+            engine.submit([1, 2, 3], 4, sampling, constraint=EvenOnly(9)).result()
+        assert engine.programs.compiled == compiled
+    print(f"sequential {sequential:.3f} s, together {together:.3f} s, {sequential / together:.1f}x")
+    assert sequential >= 5 * together
+
+
+@pytest.mark.exhaustive
+def test_many_requests_with_random_cancellations_leak_nothing(decoder):
+    random, config = np.random.default_rng(1), SMALL.model_copy(update={"pages": 40})
+    with Engine(decoder, config, warm_up=False) as engine:
+        for _ in range(5):
+            handles = [engine.submit(p, 15, Sampling(1.0)) for p in prompts(random.integers(1, 60, 12))]
+            for handle in handles:
+                if random.random() < 0.5:
+                    time.sleep(random.random() * 0.01)
+                    handle.cancel()
+            assert all(handle.result() is not None for handle in handles)
+        assert engine.pool.used == 0 and engine.pool.available == 40

@@ -1,0 +1,286 @@
+"""The HTTP server, asked by OpenAI's client, by a bare socket, and by clients that go away."""
+
+import concurrent.futures
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jaxstack.serve.config import EngineConfig, ServerConfig
+from jaxstack.serve.engine import Engine
+from jaxstack.serve.requests import Handle, Request
+from tests.serve.tiny import TOKENIZER, open_tiny
+
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("llguidance")
+
+LIMITS = ServerConfig(chat_template="chatml", max_body_bytes=4096, max_tokens=200, timeout=20)
+
+
+COMPLETE = "/v1/completions"
+WRONG = [
+    (COMPLETE, b"{", 400, "not valid JSON"),
+    (COMPLETE, b"\xff\xfe", 400, "not valid JSON"),
+    (COMPLETE, b"[" * 2000, 400, "not valid JSON"),
+    (COMPLETE, [], 400, "must be a JSON object; found list"),
+    (COMPLETE, {}, 400, "prompt"),
+    (COMPLETE, {"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
+    (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature"),
+    (COMPLETE, b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 10**30}, 400, "max_tokens"),
+    (COMPLETE, {"prompt": "a", "max_tokens": 201}, 400, "at most 200; found 201"),
+    (COMPLETE, {"prompt": "a" * 300, "max_tokens": 5}, 400, "exceeds the context of 256"),
+    (COMPLETE, {"prompt": "a" * 5000}, 413, "4096 bytes"),
+    (COMPLETE, {"prompt": [999]}, 400, "999 is outside of the model's vocabulary"),
+    (COMPLETE, {"prompt": [-5]}, 400, "at least 0"),
+    (COMPLETE, {"prompt": []}, 400, "1 to 64 answers; found 0"),
+    (COMPLETE, {"prompt": ["a"] * 40, "n": 2}, 400, "1 to 64 answers; found 80"),
+    (COMPLETE, {"prompt": "a", "model": "gpt"}, 404, "this server has 'tiny'"),
+    (COMPLETE, {"prompt": "a", "guided_regex": "("}, 400, "the regex of the structured output is wrong"),
+    (COMPLETE, {"prompt": "a", "guided_json": {"type": "nonsense"}}, 400, "the json of the structured output is wrong"),
+    (COMPLETE, {"prompt": "a", "guided_choice": []}, 400, "the choice of the structured output is wrong"),
+    ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, 400, "tools is not"),
+    ("/v1/nothing", {}, 404, "known: /v1/completions"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(slots=4, page_size=8, chunk=64, queue=60)
+    with Engine(open_tiny(), config, vocab_size=257, stop_tokens=[256], warm_up=False) as engine:
+        yield engine
+
+
+def listen(engine: Engine, config: ServerConfig = LIMITS, **more) -> tuple["uvicorn.Server", int]:
+    """Start a server in a thread; return it and its port."""
+    from jaxstack.serve.http import Server
+    from jaxstack.serve.listen import bind
+
+    place = bind("127.0.0.1", 0)
+    app = Server(engine, TOKENIZER, "tiny", config, **more).app
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+    threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    return server, place.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def port(engine) -> Iterator[int]:
+    server, port = listen(engine)
+    yield port
+    server.should_exit = True
+
+
+@pytest.fixture(scope="module")
+def client(port):
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def ask(port: int, path: str, body=None, method: str | None = None, headers=None) -> tuple[int, dict, dict]:
+    """(status, JSON, headers) of the answer to a raw request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(
+        method or ("GET" if body is None else "POST"),
+        path,
+        data,
+        {"Content-Type": "application/json", **(headers or {})},
+    )
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, json.loads(text), dict(response.getheaders())
+
+
+def idle(engine: Engine) -> bool:
+    """True as soon as nothing runs and no page is in use; False if that does not come within seconds."""
+    until = time.monotonic() + 10
+    while engine.running or engine.waiting or engine.pool.used:
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Echo(Engine):
+    """Answers with the prompt, without a model."""
+
+    def __init__(self):
+        self.stop_tokens, self.context, self.config, self.failure = frozenset({256}), 256, EngineConfig(queue=48), None
+
+    def submit(self, prompt, max_tokens, sampling=None, *, seed=0, stop_tokens=None, constraint=None) -> Handle:
+        handle = Handle(Request(tuple(prompt), max_tokens), lambda handle: handle.push([], "cancelled"))
+        threading.Thread(target=lambda: [handle.push([t]) for t in prompt[1:]] + [handle.push([], "stop")]).start()
+        return handle
+
+
+def test_the_routes_answer_requests():
+    """In the forms of both routes, streamed and not, with errors, without a model."""
+    server, port = listen(Echo())
+    status, answer, _ = ask(port, COMPLETE, {"prompt": "hällo", "model": "tiny"})
+    assert status == 200 and answer["object"] == "text_completion"
+    assert answer["choices"] == [{"index": 0, "text": "hällo", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"]["prompt_tokens"] == 7 and answer["usage"]["completion_tokens"] == 6
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    body = {"messages": [{"role": "user", "content": "hä"}], "stream": True}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done = [line.removeprefix("data: ") for line in response.read().decode().split("\n\n") if line]
+    deltas = [json.loads(event)["choices"][0] for event in events]
+    text = "".join(delta["delta"].get("content", "") for delta in deltas)
+    assert done == "[DONE]" and deltas[0]["delta"]["role"] == "assistant" and deltas[-1]["finish_reason"] == "stop"
+    assert text == "|im_start|>user\nhä"  # up to the text that ends an answer, without the first token
+    for path, body, status, message in WRONG[:6]:
+        found, answer, _ = ask(port, path, body)
+        assert found == status and message in answer["error"]["message"]
+    server.should_exit = True
+
+
+def test_a_streamed_answer_is_the_whole_answer_in_pieces(client):
+    """By OpenAI's client, on both routes, with the numbers of tokens."""
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    options = {"model": "tiny", "max_tokens": 20, "seed": 3, "temperature": 0.7}
+    whole = client.completions.create(prompt="def ", **options)
+    pieces = list(
+        client.completions.create(prompt="def ", stream=True, stream_options={"include_usage": True}, **options)
+    )
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text != ""
+    assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens <= 20
+    assert whole.usage.prompt_tokens == 5 and whole.choices[0].finish_reason in ("stop", "length")
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = client.chat.completions.create(messages=messages, **options)
+    deltas = list(client.chat.completions.create(messages=messages, stream=True, **options))
+    assert "".join(d.choices[0].delta.content or "" for d in deltas) == chat.choices[0].message.content
+    assert deltas[0].choices[0].delta.role == "assistant" and deltas[-1].choices[0].finish_reason is not None
+
+
+def test_several_prompts_and_samples_are_numbered_in_order(client):
+    options = {"model": "tiny", "max_tokens": 6, "seed": 5}
+    alone = [client.completions.create(prompt=p, **options | {"seed": s}) for p in ("a", "bc") for s in (5, 6)]
+    together = client.completions.create(prompt=["a", "bc"], n=2, echo=True, **options)
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    texts = [prompt + answer.choices[0].text for prompt, answer in zip(("a", "a", "bc", "bc"), alone, strict=True)]
+    assert [choice.text for choice in together.choices] == texts
+    assert together.usage.prompt_tokens == 5
+    ids = client.completions.create(prompt=[256, 97], **options)
+    assert ids.choices[0].text == alone[0].choices[0].text
+
+
+def test_a_stop_text_ends_the_answer_and_frees_the_pages(client, engine):
+    options = {"model": "tiny", "prompt": "x", "max_tokens": 100, "seed": 1}
+    whole = client.completions.create(**options).choices[0].text
+    stop = whole[4:6]
+    to_the_end = client.completions.create(extra_body={"ignore_eos": True}, **options).choices[0]
+    assert to_the_end.finish_reason == "length"
+    choice = client.completions.create(stop=["never there", stop], **options)
+    assert choice.choices[0].text == whole[: whole.index(stop)] and choice.choices[0].finish_reason == "stop"
+    assert choice.usage.completion_tokens < 100 and idle(engine)
+
+
+def test_structured_output_matches_its_schema_or_pattern(client):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Ada", "Alan"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Who?"}],
+            max_tokens=100,
+            seed=seed,
+            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+        )
+        found = json.loads(answer.choices[0].message.content)
+        assert found["name"] in ("Ada", "Alan") and 1 <= found["age"] <= 99 and len(found) == 2
+        options = {"model": "tiny", "prompt": "a", "max_tokens": 50, "seed": seed}
+        text = client.completions.create(extra_body={"guided_regex": "[a-c]{3}-[0-9]{2}"}, **options).choices[0].text
+        assert re.fullmatch("[a-c]{3}-[0-9]{2}", text)
+        choice = client.completions.create(
+            extra_body={"structured_outputs": {"choice": ["red", "green"]}}, **options
+        ).choices[0]
+        assert choice.text in ("red", "green") and choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), WRONG)
+def test_a_wrong_request_gets_an_error_that_says_why(port, path, body, status, message):
+    found, answer, _ = ask(port, path, body)
+    assert found == status and message in answer["error"]["message"]
+    assert answer["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_other_methods_and_types_are_refused(port, engine):
+    assert ask(port, COMPLETE, method="GET")[0] == 405
+    assert ask(port, COMPLETE, {"prompt": "a"}, headers={"Content-Type": "text/plain"})[0] == 415
+    assert ask(port, "/health")[:2] == (200, {"status": "ok"}) and idle(engine)
+
+
+def test_without_the_key_nothing_is_answered(engine):
+    server, port = listen(engine, api_key="secret")
+    body = {"prompt": "a", "max_tokens": 1}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic secret"}):
+        status, answer, _ = ask(port, COMPLETE, body, headers=headers)
+        assert status == 401 and "API key" in answer["error"]["message"]
+    assert ask(port, COMPLETE, body, headers={"Authorization": "Bearer secret"})[0] == 200
+    assert ask(port, "/health")[0] == 200 and ask(port, "/v1/models")[0] == 401
+    server.should_exit = True
+
+
+def test_too_much_work_is_refused_and_a_slow_answer_ended(engine):
+    server, port = listen(engine, LIMITS.model_copy(update={"timeout": 0.05}))
+    status, answer, _ = ask(port, COMPLETE, {"prompt": ["a"] * 60, "max_tokens": 200})
+    assert status == 504 and "longer than 0.05 s" in answer["error"]["message"] and idle(engine)
+    waiting = [engine.submit([1], 200) for _ in range(64)]
+    status, answer, headers = ask(port, COMPLETE, {"prompt": ["a"] * 30, "max_tokens": 5})
+    assert status == 429 and "engine.queue" in answer["error"]["message"] and headers["retry-after"] == "1"
+    for handle in waiting:
+        handle.cancel()
+    assert idle(engine)
+    server.should_exit = True
+
+
+def test_fifty_clients_at_once_of_which_half_go_away_leak_nothing(client, port, engine):
+    wanted = client.completions.create(model="tiny", prompt="shared", max_tokens=30, seed=7).choices[0].text
+
+    def stay(_: int) -> str:
+        pieces = client.completions.create(model="tiny", prompt="shared", max_tokens=30, seed=7, stream=True)
+        return "".join(piece.choices[0].text for piece in pieces)
+
+    def leave(number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        body = {"prompt": f"client {number}", "max_tokens": 200, "stream": number % 2 == 0}
+        connection.request("POST", COMPLETE, json.dumps(body), {"Content-Type": "application/json"})
+        if number % 2 == 0:
+            connection.getresponse().read(number)
+        connection.close()
+
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        gone = [pool.submit(leave, number) for number in range(25)]
+        assert set(pool.map(stay, range(25))) == {wanted}
+        assert all(future.exception() is None for future in gone)
+    assert idle(engine)
+
+
+def test_the_metrics_have_the_names_of_vllm(client, port, engine):
+    client.completions.create(model="tiny", prompt="count me", max_tokens=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    for name in (
+        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
+        "generation_tokens_total", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+        "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_success_total",
+    ):  # fmt: skip
+        assert f"vllm:{name}{{" in text and 'model_name="tiny"' in text
+    found = re.search(r'vllm:generation_tokens_total\{model_name="tiny"\} (\S+)', text)
+    assert found is not None and float(found[1]) == engine.stats.generated_tokens > 0

@@ -1,0 +1,98 @@
+"""Requests in OpenAI's form: what is read from them, and what a wrong one is told."""
+
+import pytest
+
+from jaxstack.config.loader import build_component
+from jaxstack.decoding.sampling import Sampling
+from jaxstack.errors import ConfigError
+from jaxstack.serve.protocol import ChatRequest, CompletionRequest, Envelope
+
+
+def completion(**fields) -> CompletionRequest:
+    return build_component(CompletionRequest, {"prompt": "a", **fields}, "the request")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([], [])],
+)
+def test_a_prompt_is_a_text_or_ids_or_several_of_them(prompt, prompts):
+    assert completion(prompt=prompt).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({}, Sampling(1.0)),
+        ({"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0}, Sampling(0.0)),
+        ({"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}, Sampling(0.5, 7, 0.9, 0.1)),
+        ({"temperature": None, "top_p": None}, Sampling(1.0)),
+    ],
+)
+def test_the_sampling_has_the_defaults_of_openai(fields, sampling):
+    assert completion(**fields).sampling == sampling
+
+
+def test_fields_that_ask_for_nothing_are_accepted():
+    body = completion(
+        presence_penalty=0, frequency_penalty=0.0, logit_bias={}, best_of=1, user="me", logprobs=None, min_tokens=0
+    )
+    assert body.stops == () and completion(stop="x").stops == ("x",) and completion(stop=["x", "y"]).stops == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"temprature": 1}, "did you mean 'temperature'"),
+        ({"presence_penalty": 1}, "presence_penalty is not supported"),
+        ({"logprobs": 5}, "logprobs is not supported"),
+        ({"stop": ""}, "at least one character"),
+        ({"stop": ["a", ""]}, "at least one character"),
+        ({"n": 0}, "n"),
+        ({"prompt": 5}, "prompt"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
+    ],
+)
+def test_a_wrong_request_is_told_why(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        completion(**fields)
+
+
+def test_one_form_of_the_answer_can_be_chosen():
+    schema = {"type": "object"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert completion().grammar is None and completion(response_format={"type": "text"}).grammar is None
+    assert completion(response_format={"type": "json_object"}).grammar == ("json", {"type": "object"})
+    assert completion(response_format=wanted).grammar == ("json", schema)
+    assert completion(guided_regex="a+").grammar == completion(structured_outputs={"regex": "a+"}).grammar
+    assert completion(structured_outputs={"choice": ["a", "b"]}).grammar == ("choice", ["a", "b"])
+    with pytest.raises(ValueError, match="several forms"):
+        _ = completion(guided_regex="a+", guided_json=schema).grammar
+
+
+def test_messages_may_have_parts_of_text_and_nothing_else():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = build_component(
+        ChatRequest, {"messages": [{"role": "developer", "content": parts}, {"role": "user", "content": "c"}]}, "it"
+    )
+    assert [message.as_template_input for message in body.messages] == [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "c"},
+    ]
+    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for wrong in ([], [{"role": "user", "content": picture}], [{"role": "me", "content": "a"}], "hello"):
+        with pytest.raises(ConfigError, match="messages"):
+            build_component(ChatRequest, {"messages": wrong}, "the request")
+
+
+def test_an_answer_has_one_id_in_all_of_its_pieces():
+    envelope = Envelope("m", chat=True)
+    first, piece = envelope.first(0), envelope.piece(0, "text", None)
+    assert first is not None and first["id"] == piece["id"] != Envelope("m", chat=True).piece(0, "", None)["id"]
+    assert piece["choices"][0]["delta"] == {"content": "text"}
+    assert envelope.piece(0, "", "stop")["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "stop"}

@@ -1,0 +1,147 @@
+"""The engine over a simulated device: whatever arrives, is cancelled or preempted, each answer is that of its prompt.
+
+The simulated device keeps token ids in the pages instead of keys and values, and the next token is a hash of all tokens
+that it finds there. So a wrong page, a page with two owners, or a lost or repeated token changes the answer.
+"""
+
+import types
+import zlib
+from collections.abc import Sequence
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from jaxstack.serve import engine as engine_module
+from jaxstack.serve.config import EngineConfig
+from jaxstack.serve.engine import Engine
+from jaxstack.serve.schedule import chunk_shapes, row_counts
+from jaxstack.serve.step import Column, Programs
+
+V = 3
+CONTEXT = 40
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return zlib.crc32(bytes(tokens)) % V
+
+
+def answer(prompt: list[int], count: int, stop: int | None) -> list[int]:
+    """The answer that the engine must give."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count and (token := next_token(tokens)) != stop:
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+class Sampled(np.ndarray):
+    """Tokens that are on the device."""
+
+    def copy_to_host_async(self) -> None:
+        pass
+
+
+class SimulatedPrograms(Programs):
+    """Pages of token ids. Everything that no token has been written to holds a wrong one."""
+
+    def __init__(self, model, *, slots, pages, page_size, context, vocab_size):
+        self.slots, self.page_size, self.table_width = slots, page_size, -(-context // page_size)
+        self._described = np.zeros((slots, Column.PAGES + self.table_width), np.int32)
+        self.memory, self.newest = np.full(pages * page_size, 255), np.full(slots, 254)
+
+    def run(self, rows, chunks, tokens, mode, mask=None, drafted=None):
+        newest = self.newest[rows[:, Column.SLOT], None] if drafted is None else drafted
+        parts = [(rows, newest, newest.shape[1])] + ([] if chunks is None else [(chunks, tokens, 1)])
+        for lines, ids, _ in parts:
+            for line, own in zip(lines, ids, strict=True):
+                start, count = line[Column.START], line[Column.COUNT]
+                if count:
+                    self.memory[self._places(line)[start : start + count]] = own[-count:]
+        sampled = []
+        for lines, _, samples in parts:
+            for line in lines:
+                end, memory = line[Column.START] + line[Column.COUNT], self.memory[self._places(line)].tolist()
+                ends = range(end - samples + 1, end + 1)
+                sampled += [next_token(memory[:stop]) if line[Column.COUNT] and stop > 0 else 253 for stop in ends]
+                if drafted is None and line[Column.STORE] < self.slots:
+                    self.newest[line[Column.STORE]] = sampled[-1]
+        return np.array(sampled).view(Sampled)
+
+    def _places(self, line: np.ndarray) -> np.ndarray:
+        table = line[Column.PAGES :].astype(int)
+        return (table[:, None] * self.page_size + np.arange(self.page_size)).ravel()
+
+
+@pytest.fixture
+def make_engine(monkeypatch):
+    model = types.SimpleNamespace(
+        check_ids=lambda _: None, config=types.SimpleNamespace(vocab_size=V), context_length=None
+    )
+    monkeypatch.setattr(engine_module, "Programs", SimulatedPrograms)
+    monkeypatch.setattr(engine_module, "choose_sizes", lambda model, config: (CONTEXT, config.pages))
+    return lambda config: Engine(model, config, warm_up=False, start=False)
+
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, V - 1), min_size=1, max_size=30),  # prompt
+        st.integers(1, 10),  # tokens of the answer
+        st.sampled_from([None, None, 0]),  # stop token
+        st.integers(0, 6),  # steps before it arrives
+        st.sampled_from([None, None, None, 0, 3]),  # tokens after which it is cancelled
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@st.composite
+def configs(draw) -> EngineConfig:
+    """Any sizes, with few pages more than one request needs."""
+    size = draw(st.sampled_from([1, 3, 8]))
+    return EngineConfig(
+        slots=draw(st.integers(1, 5)),
+        page_size=size,
+        pages=-(-CONTEXT // size) + draw(st.integers(0, 12)),
+        chunk=draw(st.sampled_from([16, 64])),
+        prefix_cache=draw(st.booleans()),
+        steps_ahead=draw(st.integers(0, 3)),
+        draft_tokens=draw(st.sampled_from([0, 0, 3])),
+    )
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=requests, config=configs())
+def test_each_answer_is_that_of_its_prompt(make_engine, asked, config):
+    """At any page size, pool size, number of steps ahead and of drafts."""
+    engine, handles, turn = make_engine(config), {}, 0
+    while len(handles) < len(asked) or engine.step():
+        for number, (prompt, count, stop, arrival, _) in enumerate(asked):
+            if arrival <= turn and number not in handles:
+                handles[number] = engine.submit(prompt, count, stop_tokens=[] if stop is None else [stop])
+        for number, handle in handles.items():
+            cancelled = asked[number][4]
+            if cancelled is not None and handle.count >= cancelled:
+                handle.cancel()
+        engine.step()
+        turn += 1
+        assert turn < 2000, "the engine does not come to an end"
+    for number, (prompt, count, stop, _, cancelled) in enumerate(asked):
+        found, wanted = handles[number].result(), answer(prompt, count, stop)
+        if handles[number].finish_reason == "cancelled":
+            assert cancelled is not None and found == wanted[: len(found)]
+        else:
+            assert found == wanted
+            assert handles[number].finish_reason == ("length" if len(wanted) == count else "stop")
+    assert engine.pool.used == 0 and engine.running == engine.waiting == 0
+    assert engine.stats.generated_tokens == sum(handle.count for handle in handles.values())
+
+
+def test_shapes_have_room_for_every_budget():
+    for tokens in (16, 64, 100, 512, 2048):
+        for slots in (1, 3, 64):
+            shapes = chunk_shapes(tokens, slots)
+            assert max(shape.rows * shape.width for shape in shapes) == tokens or tokens < 64
+            assert all(1 <= shape.rows <= max(slots, 1) and shape.width <= tokens for shape in shapes)
+    assert row_counts(64) == (1, 4, 16, 64) and row_counts(1) == (1,) and row_counts(10) == (1, 3, 10)
