@@ -25,6 +25,8 @@ from jaxstack.precision.config import PrecisionConfig
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
 
+from pallas_kernels.array_types import AnyArray
+
 
 class Cache(nnx.Pytree):
     """The caches of all layers while decoding.
@@ -83,9 +85,9 @@ class Transformer(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Int[AnyArray, "B T"],
         *,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[AnyArray, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "B T V"]:
@@ -95,9 +97,9 @@ class Transformer(nnx.Module):
 
     def hidden(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Int[AnyArray, "B T"],
         *,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[AnyArray, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "B T D"]:
@@ -118,9 +120,9 @@ class Transformer(nnx.Module):
 
     def hidden_and_router_loss(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Int[AnyArray, "B T"],
         *,
-        positions: Int[Array, "#B T"] | None = None,
+        positions: Int[AnyArray, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterLoss]:
@@ -139,7 +141,7 @@ class Transformer(nnx.Module):
         return x, router_loss
 
     def prefill(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], room: int
+        self, tokens: Int[AnyArray, "B T"], lengths: Int[AnyArray, " B"], room: int
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Run the prompts; return the float32 logits after each row's last token, and the cache.
 
@@ -158,7 +160,7 @@ class Transformer(nnx.Module):
         return self.logits(last), Cache(layers or [], slots.seen_after)
 
     def decode(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache
+        self, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
         """Run T further tokens of each row; return their float32 logits, and the cache with them.
 
@@ -187,7 +189,7 @@ class Transformer(nnx.Module):
         return self._layer_caches(lambda layer: layer.kind.make_pages(layer.heads, pages, page_size, self.dtype))
 
     def decode_packed(
-        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], slots: PageSlots, pages: list[LayerCache]
+        self, tokens: Int[AnyArray, " T"], positions: Int[AnyArray, " T"], slots: PageSlots, pages: list[LayerCache]
     ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
         """Run further tokens of many sequences, packed in one row; return the head's inputs, and the pages with them.
 
