@@ -154,7 +154,7 @@ class Trainer:
         """
 
         def create(key: jax.Array, params: Dict) -> TrainState:
-            params = self.module.add_adapters(self.module.stage_parameters(params), key)
+            params = self.module.add_adapters(self.module.params_from_plain(params), key)
             state = init_state(self.module, self.optimizer, key)
             return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
 

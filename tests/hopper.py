@@ -8,18 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.data.device import abstract_batch
-from jaxstack.parallel import make_mesh
 from jaxstack.plan.absent_gpus import absent_gpus, can_compile
-from jaxstack.run.build import make_trainer
-from jaxstack.run_config import RunConfig
-from jaxstack.trainer import Trainer
-from pallas_kernels import lowering_platform
 from tests.compilation import fully_optimized
 
 
@@ -63,14 +56,3 @@ def compile_for_hopper(
     lowered = jitted.lower(*jax.tree.map(place, arguments))
     with fully_optimized():
         return lowered.compile(compiler_options=options)
-
-
-@fully_optimized()
-def compile_step(config: RunConfig) -> tuple[Trainer, Any]:
-    """A run's trainer on as many H200s as its layout has, and its train step compiled for them."""
-    mesh = make_mesh(config.parallel, hopper_topology(math.prod(config.parallel.degrees.values())).devices)
-    trainer = make_trainer(config, lambda step: {}, mesh=mesh)
-    rows, length = config.train.global_batch_size, config.train.sequence_length
-    batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segment_ids")}
-    with lowering_platform("cuda", compute_capability=(9, 0)):
-        return trainer, trainer.compile(abstract_batch(batch, trainer.rules, rows))

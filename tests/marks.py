@@ -19,12 +19,13 @@ SLOW_MARKS = {
     "interpreted_kernel": "runs a GPU kernel in an interpreter on the CPU",
     "eight_devices": "compiles a program for a mesh of simulated devices",
     "trains": "compiles a model or its training step",
+    "longer": "runs more cases, or a longer one, of what a test of the default runs; set by hand",
     "exhaustive": "repeats at more cases, or at full length, what a faster test shows; set by hand",
 }
 """Mark -> what makes the test slow."""
 
 _CALLS = {
-    "compiles_for_gpu": ("tests.hopper.", "jaxstack.plan.absent_gpus."),
+    "compiles_for_gpu": ("tests.hopper.", "tests.hopper_steps.", "jaxstack.plan.absent_gpus."),
     "processes": ("subprocess.", "multiprocessing."),
     "interpreted_kernel": ("tests.pallas_kernels.triton_interpreter.run_interpreted",),
     "eight_devices": (
@@ -54,6 +55,11 @@ SHOWN_ELSEWHERE = {
     "checkpoint/test_kill": "checkpoint/test_damage reads what a cut-off save leaves",
 }
 """Modules without a test in the default, and where the default tests what they show."""
+
+
+def longer(*cases: Any) -> list[Any]:
+    """Return values for `pytest.mark.parametrize` that the default command leaves out."""
+    return [pytest.param(case, marks=pytest.mark.longer) for case in cases]
 
 
 def mark_slow_tests(items: Sequence[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 CHECKED = (
+    "jaxstack.models",
     "pallas_kernels.attention.api",
     "pallas_kernels.attention.context",
     "pallas_kernels.attention.patterns",

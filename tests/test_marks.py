@@ -43,7 +43,7 @@ def test_names_that_earn_a_mark_exist(name):
 
 def test_modules_that_earn_a_mark_exist():
     assert all(list(TESTS.rglob(f"{name}.py")) for names in _MODULES.values() for name in names)
-    assert {*_CALLS, *_MODULES, "exhaustive"} == set(SLOW_MARKS)
+    assert {*_CALLS, *_MODULES, "longer", "exhaustive"} == set(SLOW_MARKS)
 
 
 def packages() -> list[str]:
@@ -84,7 +84,9 @@ def test_a_test_is_marked_by_what_it_and_its_fixtures_call(pytester):
     assert found["test_fixture"] == found["test_process"] == {"processes", "slow"}
 
 
-@pytest.mark.parametrize(("mark", "runs"), [("", "test_first"), ("@pytest.mark.quick", "test_second")])
+@pytest.mark.parametrize(
+    ("mark", "runs"), [pytest.param("", "test_first", marks=pytest.mark.longer), ("@pytest.mark.quick", "test_second")]
+)
 def test_a_module_of_slow_tests_keeps_one_in_the_default(pytester, mark, runs):
     found = marks_of(
         pytester,

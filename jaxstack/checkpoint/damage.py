@@ -47,7 +47,7 @@ def _name_damage(path: Path, step: int) -> str:
     return "another process found a damaged file"
 
 
-class KeepCheck:
+class DeletionCheck:
     """Verifies a newer checkpoint before older ones are deleted for it. Only the first process uses it.
 
     Args:

@@ -129,7 +129,7 @@ def restored_leaf(name: str, loaded: Any, wanted: Any, stored: LeafSpec) -> Any:
     Raises:
       JaxstackError: jax cut 64-bit numbers to 32 bits, which would change their values silently.
     """
-    if stored.is_plain:
+    if stored.is_python_value:
         return stored.value
     if loaded is None:
         loaded = load_target(wanted, stored)

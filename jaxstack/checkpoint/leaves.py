@@ -32,7 +32,7 @@ class LeafSpec:
     key_impl: str | None = None
 
     @property
-    def is_plain(self) -> bool:
+    def is_python_value(self) -> bool:
         """True for a Python value, which is stored in the index instead of as an array."""
         return self.dtype.startswith("python ")
 
@@ -49,15 +49,15 @@ class LeafSpec:
     @property
     def has_array(self) -> bool:
         """True if an array is stored for it; False for plain values and for arrays without elements."""
-        return not self.is_plain and 0 not in self.shape
+        return not self.is_python_value and 0 not in self.shape
 
     def __str__(self) -> str:
-        return self.dtype if self.is_plain else f"{self.dtype}{list(self.shape)}"
+        return self.dtype if self.is_python_value else f"{self.dtype}{list(self.shape)}"
 
     def to_json(self) -> dict[str, Any]:
         """Return a dictionary of plain JSON, which `from_json` reads."""
         fields: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
-        if self.is_plain:
+        if self.is_python_value:
             fields["value"] = self.value
         if self.key_impl is not None:
             fields["key_impl"] = self.key_impl

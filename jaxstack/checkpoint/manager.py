@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jaxstack.checkpoint import arrays, directory, manifest
 from jaxstack.checkpoint.commit import SaveJob, commit, explain, make_index
 from jaxstack.checkpoint.config import CheckpointConfig
-from jaxstack.checkpoint.damage import DamageFinder, KeepCheck, has_right_sizes
+from jaxstack.checkpoint.damage import DamageFinder, DeletionCheck, has_right_sizes
 from jaxstack.checkpoint.layout import check_layout, initial_leaves, load_target, restored_leaf
 from jaxstack.checkpoint.leaves import LeafSpec, describe, name_leaves, to_stored
 from jaxstack.checkpoint.policy import should_save, steps_to_delete
@@ -71,7 +71,7 @@ class CheckpointManager:
         self._write_line = report or logging.getLogger("jaxstack.checkpoint").warning
         self._reported: set[str] = set()
         self._damage_finder = DamageFinder()
-        self._keep_check = KeepCheck(self._report)
+        self._deletion_check = DeletionCheck(self._report)
         self._thread: threading.Thread | None = None
         self._error: JaxstackError | None = None
         self._lock: FileLock | None = None
@@ -324,7 +324,7 @@ class CheckpointManager:
         try:
             good = [step for step in self.all_steps() if has_right_sizes(self._path(step), step)]
             doomed: tuple[int, ...] = ()
-            verified = lambda step: self._keep_check.passes(self._path(step), step, trusted=step == committed)  # noqa: E731
+            verified = lambda step: self._deletion_check.passes(self._path(step), step, trusted=step == committed)  # noqa: E731
             while doomed := steps_to_delete(good, self.config.keep, self.config.keep_every_steps, {committed}):
                 damaged = [step for step in good if step not in doomed and not verified(step)]
                 if not damaged:

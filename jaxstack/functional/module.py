@@ -69,7 +69,7 @@ class FunctionalModule:
         """True if this module's train state is that of `plain` as it is."""
         return True
 
-    def stage_parameters(self, params: Dict) -> Dict:
+    def params_from_plain(self, params: Dict) -> Dict:
         """Convert parameters from the order of checkpoints, that of `plain`, to this module's. Traceable."""
         return params
 

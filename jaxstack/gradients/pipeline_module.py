@@ -73,7 +73,7 @@ class StagedModule(FunctionalModule):
         self.plain.freeze(is_frozen)
         super().freeze(is_frozen)
 
-    def stage_parameters(self, params: Dict) -> Dict:
+    def params_from_plain(self, params: Dict) -> Dict:
         """Return the plain module's parameters in the order of the stages. Traceable."""
         return self._to_stages(params, self.abstract_params)
 
@@ -91,7 +91,7 @@ class StagedModule(FunctionalModule):
         return self._staged(*self.plain.split(module))
 
     def _staged(self, params: Dict, non_params: Dict) -> tuple[Dict, Dict]:
-        return self.stage_parameters(params), self._to_stages(non_params, self.abstract_non_params)
+        return self.params_from_plain(params), self._to_stages(non_params, self.abstract_non_params)
 
     def merge_stage(self, params: Dict, non_params: Dict) -> Any:
         """Return the model with the rows of one stage as its stacked layers."""

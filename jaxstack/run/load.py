@@ -303,7 +303,7 @@ def restore_parameters(
     params = tree["params"]
     if isinstance(module, StagedModule):
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
-        params = jax.jit(module.stage_parameters, out_shardings=shardings)(params)
+        params = jax.jit(module.params_from_plain, out_shardings=shardings)(params)
     return params, tree["non_params"], chosen
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.attention.api import flash_attention
 from pallas_kernels.attention.context_layout import chunks_per_device
-from pallas_kernels.attention.gather_keys import KeyGather, attend_gathered, count_reached_chunks
+from pallas_kernels.attention.gather_keys import KeyGatherOptions, attend_gathered, count_reached_chunks
 from pallas_kernels.attention.masks import Mask
 from pallas_kernels.attention.part import PartOptions
 from pallas_kernels.attention.request import check_arrays, check_window
@@ -56,7 +56,7 @@ class ContextRequest:
     options: PartOptions
 
     @property
-    def chunk(self) -> int:
+    def chunk_length(self) -> int:
         """Number of tokens per chunk; a device holds two chunks in the zigzag layout, else one."""
         return self.q.shape[1] // chunks_per_device(self.layout)
 
@@ -108,7 +108,7 @@ def _ulysses_lower_priority(request: ContextRequest) -> str | None:
 
 
 def _reach(request: ContextRequest) -> int:
-    return count_reached_chunks(request.mask.window, request.chunk, request.chunks)
+    return count_reached_chunks(request.mask.window, request.chunk_length, request.chunks)
 
 
 def _ring(request: ContextRequest) -> tuple[jax.Array, jax.Array]:
@@ -119,7 +119,7 @@ def _ring(request: ContextRequest) -> tuple[jax.Array, jax.Array]:
 
 
 def _attend_gathered(request: ContextRequest, *, use_all_gather: bool = True) -> tuple[jax.Array, jax.Array]:
-    gather = KeyGather(
+    gather = KeyGatherOptions(
         request.axis_name,
         request.devices,
         request.mask.causal,

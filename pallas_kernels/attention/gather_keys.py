@@ -27,7 +27,7 @@ _NO_SEGMENT = np.iinfo(np.int32).min
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyGather:
+class KeyGatherOptions:
     """Arguments of attention to gathered keys that are fixed while tracing: hashable, not differentiated.
 
     Attributes:
@@ -59,7 +59,7 @@ def count_reached_chunks(window: int | None, chunk: int, chunks: int) -> int:
     return chunks - 1 if window is None else min(chunks - 1, -(-(window - 1) // chunk))
 
 
-def _gather(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
+def _gather(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
     """Return, for each own chunk, x [B, T, ...] of the `reach` chunks before it and of itself. Linear in x."""
     if not gather.causal:
         return [lax.all_gather(x, gather.axis_name, axis=1, tiled=True)]
@@ -70,7 +70,7 @@ def _gather(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
     return [jnp.concatenate([*(found[p] for found in before), own], axis=1) for p, own in enumerate(parts)]
 
 
-def _gather_from_all(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
+def _gather_from_all(gather: KeyGatherOptions, x: jax.Array) -> list[jax.Array]:
     everything = lax.all_gather(x, gather.axis_name)
     chunks = gather.devices * chunks_per_device(gather.layout)
     chunk = x.shape[1] * gather.devices // chunks
@@ -86,7 +86,7 @@ def _gather_from_all(gather: KeyGather, x: jax.Array) -> list[jax.Array]:
     return found
 
 
-def _fetch_from_holders(gather: KeyGather, parts: list[jax.Array], distance: int) -> list[jax.Array]:
+def _fetch_from_holders(gather: KeyGatherOptions, parts: list[jax.Array], distance: int) -> list[jax.Array]:
     """Return, for each own chunk, the chunk `distance` places before it, or zeros if there is none."""
     n = gather.devices
     first = permute(parts[0], gather.axis_name, [(i - distance, i) for i in range(distance, n)])
@@ -101,7 +101,7 @@ def _fetch_from_holders(gather: KeyGather, parts: list[jax.Array], distance: int
     return [first, sum(second[1:], second[0])]
 
 
-def _gather_ids(gather: KeyGather, ids: jax.Array | None, like: jax.Array) -> list[tuple | None]:
+def _gather_ids(gather: KeyGatherOptions, ids: jax.Array | None, like: jax.Array) -> list[tuple | None]:
     """Return (query ids, key ids) for each own chunk, or None for chunks that need none.
 
     Missing keys have the id `_NO_SEGMENT`.
@@ -121,12 +121,12 @@ def _gather_ids(gather: KeyGather, ids: jax.Array | None, like: jax.Array) -> li
     return found
 
 
-def _chunks(gather: KeyGather, x: jax.Array, dim: int = 1) -> list[jax.Array]:
+def _chunks(gather: KeyGatherOptions, x: jax.Array, dim: int = 1) -> list[jax.Array]:
     return split(x, gather.layout, dim) if gather.causal else [x]
 
 
 def _forward(
-    gather: KeyGather, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
+    gather: KeyGatherOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     arrays = zip(_chunks(gather, q), _gather(gather, k), _gather(gather, v), strict=True)
     found = [
@@ -137,7 +137,7 @@ def _forward(
     return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
 
 
-def _backward(gather: KeyGather, saved: tuple, cotangents: tuple) -> tuple:
+def _backward(gather: KeyGatherOptions, saved: tuple, cotangents: tuple) -> tuple:
     q, k, v, ids, out, lse = saved
     # Without the barrier XLA would reuse the keys gathered in the forward, and hold them until the backward.
     k, v, (d_out, d_lse) = lax.optimization_barrier((k, v, cotangents))
@@ -157,7 +157,7 @@ def _backward(gather: KeyGather, saved: tuple, cotangents: tuple) -> tuple:
     return jnp.concatenate(d_q, axis=1), _return_gradients(gather, d_k, k), _return_gradients(gather, d_v, v), None
 
 
-def _return_gradients(gather: KeyGather, gradients: Sequence[jax.Array], like: jax.Array) -> jax.Array:
+def _return_gradients(gather: KeyGatherOptions, gradients: Sequence[jax.Array], like: jax.Array) -> jax.Array:
     """Apply the transpose of `_gather`, in float32."""
     wide = accumulator_dtype(like.dtype)
     gather_keys: Callable[..., Any] = lambda x: _gather(gather, x)  # noqa: E731
@@ -166,7 +166,7 @@ def _return_gradients(gather: KeyGather, gradients: Sequence[jax.Array], like: j
     return total.astype(like.dtype)
 
 
-def _forward_rule(gather: KeyGather, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
+def _forward_rule(gather: KeyGatherOptions, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None) -> tuple:
     out, lse = name_outputs(*_forward(gather, q, k, v, ids))
     return (out, lse), (q, k, v, ids, out, lse)
 
@@ -174,6 +174,6 @@ def _forward_rule(gather: KeyGather, q: jax.Array, k: jax.Array, v: jax.Array, i
 attend_gathered = jax.custom_vjp(_forward, nondiff_argnums=(0,))
 """Return out [B, T, N, H] and lse [B, N, T] of this device's queries.
 
-The arguments are the static `KeyGather`, then q, k, v and segment ids (or None).
+The arguments are the static `KeyGatherOptions`, then q, k, v and segment ids (or None).
 """
 attend_gathered.defvjp(_forward_rule, _backward)

@@ -200,12 +200,12 @@ class AttentionKernelPlan:
         return -(-self.key_length // self.key_block)
 
     @property
-    def query_limit(self) -> int | None:
+    def query_load_bound(self) -> int | None:
         """The query length, if loads must be masked because the last block extends past it; None if blocks fit."""
         return self.length if self.length % self.query_block else None
 
     @property
-    def key_limit(self) -> int | None:
+    def key_load_bound(self) -> int | None:
         """The key length, if loads must be masked because the last block extends past it; None if blocks fit."""
         return self.key_length if self.key_length % self.key_block else None
 

@@ -19,7 +19,7 @@ from pallas_kernels.attention.triton_forward import load_limits, load_rows, nth_
 def _load_statistics(rows, query, plan: tl.constexpr):
     """Load the log-sum-exp and delta of queries; 0 past the last query, whose q and d_out are 0."""
     size: tl.constexpr = plan.batch * plan.heads * plan.length
-    if plan.query_limit is None:
+    if plan.query_load_bound is None:
         lse, delta = tl.load(rows + query), tl.load(rows + size + query)
     else:
         lse = tl.load(rows + query, mask=query < plan.length, other=0.0)
@@ -40,8 +40,8 @@ def _visit_keys(own, query, k, v, ids, limits, acc, masked: tl.constexpr, plan: 
         count = end - first - count
     for number in range(count):
         start = nth_tile(number, first, first_whole, end_whole, masked) * plan.key_block
-        keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
-        values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
+        keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_load_bound if masked else None, plan)
+        values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_load_bound if masked else None, plan)
         scores = score(tl.dot(queries, tl.trans(keys)), plan)
         weights = tl.exp2(scores * plan.output_scale - lse[:, None])
         if masked:
@@ -67,8 +67,8 @@ def query_kernel(q, k, v, d_out, rows, ranges, ids, d_q, plan: tl.constexpr):
     key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head // plan.group * plan.head_dim
     start = block * plan.query_block
     query = start + tl.arange(0, plan.query_block)
-    queries = load_rows(q + query_part, start, plan.query_block, plan.heads, plan.query_limit, plan)
-    d_outs = load_rows(d_out + query_part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+    queries = load_rows(q + query_part, start, plan.query_block, plan.heads, plan.query_load_bound, plan)
+    d_outs = load_rows(d_out + query_part, start, plan.query_block, plan.heads, plan.query_load_bound, plan)
     lse, delta = _load_statistics(rows + wide * (plan.heads * plan.length) + head * plan.length, query, plan)
     ids += batch * (plan.length + plan.key_length)
     own = queries, d_outs, lse, delta
@@ -99,13 +99,13 @@ def _visit_queries(own, key, q, d_out, rows, ids, limits, state, masked: tl.cons
         start = nth_tile(number - member * count, first, first_whole, end_whole, masked) * plan.query_block
         query = start + tl.arange(0, plan.query_block)
         part = member * plan.head_dim
-        queries = load_rows(q + part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+        queries = load_rows(q + part, start, plan.query_block, plan.heads, plan.query_load_bound, plan)
         lse, delta = _load_statistics(rows + member * plan.length, query, plan)
         scores = score(tl.dot(keys, tl.trans(queries)), plan)
         weights = tl.exp2(scores * plan.output_scale - lse[None, :])
         if masked:
             weights = tl.where(visible(ids, query[None, :], key[:, None], plan), weights, 0.0)
-        d_outs = load_rows(d_out + part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+        d_outs = load_rows(d_out + part, start, plan.query_block, plan.heads, plan.query_load_bound, plan)
         d_values = tl.dot(weights.to(d_outs.dtype), d_outs, d_values)
         gradient = weights * (tl.dot(values, tl.trans(d_outs)) - delta[None, :])
         if plan.capped:
@@ -131,8 +131,8 @@ def key_kernel(q, k, v, d_out, rows, ranges, ids, d_k, d_v, plan: tl.constexpr):
     key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head * plan.head_dim
     start = block * plan.key_block
     key = start + tl.arange(0, plan.key_block)
-    keys = load_rows(k + key_part, start, plan.key_block, plan.kv_heads, plan.key_limit, plan)
-    values = load_rows(v + key_part, start, plan.key_block, plan.kv_heads, plan.key_limit, plan)
+    keys = load_rows(k + key_part, start, plan.key_block, plan.kv_heads, plan.key_load_bound, plan)
+    values = load_rows(v + key_part, start, plan.key_block, plan.kv_heads, plan.key_load_bound, plan)
     rows += wide * (plan.heads * plan.length) + first_head * plan.length
     ids += batch * (plan.length + plan.key_length)
     own = keys, values

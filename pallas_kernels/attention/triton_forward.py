@@ -100,7 +100,7 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
         count = end - first - count
     for number in range(count):
         start = nth_tile(number, first, first_whole, end_whole, masked) * plan.key_block
-        keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
+        keys = load_rows(k, start, plan.key_block, plan.kv_heads, plan.key_load_bound if masked else None, plan)
         scores = score(tl.dot(queries, tl.trans(keys)), plan)
         if masked:
             key = start + tl.arange(0, plan.key_block)
@@ -113,7 +113,7 @@ def _visit(queries, query, k, v, ids, limits, state, masked: tl.constexpr, plan:
         weights = tl.exp2(scores * plan.output_scale - shift[:, None])
         shrink = tl.exp2(maximum - shift)
         total = total * shrink + tl.sum(weights, 1)
-        values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_limit if masked else None, plan)
+        values = load_rows(v, start, plan.key_block, plan.kv_heads, plan.key_load_bound if masked else None, plan)
         acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None])
         maximum = highest
     return acc, maximum, total
@@ -135,7 +135,7 @@ def forward_kernel(q, k, v, ranges, ids, out, lse, plan: tl.constexpr):
     key_part = wide * (plan.key_length * plan.kv_heads * plan.head_dim) + head // plan.group * plan.head_dim
     start = block * plan.query_block
     query = start + tl.arange(0, plan.query_block)
-    queries = load_rows(q + query_part, start, plan.query_block, plan.heads, plan.query_limit, plan)
+    queries = load_rows(q + query_part, start, plan.query_block, plan.heads, plan.query_load_bound, plan)
     ids += batch * (plan.length + plan.key_length)
     rows: tl.constexpr = plan.query_block
     width: tl.constexpr = plan.width

@@ -116,7 +116,7 @@ def _compute(
                 columns = pl.ds(tile_column * product.tiling.columns + column, product.tiling.store_columns)
                 plgpu.copy_smem_to_gmem(slot, arrays.outs[number].at[pl.ds(first, ROWS), columns])
 
-            product.by_column(tile.column, store)
+            product.locate_column(tile.column, store)
 
         matmul.store_pieces(product, buffers.operands, lambda columns: value[:, columns], copy)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cross_entropy.request import Options
-from pallas_kernels.cross_entropy.shards import axis_size, first_id, on_first_device
+from pallas_kernels.cross_entropy.vocabulary_shards import axis_size, first_id, on_first_device
 
 Statistics = tuple[jax.Array, jax.Array, jax.Array]
 """Three arrays [...], per token: maximum of the logits, sum of exp(logit - maximum), and the label's logit or 0."""

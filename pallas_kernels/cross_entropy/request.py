@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import AnyArray
-from pallas_kernels.cross_entropy.shards import axis_size, match_varying_axes
+from pallas_kernels.cross_entropy.vocabulary_shards import axis_size, match_varying_axes
 from pallas_kernels.target import Target, current_target
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.fused_mlp import mosaic_kernel
+from pallas_kernels.fused_mlp import mosaic_backward
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
 from pallas_kernels.fused_mlp.request import ActivatedMatmulRequest
 from pallas_kernels.hopper.matmul import DEPTH, TILE_ROWS, ProductTiling, TiledProduct, single_product
@@ -63,7 +63,7 @@ def _backward_rule(activation: str, saved: tuple, d_out: jax.Array) -> tuple:
     d_out = d_out.reshape(-1, depth)
     flat = tuple(x.reshape(-1, width) for x in inputs)
     product, gradient = make_product(d_out.shape[0], width, depth), ACTIVATIONS[activation].gradient
-    found = mosaic_kernel.gradients(product, gradient, d_out, weight, flat)
+    found = mosaic_backward.gradients(product, gradient, d_out, weight, flat)
     d_weight = lax.dot_general(hidden.reshape(-1, width), d_out, (((0,), (0,)), ((), ())))
     return tuple(value.reshape(x.shape) for value, x in zip(found, inputs, strict=True)), d_weight
 

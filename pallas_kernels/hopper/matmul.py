@@ -97,11 +97,11 @@ class TiledProduct:
         """Ring of buffers of the operands."""
         return Ring(self.tiling.stages, self.interpret)
 
-    def by_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
+    def locate_column(self, column: Index, visit: Callable[[int, Index], None]) -> None:
         """Call visit(i, column within operand i) for the right operand i that holds this column of tiles."""
         _visit_part([size // self.tiling.columns for size in self.columns], column, visit)
 
-    def by_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
+    def locate_step(self, step: Index, visit: Callable[[int, Index], None]) -> None:
         """Call visit(i, step within pair i) for the pair of operands i that holds this step."""
         _visit_part([size // DEPTH for size in self.depths], step, visit)
 
@@ -190,9 +190,9 @@ def load_tile(
             plgpu.copy_gmem_to_smem(block, buffers.right.at[slot], full)
 
         if len(lefts) == 1:
-            product.by_column(tile.column, lambda i, column: copy(lefts[0], rights[i], index, column))
+            product.locate_column(tile.column, lambda i, column: copy(lefts[0], rights[i], index, column))
         else:
-            product.by_step(index, lambda i, depth: copy(lefts[i], rights[i], depth, tile.column))
+            product.locate_step(index, lambda i, depth: copy(lefts[i], rights[i], depth, tile.column))
 
     product.ring.produce(number * product.steps, product.steps, load)
 

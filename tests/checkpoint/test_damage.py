@@ -34,6 +34,7 @@ def repair(directory):
     shutil.copytree(directory.parent / "copy", directory / "2")
 
 
+@pytest.mark.longer
 def test_forty_flipped_bits_are_all_noticed(two, open_manager, warnings):
     chance = random.Random(0)
     for _ in range(40):

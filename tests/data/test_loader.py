@@ -332,6 +332,7 @@ print("sockets", sum(link.startswith("socket:") for link in links))
     assert done.stdout.strip() == "sockets 0"
 
 
+@pytest.mark.longer
 def test_the_default_corpus(cache):
     said = []
     data = open_data(DataConfig(cache_dir=str(cache)), sequence_length=256, seed=0, report=said.append)

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.hopper import compile_step
+from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
 LAYERS, B, T, D = 2, 8, 1024, 256

@@ -200,6 +200,7 @@ def test_gap_breaks_the_line(tmp_path):
     assert page.chart("train")["curves"][0]["values"] == [3.0, 4.0, None, 6.0, 7.0]
 
 
+@pytest.mark.longer
 def test_long_run_stays_small_and_keeps_its_peaks(tmp_path):
     rng = np.random.default_rng(0)
     noise = rng.normal(size=100_000)

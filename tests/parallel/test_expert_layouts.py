@@ -39,7 +39,7 @@ def slow(*layouts: tuple[str, ...]):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(layout(expert=2), marks=pytest.mark.quick),
+        layout(expert=2),
         (*layout(fsdp=2, expert=2, tensor=2), "parallel.sequence=true", "train.gradient_accumulation=2"),
         *slow(
             layout(expert=3),
@@ -151,6 +151,7 @@ def test_slots_are_bounded_by_what_can_be_sent():
     assert count_slots(1000, 4, 1.5, 60) == 60
 
 
+@pytest.mark.quick
 def test_in_a_shard_map_that_has_taken_the_axes():
     """As in a step that is manual over the batch's axes: each device's own loss, its gradients summed where whole."""
     rules = make_rules(make_mesh(ParallelConfig(data=2, expert=2, tensor=2), jax.devices()))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from jaxstack.observe.hlo import Instruction, Module, parse_module
-from tests.hopper import compile_step
+from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
 ROWS, LENGTH = 4, 8192

@@ -14,7 +14,7 @@ from jaxstack.observe.collectives import collectives
 from jaxstack.parallel import ParallelConfig, ShardingContext, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.overlap import gather_project, project_scatter
 from pallas_kernels import lowering_platform, record_choices
-from tests.hopper import compile_step
+from tests.hopper_steps import compile_step
 from tests.parallel.test_layouts import assert_trains_as_one_device, layout
 from tests.small_runs import small_config
 

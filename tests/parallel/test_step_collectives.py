@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from jaxstack.observe.collectives import Collective, collectives
-from tests.hopper import compile_step
+from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
 LAYERS, D, HEADS, H, F, V = 3, 256, 8, 64, 1024, 4096

@@ -5,7 +5,7 @@ import pytest
 
 from jaxstack.observe.collectives import Collective, collectives
 from jaxstack.trainer import Trainer
-from tests.hopper import compile_step
+from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
 pytestmark = pytest.mark.compiles_for_gpu

@@ -1,5 +1,7 @@
 """FP8 in the model: which layers, training in each recipe and layout, the scaling state through step and checkpoint."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -30,9 +32,9 @@ def losses(*overrides: str, steps: int = STEPS) -> list[float]:
     return run_steps(make_trainer(small_config(*overrides)), steps)
 
 
-@pytest.fixture(scope="module")
-def on_one_device() -> dict[str, list[float]]:
-    return {recipe: losses(f"precision.fp8={recipe}") for recipe in ("none", "current", "delayed", "blockwise")}
+@functools.cache
+def on_one_device(recipe: str) -> list[float]:
+    return losses(f"precision.fp8={recipe}")
 
 
 # --- which layers -------------------------------------------------------------------------------------------------
@@ -152,8 +154,8 @@ def test_a_step_with_fewer_fp8_matmuls_than_it_should_have_is_refused():
 
 
 @pytest.mark.parametrize("recipe", ["current", pytest.param("delayed", marks=pytest.mark.quick), "blockwise"])
-def test_it_trains_nearly_as_float32(on_one_device, recipe):
-    found, wanted = on_one_device[recipe], on_one_device["none"]
+def test_it_trains_nearly_as_float32(recipe):
+    found, wanted = on_one_device(recipe), on_one_device("none")
     assert found != wanted and found == pytest.approx(wanted, rel=0.01)
 
 
@@ -174,10 +176,10 @@ QUICK = {("current", LAYOUTS[1]), ("delayed", LAYOUTS[0])}
         for layout in LAYOUTS
     ],
 )
-def test_layouts_train_nearly_as_one_device(on_one_device, recipe, layout):
+def test_layouts_train_nearly_as_one_device(recipe, layout):
     """Nearly: a device scales its own rows."""
     found = losses(f"precision.fp8={recipe}", *layout.split())
-    assert found == pytest.approx(on_one_device[recipe], rel=2e-3)
+    assert found == pytest.approx(on_one_device(recipe), rel=2e-3)
 
 
 PIPELINE = ("parallel.pipeline=2", "train.gradient_accumulation=4")

@@ -21,7 +21,7 @@ def read_checkpoint(run: Path, step: int) -> dict[str, bytes]:
 
 
 def _wanted(spec: LeafSpec):
-    if spec.is_plain:
+    if spec.is_python_value:
         return spec.value
     if spec.key_impl is not None:
         return jax.ShapeDtypeStruct(spec.shape, jax.random.key(0).dtype)

@@ -74,6 +74,7 @@ def test_eight_devices_and_other_batches_give_the_same_texts(source, prompts, ca
     assert texts(capsys, source, prompts, "--seed", "3", *layout) == found
 
 
+@pytest.mark.longer
 def test_several_texts_have_titles_and_end_at_stop_strings(source, prompts, capsys):
     whole = texts(capsys, source, prompts, ONE)
     stop = whole[2]["text"].split()[4]

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from jaxstack.config.base import Component
 from jaxstack.models.attention.base import AttentionSpec, SegmentIds
-from jaxstack.models.attention.masked import MaskedSoftmax
+from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from pallas_kernels import block_sparse_attention
 from pallas_kernels.attention import patterns
 from pallas_kernels.attention.masks import Layout, Mask

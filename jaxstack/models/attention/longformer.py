@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxstack.models.attention.base import AttentionSpec, SegmentIds
-from jaxstack.models.attention.masked import MaskedSoftmax
+from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from pallas_kernels import longformer_attention
 from pallas_kernels.attention.masks import Mask
 

@@ -13,7 +13,7 @@ from jaxstack.models.attention.base import (
     SegmentIds,
     context_method,
 )
-from jaxstack.models.attention.masked import MaskedSoftmax
+from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.attention.paged_cache import PagedKeys, attend_pages, empty_pages
 from pallas_kernels import context_attention, flash_attention
 from pallas_kernels.attention.masks import Mask

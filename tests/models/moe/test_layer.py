@@ -12,6 +12,7 @@ from jaxstack.models.activations import ACTIVATIONS
 from jaxstack.models.moe.dispatch import arrange, sum_rows, take_rows, take_weights
 from jaxstack.models.moe.router import route
 from jaxstack.models.moe_layer import MoE
+from tests.marks import longer
 from tests.small_runs import batch_at
 
 BASE = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "intermediate_size": 24}
@@ -50,11 +51,17 @@ KINDS = {
 }
 
 
-QUICK = ("softmax", "sigmoid_bias_scaled", "capacity", "shared")
+QUICK = ("softmax", "capacity")
+LONGER = ("sigmoid_bias_scaled", "shared")
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (*KINDS, "plain") if n not in QUICK)]
+    "name",
+    [
+        *QUICK,
+        *longer(*LONGER),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (*KINDS, "plain") if n not in (*QUICK, *LONGER)),
+    ],
 )
 def test_output_and_gradients_are_those_of_the_loop_over_experts(name):
     values = {"mlp": "plain", "hidden_act": "gelu"} if name == "plain" else {}
@@ -84,6 +91,7 @@ def test_arrange_gives_each_assignment_a_row_of_its_group():
     assert rows.place.tolist() == [[8, 0], [count, 9], [1, 10], [4, count]]
 
 
+@pytest.mark.longer
 def test_the_ways_to_rows_and_back_are_transposed():
     """Each custom gradient is the transpose of its forward, and none of them scatters."""
     assigned = jax.random.randint(jax.random.key(0), (7, 2), 0, 5)

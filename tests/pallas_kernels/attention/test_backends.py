@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.attention import xla
+from tests.marks import longer
 from tests.pallas_kernels.attention.contract import Case, check
 
 BACKENDS = ("xla_dense", "xla")
@@ -31,7 +32,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(xla, "_SMALLEST_BLOCK", 16)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", *longer("xla_dense")])
 @pytest.mark.parametrize("name", CASES)
 def test_error_at_most_twice_the_plain_version(name, backend):
     check(CASES[name], backend)

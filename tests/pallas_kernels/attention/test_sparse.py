@@ -19,6 +19,7 @@ from pallas_kernels import (
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.patterns import bigbird, fixed, strided
 from tests.compilation import run_jitted
+from tests.marks import longer
 from tests.pallas_kernels.attention.contract import Case, attend_plainly, check
 
 BACKENDS = ("xla_dense", "xla")
@@ -85,7 +86,7 @@ LONGFORMER = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", *longer("xla_dense")])
 @pytest.mark.parametrize("name", LONGFORMER)
 def test_longformer_error_at_most_twice_the_plain_version(name, backend):
     check(LONGFORMER[name], backend, attention=longformer_attention, plainly=plain_longformer)
@@ -162,7 +163,7 @@ BLOCK_SPARSE = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", *longer("xla_dense")])
 @pytest.mark.parametrize("name", BLOCK_SPARSE)
 def test_block_sparse_error_at_most_twice_the_plain_version(name, backend):
     check(BLOCK_SPARSE[name], backend, attention=block_sparse_attention, plainly=plain_block_sparse)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum, record_choices
 from pallas_kernels.cross_entropy import xla
 from tests.compilation import fully_optimized, run_jitted
+from tests.marks import longer
 from tests.pallas_kernels.cross_entropy.cases import (
     OPTIONS,
     assert_error_at_most_twice,
@@ -54,11 +55,12 @@ def check(leading, dtype, implementation, **options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *longer("bfloat16")])
 def test_error_at_most_twice_the_plain_version(options, dtype, backend):
     check((2, 10), dtype, backend, **options)
 
 
+@pytest.mark.longer
 @settings(max_examples=3, deadline=None)
 @given(leading=st.lists(st.integers(1, 7), max_size=3).map(tuple), backend=st.sampled_from(BACKENDS))
 def test_random_leading_dims(leading, backend):

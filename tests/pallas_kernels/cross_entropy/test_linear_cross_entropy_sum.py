@@ -13,6 +13,7 @@ from pallas_kernels import linear_cross_entropy, linear_cross_entropy_sum, lower
 from pallas_kernels.cross_entropy import xla
 from pallas_kernels.cross_entropy.request import Options, make_request
 from tests.compilation import run_jitted
+from tests.marks import longer
 from tests.pallas_kernels.cross_entropy.cases import (
     OPTIONS,
     assert_error_at_most_twice,
@@ -62,7 +63,7 @@ def check(inputs, dtype, implementation, **options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", *longer("bfloat16")])
 def test_error_at_most_twice_the_plain_version(options, dtype, backend):
     check(make_inputs((2, 10)), dtype, backend, **options)
 

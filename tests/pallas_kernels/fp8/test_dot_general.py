@@ -23,6 +23,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.fp8.formats import E4M3, E5M2, power_of_two_scale, quantize
 from tests.compilation import run_jitted
+from tests.marks import longer
 
 RECIPES = ("current", "delayed", "blockwise")
 STEPS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
@@ -66,7 +67,7 @@ def with_gradients(function, x, weights, incoming):
     return run_jitted(run, x, weights, incoming)
 
 
-@pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("gradients", ["e5m2", *longer("e4m3")])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_results_and_gradients_are_those_of_float32_within_fp8(recipe, gradients):
     x, weights, incoming = operands()
@@ -94,7 +95,7 @@ def test_numbers_that_fp8_holds_are_multiplied_exactly(recipe):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
 def test_several_weights_together_as_one_by_one(recipe):
     x, weights, incoming = operands()
     outs, pull = jax.vjp(functools.partial(multiply, recipe, "e5m2"), x, weights)
@@ -109,7 +110,7 @@ def test_several_weights_together_as_one_by_one(recipe):
     np.testing.assert_allclose(d_x, summed, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("dims", [((2,), (0,)), ((-1,), (1,)), ((0, 2), (1, 0)), ((2, 0), (0, 1))], ids=str)
+@pytest.mark.parametrize("dims", [((2,), (0,)), ((2, 0), (0, 1)), *longer(((-1,), (1,)), ((0, 2), (1, 0)))], ids=str)
 def test_dims_are_those_of_dot_general(dims):
     x = jax.random.normal(jax.random.key(0), (16, 24, 32))
     shape = {1: (32, 48), 2: (32, 16)}[len(dims[0])]
@@ -122,7 +123,7 @@ def test_dims_are_those_of_dot_general(dims):
         assert found.shape == exact.shape and error(found, exact) < STEPS["e4m3"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
 def test_what_is_asked_for_is_the_dtype(recipe):
     x, weights, _ = operands(dtype=jnp.bfloat16)
     given = states(recipe, 1)[0]
@@ -143,7 +144,7 @@ def test_a_quantized_weight_is_used_and_its_carrier_gets_the_gradient():
     np.testing.assert_array_equal(carried_pull(incoming)[0], pull(incoming)[0])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
 def test_a_float32_weight_is_rounded_once_and_gets_a_float32_gradient(recipe):
     x, (_, w), (_, incoming) = operands(dtype=jnp.float32)
     low = x.astype(jnp.bfloat16)
@@ -158,7 +159,7 @@ def test_a_float32_weight_is_rounded_once_and_gets_a_float32_gradient(recipe):
     assert error(gradient, exact) < STEPS["e5m2"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
 def test_an_mlp_of_one_piece_is_its_three_products(recipe):
     x, (gate, up), _ = operands(rows=(4, 32), inner=(64,), outputs=((128,), (128,)))
     (down,), incoming = (
@@ -184,7 +185,7 @@ def test_an_mlp_of_one_piece_is_its_three_products(recipe):
     assert 0.01 < error(found[0], wide @ down) < 2 * STEPS["e4m3"]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["delayed", *longer("current", "blockwise")])
 def test_what_the_backward_pass_keeps_is_not_rounded_again(recipe):
     """`jax.checkpoint` rounds kept floats to their format, for which XLA's CPU backend takes E4M3 to end at 240."""
     x, (gate, up), _ = operands(rows=(8,), inner=(32,), outputs=((48,), (48,)))
@@ -365,6 +366,7 @@ def test_linen_dense_takes_it():
     assert fp8 != plain and abs(fp8 / plain - 1) < 0.05
 
 
+@pytest.mark.longer
 def test_under_vmap_scan_and_checkpoint():
     x, w = jax.random.normal(jax.random.key(0), (3, 16, 32)), 0.1 * jax.random.normal(jax.random.key(1), (3, 32, 32))
 

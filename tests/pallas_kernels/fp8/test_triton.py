@@ -1,10 +1,11 @@
 """The rounding kernel: interpreted on the CPU against the plain form, bit by bit, and compiled for an H200.
 
 Triton decides at its import whether kernels are interpreted, so that runs in a process of its own:
-`TRITON_INTERPRET=1 python -m tests.pallas_kernels.fp8.test_triton`.
+`TRITON_INTERPRET=1 python -m tests.pallas_kernels.fp8.test_triton maxima`.
 """
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +29,10 @@ from tests.hopper import compile_for_hopper
 from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
 
 
-def interpret() -> None:
-    """Compares every output of the kernels.
-
-    Scales of all magnitudes and of zeros; values that FP8 holds, as the interpreter's own cast drops the carry of a
+def interpret_blockwise(random, size):
+    """Scales of all magnitudes and of zeros; values that FP8 holds, as the interpreter's own cast drops the carry of a
     rounding.
     """
-    let_numpy_index()
-    random, size = np.random.default_rng(0), (256, 384)
     shapes = [(size, E4M3), ((3, 256), np.float32), (size[::-1], E4M3), ((2, 384), np.float32)]
 
     def run(x):
@@ -50,11 +47,6 @@ def interpret() -> None:
     held = random.choice([-1.875, -1.0, 1.125, 1.5], size) * np.exp2(random.integers(-3, 4, size))
     for found, wanted in run(held):
         np.testing.assert_array_equal(found, wanted)
-
-    interpret_sources(random, size)
-    interpret_tiles(random, size)
-    interpret_blocks(random, size)
-    interpret_maxima(random)
 
 
 def interpret_sources(random, size):
@@ -141,7 +133,7 @@ def interpret_blocks(random, size):
     np.testing.assert_array_equal(turned, values.T)
 
 
-def interpret_maxima(random):
+def interpret_maxima(random, size):
     """As the plain form: more than are read at once, as few as one."""
     maxima = [np.abs(random.normal(size=count)).astype(np.float32) for count in (5000, 1, 130)]
     (found,) = launch("maxima_kernel", triton.MaximaPlan(5000, 1, 130, history=5), [((3, 5), np.float32)], *maxima)
@@ -162,8 +154,9 @@ def launch(kernel, plan, shapes, *arrays):
 
 
 @needs_triton
-def test_the_kernel_rounds_bit_by_bit_as_the_plain_form():
-    done = run_interpreted(__spec__.name)
+@pytest.mark.parametrize("kernels", [pytest.param("maxima", marks=pytest.mark.quick), "blockwise sources tiles blocks"])
+def test_the_kernel_rounds_bit_by_bit_as_the_plain_form(kernels):
+    done = run_interpreted(__spec__.name, *kernels.split())
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -251,4 +244,6 @@ def test_a_normalised_input_is_written_in_fp8_only(recipe):
 
 
 if __name__ == "__main__":
-    interpret()
+    let_numpy_index()
+    for name in sys.argv[1:]:
+        globals()[f"interpret_{name}"](np.random.default_rng(0), (256, 384))

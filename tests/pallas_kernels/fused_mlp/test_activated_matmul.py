@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import activated_matmul, lowering_platform, record_choices
-from pallas_kernels.fused_mlp import mosaic, mosaic_kernel
+from pallas_kernels.fused_mlp import mosaic, mosaic_backward
 from pallas_kernels.fused_mlp.activations import ACTIVATIONS
 from tests.hopper import compile_for_hopper
 
@@ -86,7 +86,7 @@ def test_what_the_kernel_refuses(change, reason):
 
 def test_few_pieces_are_in_shared_memory_of_many_inputs():
     product = mosaic.make_product(256, 512, 128)
-    assert [mosaic_kernel._slots(product, count) for count in (1, 2)] == [4, 2]
+    assert [mosaic_backward._slots(product, count) for count in (1, 2)] == [4, 2]
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

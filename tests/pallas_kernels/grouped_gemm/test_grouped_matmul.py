@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import NotSupported, grouped_matmul, grouped_matmul_alignment, record_choices
 from pallas_kernels.grouped_gemm.groups import aligned_rows, realign
 from tests.compilation import fully_optimized
+from tests.marks import longer
 from tests.pallas_kernels.grouped_gemm.cases import Case, check, run
 
 CASES = {
@@ -24,7 +25,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("implementation", ["xla", *longer("reference")])
 def test_error_at_most_twice_the_plain_version(name, implementation):
     check(CASES[name], implementation)
 
@@ -99,6 +100,7 @@ def test_the_default_on_a_cpu_and_its_alignment_needs_no_copy():
     assert "gather" not in str(jaxpr)
 
 
+@pytest.mark.longer
 def test_vmap_over_problems():
     case = Case((5, 1, 30, 12), dtype="float32")
     x, weights, _ = (jnp.asarray(a, jnp.float32) for a in case.arrays())

@@ -19,6 +19,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.linear_time_attention import xla
 from tests.compilation import fully_optimized, run_jitted
+from tests.marks import longer
 
 B, T, N, K, H = 2, 21, 4, 2, 8
 PROJECTION = random_projection(20, H, seed=1)
@@ -69,8 +70,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["elu", "performer"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["elu", *longer("performer")])
+@pytest.mark.parametrize("name", ["causal", "documents, full", *longer("full", "documents", "padding")])
 def test_chunks_equal_the_quadratic_form_in_float32(name, kind):
     x = arrays()
     ours = out_and_gradients(kind, x, **CASES[name])
@@ -88,7 +89,9 @@ def plain(q, k, v):
     return jnp.einsum("bnts,bsnh->btnh", weights, v)
 
 
-@pytest.mark.parametrize(("dtype", "platform"), [("bfloat16", "cpu"), ("float16", "cuda")])
+@pytest.mark.parametrize(
+    ("dtype", "platform"), [("bfloat16", "cpu"), pytest.param("float16", "cuda", marks=pytest.mark.longer)]
+)
 def test_error_in_low_precision_at_most_twice_the_plain_version(dtype, platform):
     """On a CPU products are float32, lowered for a GPU they are in the inputs' dtype."""
     x = arrays(dtype=jnp.dtype(dtype))
@@ -150,9 +153,9 @@ def test_other_lengths_of_keys_without_causal():
 # --- states -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["elu", "performer"])
-@pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("kind", [*longer("elu"), "performer"])
+@pytest.mark.parametrize("segmented", [*longer(False), True])
+@pytest.mark.parametrize("implementation", ["xla", *longer("reference")])
 def test_cut_in_two_with_a_state_is_the_same(kind, segmented, implementation):
     x, ids = arrays(), np.asarray(documents()) if segmented else None
     features = PROJECTION.shape[0] if kind == "performer" else H
@@ -174,7 +177,7 @@ def test_cut_in_two_with_a_state_is_the_same(kind, segmented, implementation):
         np.testing.assert_allclose(run_jitted(lambda *x, cuts=cuts: run(*x, cuts=cuts), *x), whole, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["elu", "performer"])
+@pytest.mark.parametrize("kind", ["elu", *longer("performer")])
 def test_gradients_flow_through_a_state(kind):
     x = arrays()
 
