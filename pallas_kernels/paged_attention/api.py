@@ -52,3 +52,15 @@ def paged_attention(
     """
     request = make_request(q, k_pages, v_pages, page_table, lengths, scale=scale, soft_cap=soft_cap, window=window)
     return select("paged_attention", BACKENDS, implementation, request).call(request)
+
+
+def reads_pages_in_place(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P page K H"],
+    v_pages: Float[Array, "P page K H"],
+    page_table: Int[Array, "B pages"],
+    lengths: Int[Array, " B"],
+) -> bool:
+    """Return True if `paged_attention` would compute the call by a kernel that does not copy the pages."""
+    request = make_request(q, k_pages, v_pages, page_table, lengths, scale=None, soft_cap=None, window=None)
+    return select("paged_attention", BACKENDS, None, request, record=False).opaque
