@@ -64,14 +64,14 @@ def test_greedy_is_the_argmax_of_the_full_forward(logits, greedy):
 def test_several_steps_of_one_program_give_the_tokens_of_single_steps(decoder, greedy):
     """Also where the last program computes more tokens than are wanted, or the rows end within one."""
     several = Decoder(decoder.module, decoder.params, decoder.non_params, decoder.rules, steps=5)
-    for count in (1, 2, 4, 7, 12):
+    for count in (1, 4, 12):
         assert run(several, PROMPTS, count, GREEDY) == [row[:count] for row in greedy], count
     sampling = Sampling(temperature=1.0, top_k=30)
     assert run(several, PROMPTS, 12, sampling, seed=3) == run(decoder, PROMPTS, 12, sampling, seed=3)
     stop = greedy[0][6]
     alone = [int(token) for (token,) in several.generate(PROMPTS[:1], 12, GREEDY, stop_tokens=[stop])]
     assert alone == greedy[0][: greedy[0].index(stop) + 1]
-    assert several._next._cache_size() <= 5, "two lengths of greedy and of sampled steps, and one row"
+    assert several._next._cache_size() == 6, "programs of five steps and of one: greedy, sampled, and for one row"
 
 
 def test_each_part_is_dispatched_before_the_one_before_it_is_read():

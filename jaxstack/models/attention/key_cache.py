@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
@@ -135,10 +136,10 @@ def attend_newest(
       None if no kernel supports the call.
     """
     _, key_heads, slots, width = cache.key.shape
-    # A key head of a row is a sequence of one page.
+    # A key head of a row is a sequence of one page; the table is a constant of the program.
     sequences = cache.key.shape[0] * key_heads
     pages = (x.reshape(sequences, slots, 1, width) for x in cache)
-    table = jnp.arange(sequences, dtype=jnp.int32)[:, None]
+    table = np.arange(sequences, dtype=np.int32)[:, None]
     call = (q.reshape(sequences, 1, -1, width), *pages, table, jnp.repeat(lengths, key_heads))
     if implementation is None and not reads_pages_in_place(*call):
         return None
