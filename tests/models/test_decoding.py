@@ -137,5 +137,6 @@ def test_a_cache_as_pages_gives_the_attention_over_its_slots():
     cache, lengths = KeyCache(*map(jnp.asarray, cache)), jnp.array([37, 5, 1])
     visible = (jnp.arange(37) < lengths[:, None])[:, None]
     found = attend_newest(jnp.asarray(q), cache, lengths, heads, implementation="xla")
+    assert found is not None
     np.testing.assert_allclose(found, attend_to(jnp.asarray(q), cache, visible, heads), rtol=1e-5, atol=1e-6)
     assert attend_newest(jnp.asarray(q), cache, lengths, heads) is None, "no kernel on a CPU"
