@@ -119,7 +119,7 @@ def main() -> None:
     assert isinstance(llama, TorchLlama), "make_module returns a GPT-2 only for learned positions"
     for batch in args.batch:
         torch.compiler.reset()
-        seconds = measure(llama, model.vocab_size, batch, args.prompt, args.tokens)
+        seconds = measure(llama, llama.head.out_features, batch, args.prompt, args.tokens)
         name = f"PyTorch {torch.__version__} Llama, torch.compile"
         print(json.dumps({"implementation": name, "batch": batch, "seconds": seconds}), flush=True)
 

@@ -138,9 +138,9 @@ def attend_newest(
     _, key_heads, slots, width = cache.key.shape
     # A key head of a row is a sequence of one page; the table is a constant of the program.
     sequences = cache.key.shape[0] * key_heads
-    pages = (x.reshape(sequences, slots, 1, width) for x in cache)
+    k_pages, v_pages = (x.reshape(sequences, slots, 1, width) for x in cache)
     table = np.arange(sequences, dtype=np.int32)[:, None]
-    call = (q.reshape(sequences, 1, -1, width), *pages, table, jnp.repeat(lengths, key_heads))
+    call = (q.reshape(sequences, 1, -1, width), k_pages, v_pages, table, jnp.repeat(lengths, key_heads))
     if implementation is None and not reads_pages_in_place(*call):
         return None
     out = paged_attention(*call, scale=heads.scale, soft_cap=heads.soft_cap, implementation=implementation)
