@@ -2,6 +2,7 @@
 
     python benchmarks/ablation.py
     python benchmarks/ablation.py --quick    # 30 steps instead of 100
+    python benchmarks/ablation.py --steps 400 --timeout 600    # losses that say more; float32 takes most of the time
     python benchmarks/ablation.py --tiny     # tiny sizes on simulated CPU devices
 
 The first 8 of the 16 layers of llama3-1b, with a vocabulary of 32,768 (620 million parameters), train on Python's
@@ -14,8 +15,11 @@ attention skips keys that a block of queries cannot see, and recomputes its weig
 rows trade speed for memory and compile time.
 
 `final_loss` is the mean over the last quarter of the steps, `loss_ratio` that by the first row's, `speedup` the first
-row's time by this row's, where both are of one run. Each row runs in a process of its own and is appended to
-benchmarks/results/ablation.jsonl at once. A row that is to run in FP8 and does not fails.
+row's time by this row's, where both are of one run. `loss_ratio_tf32` and `speedup_tf32` compare with the row of TF32
+matmuls in the same way: what a plain program gains by one setting of jax is not ours. `joules_per_token` is of all
+steps, by the driver's energy counter, and `dollars_per_billion_tokens` follows from `--price`. Each row runs in a
+process of its own and is appended to benchmarks/results/ablation.jsonl at once. A row that is to run in FP8 and does
+not fails.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import positive
+from benchmarks.energy import EnergyCounter, cost_fields
 from benchmarks.learning import count_matmuls, learn, mean_loss
 from benchmarks.rows import append_rows, print_table
 from benchmarks.steps import open_run, rates, run_as_command, run_process
@@ -57,9 +62,11 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
 }
 """Technique -> what it changes in the configuration. TF32 and the loss are not of the configuration, see `measure`."""
 COLUMNS = (
-    "variant", "tokens_per_second_per_device", "mfu", "milliseconds", "speedup", "peak_memory_bytes", "final_loss",
-    "loss_ratio", "compile_seconds",
+    "variant", "tokens_per_second_per_device", "mfu", "milliseconds", "speedup", "speedup_tf32", "joules_per_token",
+    "dollars_per_billion_tokens", "peak_memory_bytes", "final_loss", "loss_ratio", "loss_ratio_tf32", "compile_seconds",
 )  # fmt: skip
+BASELINES = {"": "float32, nothing else", "_tf32": "TF32 matmuls"}
+"""Suffix of `speedup` and `loss_ratio` -> the row that they compare with."""
 
 
 def full_logits_loss(model: Any, batch: Any) -> Any:
@@ -77,6 +84,14 @@ def overrides_of(variant: str) -> list[str]:
     """The configuration of a row: that of all rows up to it."""
     names = list(TECHNIQUES)
     return [override for name in names[: names.index(variant) + 1] for override in TECHNIQUES[name]]
+
+
+def compare(row: dict[str, Any], baselines: dict[str, dict[str, Any]]) -> None:
+    """Add the speedup over each baseline that was measured, and the ratio to its loss."""
+    for suffix, name in BASELINES.items():
+        if base := baselines.get(name):
+            row[f"loss_ratio{suffix}"] = row["final_loss"] / base["final_loss"]
+            row[f"speedup{suffix}"] = base["milliseconds"] / row["milliseconds"]
 
 
 def measure(variant: str, overrides: list[str]) -> dict[str, Any]:
@@ -100,7 +115,8 @@ def measure(variant: str, overrides: list[str]) -> dict[str, Any]:
     began = time.perf_counter()
     trainer.compile(trainer.peek_batch())
     compile_seconds, matmuls = time.perf_counter() - began, count_matmuls(trainer)
-    points = learn(trainer, every=EVERY)
+    with EnergyCounter() as energy:
+        points = learn(trainer, every=EVERY)
     steps = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in zip(points, points[1:], strict=False)]
     last = points[-1]["tokens"]
     milliseconds = 1e3 * statistics.median(steps)
@@ -109,7 +125,7 @@ def measure(variant: str, overrides: list[str]) -> dict[str, Any]:
         "implementation": "jaxstack", **rates(config, milliseconds, 1, jax.devices()[0].device_kind),
         "milliseconds": milliseconds, "peak_memory_bytes": peak_memory_bytes(), "compile_seconds": compile_seconds,
         "final_loss": mean_loss(points, 0.75 * last, last), "tokens": last, "backends": backends,
-        "matmuls": matmuls,
+        "matmuls": matmuls, "joules": energy.joules,
     }  # fmt: skip
 
 
@@ -117,6 +133,8 @@ def main() -> None:
     """Measures every technique in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="30 steps of 8 x 2048 tokens instead of 100")
+    parser.add_argument("--steps", type=positive(int), help="number of steps; default: 100")
+    parser.add_argument("--price", type=positive(float), default=3.0, help="dollars for an hour of one GPU (3)")
     parser.add_argument("--only", nargs="+", default=list(TECHNIQUES), choices=TECHNIQUES, metavar="TECHNIQUE",
         help=f"rows to measure, of: {', '.join(TECHNIQUES)}")  # fmt: skip
     parser.add_argument("--timeout", type=positive(float), default=240, help="seconds a row may take")
@@ -126,7 +144,7 @@ def main() -> None:
     if args.worker:
         variant, *overrides = args.worker
         run_as_command("ablation.py", lambda: print(json.dumps(measure(variant, overrides))))
-    steps = 8 if args.tiny else 30 if args.quick else 100
+    steps = args.steps or (8 if args.tiny else 30 if args.quick else 100)
     overrides = [
         *MODEL, "data.packing=false", "train.global_batch_size=8", "train.sequence_length=2048",
         *(TINY if args.tiny else ()), f"train.steps={steps}", "schedule.name=constant",
@@ -134,24 +152,25 @@ def main() -> None:
     ]  # fmt: skip
     work = "tiny llama" if args.tiny else f"half of llama3-1b, {steps} steps of 8 x 2048 tokens of real text"
     rows: list[dict[str, Any]] = []
-    first: dict[str, Any] | None = None
+    baselines: dict[str, dict[str, Any]] = {}
     for variant in args.only:
         row = run_process(variant, [__file__, "--worker", variant, *overrides], args.timeout)
         if row:
-            first = row if variant == next(iter(TECHNIQUES)) else first
-            if first:
-                row["loss_ratio"] = row["final_loss"] / first["final_loss"]
-                row["speedup"] = first["milliseconds"] / row["milliseconds"]
+            baselines[variant] = row
+            compare(row, baselines)
+            speed = row["tokens_per_second_per_device"]
+            row |= cost_fields(row.pop("joules"), row["tokens"], speed, args.price)
             rows.append({"work": work, "variant": f"{list(TECHNIQUES).index(variant)} {variant}", **row})
             append_rows("tiny/ablation" if args.tiny else "ablation", rows[-1:])
     if not rows:
         raise SystemExit(1)
     print_table(rows, COLUMNS)
-    compared = [row for row in rows if "speedup" in row]
-    if len(compared) > 1:
-        best = max(compared, key=lambda row: row["speedup"])
-        what, gain, loss = best["variant"], best["speedup"], best["loss_ratio"]
-        print(f"{what}: {gain:.1f} times the first row's speed at {loss:.4f} of its loss")
+    for suffix, name in BASELINES.items():
+        compared = [row for row in rows if f"speedup{suffix}" in row]
+        if len(compared) > 1:
+            best = max(compared, key=lambda row: row[f"speedup{suffix}"])
+            gain, loss = best[f"speedup{suffix}"], best[f"loss_ratio{suffix}"]
+            print(f"{best['variant']}: {gain:.1f} times the speed of {name} at {loss:.4f} of its loss")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/parallel.py                                   # everything, about 20 minutes on four H200s
     python benchmarks/parallel.py --only tensor context pipeline
-    python benchmarks/parallel.py --only weak --devices 2
+    python benchmarks/parallel.py --only weak strong --devices 2
     python benchmarks/parallel.py --tiny                            # tiny sizes on simulated CPU devices
 
 The names of the works contain the number of GPUs, with which they grow. Parts:
@@ -12,6 +12,7 @@ The names of the works contain the number of GPUs, with which they grow. Parts:
     pipeline   the measured and simulated bubble of each schedule (benchmarks/pipeline.py)
     matmul     the MLP of llama3-8b with its communication inside the matmuls (benchmarks/collective_matmul.py)
     weak       llama3-1b, 4 x 8192 tokens a device, on one device and on all
+    strong     llama3-1b, the same 4 x 8192 tokens on one device and divided over all
 
 Rows of `pipeline` and `matmul` are appended to the results of their own scripts, all others to
 benchmarks/results/parallel.jsonl, each as soon as it is measured. `efficiency` is tokens/s per device relative to one
@@ -89,15 +90,21 @@ def measure_long(args: argparse.Namespace) -> Iterator[Row | None]:
         yield measure(args, name, variant, [*overrides, *LONG[variant]], args.devices)
 
 
-def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
-    """Weak scaling: the same work per device on one device and on all, with the batch or the state sharded."""
-    single, work = WORKS["llama3-1b bf16"], "llama3-1b 4 x 8192 tokens a device bf16"
+def measure_scaling(args: argparse.Namespace, work: str, rows: Callable[[int], int]) -> Iterator[Row | None]:
+    """One work on one device and on all, with the batch or the state sharded.
+
+    Args:
+        args: the command's arguments.
+        work: its name.
+        rows: number of devices -> sequences of a step.
+    """
+    single = WORKS["llama3-1b bf16"]
     layouts, alone = (("1 device", "data", 1), ("data", "data", args.devices), ("fsdp", "fsdp", args.devices)), None
     for variant, axis, devices in layouts:
         if args.variants and variant not in args.variants:
             continue
-        overrides = [f"train.global_batch_size={4 * devices}", f"parallel.{axis}={devices}", "model.scan_layers=false"]
-        row = measure(args, work, variant, [*single, *overrides], devices)
+        sizes = [f"train.global_batch_size={rows(devices)}", f"parallel.{axis}={devices}", "model.scan_layers=false"]
+        row = measure(args, work, variant, [*single, *sizes], devices)
         if row and devices == 1:
             alone = row["tokens_per_second_per_device"]
         if row and alone:
@@ -105,11 +112,23 @@ def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
         yield row
 
 
+def measure_weak(args: argparse.Namespace) -> Iterator[Row | None]:
+    """Weak scaling: the same work per device on one device and on all."""
+    return measure_scaling(args, "llama3-1b 4 x 8192 tokens a device bf16", lambda devices: 4 * devices)
+
+
+def measure_strong(args: argparse.Namespace) -> Iterator[Row | None]:
+    """Strong scaling: the same work in all on one device and on all."""
+    rows = max(4, args.devices)
+    return measure_scaling(args, f"llama3-1b {rows} x 8192 tokens in all bf16", lambda devices: rows)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Row | None]]] = {
     "tensor": measure_tensor,
     "context": measure_context,
     "long": measure_long,
     "weak": measure_weak,
+    "strong": measure_strong,
 }
 SCRIPTS = {
     "pipeline": ["pipeline.py", "--stages"],
@@ -134,7 +153,7 @@ def run_script(args: argparse.Namespace, name: str) -> None:
 def main() -> None:
     """Measures the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = ("tensor", "context", "pipeline", "matmul", "weak", "long")
+    names = ("tensor", "context", "pipeline", "matmul", "weak", "strong", "long")
     parser.add_argument("--only", nargs="+", default=list(names[:-1]), choices=names, metavar="PART")
     parser.add_argument("--variants", nargs="+", help="of the part named by --only")
     parser.add_argument("--devices", type=int, help="the first so many GPUs; left out: all (four with --tiny)")
@@ -148,8 +167,8 @@ def main() -> None:
     if args.devices < 2:
         parser.error(f"needs two or more GPUs, found {args.devices}; or --tiny, on simulated CPU devices")
     known = {
-        "tensor": list(VARIANTS), "context": list(context_variants(args.devices)), "weak": ["1 device", "data", "fsdp"],
-        "long": list(LONG),
+        "tensor": list(VARIANTS), "context": list(context_variants(args.devices)), "long": list(LONG),
+        **dict.fromkeys(("weak", "strong"), ["1 device", "data", "fsdp"]),
     }  # fmt: skip
     if args.variants:
         wrong = [v for v in args.variants if len(args.only) != 1 or v not in known.get(args.only[0], [])]

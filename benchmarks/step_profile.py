@@ -97,8 +97,12 @@ def summarise(events: Sequence[tuple[int, int, str, dict[str, str]]], steps: int
     return row, ordered
 
 
-def measure(overrides: Sequence[str]) -> dict[str, Any]:
-    """The row of one work, with all its kernels in `all`."""
+def trace_steps(overrides: Sequence[str]) -> tuple[Any, list[tuple[int, int, str, dict[str, str]]]]:
+    """Return the configuration of a run, and `device_events` of `STEPS` of its steps.
+
+    Args:
+        overrides: The configuration; those that begin with `xla_` are compiler options of XLA.
+    """
     import jax
 
     options, settings = split_options(overrides)
@@ -112,8 +116,17 @@ def measure(overrides: Sequence[str]) -> dict[str, Any]:
             for _ in range(STEPS):
                 loss = trainer.train_step(next(batches)[0])["loss"]
             float(loss)
-        row, kernels = summarise(device_events(Path(directory)), STEPS)
+        events = device_events(Path(directory))
     batches.close()
+    return config, events
+
+
+def measure(overrides: Sequence[str]) -> dict[str, Any]:
+    """The row of one work, with all its kernels in `all`."""
+    import jax
+
+    config, events = trace_steps(overrides)
+    row, kernels = summarise(events, STEPS)
     devices = jax.devices()
     tokens = config.train.global_batch_size * config.train.sequence_length
     return {

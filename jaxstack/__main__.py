@@ -87,6 +87,12 @@ def _checkpoint() -> CommandModule:
     return checkpoint
 
 
+def _tune() -> CommandModule:
+    from jaxstack.tune import __main__ as tune
+
+    return tune
+
+
 def _schema() -> CommandModule:
     from jaxstack import schema
 
@@ -100,6 +106,7 @@ COMMANDS = {
     "serve": Command("answer OpenAI's completion requests over HTTP with a trained run", _serve),
     "evaluate": Command("compute loss and bits per byte on held-out text, or run evaluation tasks", _evaluate),
     "plan": Command("show how a configuration is laid out on a mesh, without its devices", _plan),
+    "tune": Command("search hyperparameters over many short runs, or find a learning rate", _tune),
     "convert": Command("convert Hugging Face checkpoints to run directories, and back", _convert),
     "prepare": Command("tokenize text into shards", _prepare),
     "checkpoint": Command("verify, list or prune the checkpoints of a run", _checkpoint),
@@ -111,6 +118,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `jaxstack <subcommand> ...`, which is the same as `python -m jaxstack.<subcommand> ...`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         print("usage: jaxstack <subcommand> [arguments]\n\nsubcommands:")
@@ -118,11 +127,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n`jaxstack <subcommand> --help` explains each.")
         return 0 if arguments else 2
     name = arguments[0]
-    if name == "--version":
+    if name in ("--version", "-V", "version"):
         print(f"jaxstack {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"jaxstack: there is no subcommand {name!r}; {nearest(name, COMMANDS)}", file=sys.stderr)
+        file = name.endswith((".yaml", ".yml"))
+        advice = f"to train from a file: jaxstack train --config {name}" if file else nearest(name.lower(), COMMANDS)
+        print(f"jaxstack: there is no subcommand {name!r}; {advice}", file=sys.stderr)
         return 2
     return COMMANDS[name].load().main(arguments[1:])
 

@@ -8,12 +8,53 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import JaxstackError, nearest
 
 
-def add_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """A parser that reports wrong usage in one line: the error, the nearest option, and a command that is right."""
+
+    example = ""
+    """A command that is right; set by `add_examples`."""
+
+    def error(self, message: str) -> NoReturn:
+        kind, _, words = message.partition("unrecognized arguments: ")
+        unknown = next((word for word in words.split() if word.startswith("-")), None)
+        if not kind and unknown is not None:
+            options = [option for option in self._option_string_actions if option.startswith("--")]
+            alike = nearest(unknown.partition("=")[0], options)
+            message = f"there is no option {unknown}" + (f"; {alike}" if alike.startswith("did you mean") else "")
+        example = f" For example: {self.example}; all options: {self.prog} --help" if self.example else ""
+        self.exit(2, f"{self.prog}: {message.rstrip('.')}{'' if message.endswith('?') else '.'}{example}\n")
+
+
+def required_option(
+    parser: CommandParser, arguments: argparse.Namespace, name: str, accepts: Callable[[str], bool], hint: str = ""
+) -> argparse.Namespace:
+    """Fill in an option that was left out from the overrides: its value may stand there without the option's name.
+
+    Args:
+      parser: the parser, which exits if the value is missing.
+      arguments: the parsed arguments, with `overrides`; changed in place.
+      name: name of the option, without dashes.
+      accepts: returns True for a word without `=` that is the value.
+      hint: end of the message if the value is missing.
+
+    Returns:
+      The arguments.
+    """
+    if getattr(arguments, name) is None:
+        word = next((word for word in arguments.overrides if "=" not in word and accepts(word)), None)
+        if word is None:
+            parser.error(f"--{name} is missing{hint}")
+        arguments.overrides.remove(word)
+        setattr(arguments, name, word)
+    return arguments
+
+
+def add_examples(parser: CommandParser, *examples: str) -> CommandParser:
     """Add examples to the end of a parser's help, each on a line of its own so that it can be copied.
 
     Args:
@@ -24,6 +65,7 @@ def add_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.Ar
       The parser.
     """
     width = 79
+    parser.example = f"python -m jaxstack.{examples[0]}"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(parser.description or "", width)
     notes = textwrap.fill(parser.epilog, width) + "\n\n" if parser.epilog else ""

@@ -4,13 +4,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack convert",
         description="Convert a Hugging Face checkpoint (config.json, safetensors) into a run directory, or a run "
         "directory into a Hugging Face checkpoint.",

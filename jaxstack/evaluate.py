@@ -3,12 +3,13 @@
 import argparse
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, required_option, run_command
 from jaxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 _OVERRIDE = re.compile(r"(parallel|precision)\.\w+=")
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack evaluate",
         description="Compute loss, perplexity and bits per byte of a trained run or a Hugging Face checkpoint, by "
         "default on the run's own held-out text. With --tasks, run multiple-choice and generation tasks of the "
@@ -28,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
         "many devices as divide the model's key/value heads. Choose another layout with parallel.data=2 "
         "parallel.tensor=4 and the like.",
     )
-    parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
+    parser.add_argument("--run", metavar="DIR", help="run directory, or Hugging Face checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="parallel.key=value", help="layout of the devices, precision")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to evaluate (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -61,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     # An option that takes several words would take overrides that follow it too.
-    args = make_parser().parse_intermixed_args(sorted(words, key=lambda word: not _OVERRIDE.match(word)))
+    parser = make_parser()
+    args = parser.parse_intermixed_args(sorted(words, key=lambda word: not _OVERRIDE.match(word)))
+    required_option(parser, args, "run", os.path.isdir)
     return run_command("jaxstack evaluate", lambda: _evaluate(args))
 
 

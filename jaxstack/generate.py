@@ -3,28 +3,29 @@
 import argparse
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, required_option, run_command
 from jaxstack.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxstack.run.generate import GeneratedText
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack generate",
         description="Sample text from a trained run or a Hugging Face checkpoint. A single text is streamed.",
         epilog="Devices: by default the weights are sharded over as many devices as divide the model's key/value "
         "heads. Choose a layout with parallel.data=2 parallel.tensor=4 and the like, and a dtype with "
         "precision.compute=float32.",
     )
-    parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
+    parser.add_argument("--run", metavar="DIR", help="run directory, or Hugging Face checkpoint")
     parser.add_argument("overrides", nargs="*", metavar="parallel.key=value", help="layout of the devices, precision")
     text = parser.add_argument_group("prompts")
     text.add_argument(
@@ -62,7 +63,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    args = make_parser().parse_intermixed_args(argv)
+    parser = make_parser()
+    hint = " (the text to continue is --prompt)"
+    args = required_option(parser, parser.parse_intermixed_args(argv), "run", os.path.isdir, hint)
     return run_command("jaxstack generate", lambda: _generate(args))
 
 

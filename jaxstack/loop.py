@@ -16,6 +16,7 @@ import jax
 
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.batch_source import items_in_batch
 from jaxstack.errors import JaxstackError
 from jaxstack.functional.shardings import describe_unsplit
@@ -24,6 +25,7 @@ from jaxstack.observe.profile import StepProfiler
 from jaxstack.observe.run_log import RunLog
 from jaxstack.observe.throughput import Meter
 from jaxstack.observe.trackers import last_evaluation, last_logged
+from jaxstack.observe.units import plural
 from jaxstack.observe.what_ran import refuse_fallbacks, refuse_missing_fp8, summarise_program
 from jaxstack.parallel import AxisRules
 from jaxstack.resilience.config import ResilienceConfig
@@ -55,6 +57,7 @@ class Trainable(Protocol):
     rules: AxisRules
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None
     data: Any
+    batch_sizes: BatchSizes
 
     @property
     def state(self) -> TrainState: ...
@@ -82,6 +85,8 @@ class Trainable(Protocol):
         self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False
     ) -> jax.stages.Compiled: ...
 
+    def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None: ...
+
     def describe(self) -> dict[str, Any]: ...
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]: ...
@@ -102,11 +107,15 @@ class LoopSettings:
     resilience: ResilienceConfig = ResilienceConfig()
     flops_per_token: float | None = None
     """Model FLOPs per item; None: 6 x parameters."""
+    forecast: Mapping[str, Any] | None = None
+    """The planner's forecast as plain data, which the report shows beside what was measured; None: there is none."""
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The run's configuration as plain data, for trackers and the environment file."""
     describe_evaluation: Callable[[dict[str, float], int | None, Callable[[], None]], dict[str, float]] | None = None
     """Returns further values of an evaluation, such as bits per byte, from (its values, its token limit, a function to
     call now and then as a sign of life)."""
+    planned: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further plain data for the report, computed before the run: `roofline`, see `jaxstack.plan.roofline`."""
     on_start: Callable[[], None] | None = None
     """Called on the first process after the checkpoint was restored: the run is known to fit what is there."""
     on_new_run: Callable[[], None] | None = None
@@ -126,12 +135,13 @@ class Loop:
 
     def __init__(self, trainer: Trainable, run_dir: str | Path | None, settings: LoopSettings):
         self.trainer, self.settings = trainer, settings
-        self.run_dir = Path(run_dir) if run_dir is not None else None
+        self.run_dir = Path(run_dir).expanduser() if run_dir is not None else None
         self.log = RunLog(self.run_dir, trainer.train.steps, settings.observe, settings.say)
         self.checkpoints: RunCheckpoints | None = None
         self.skips, self.skipped = SkippedSteps(settings.resilience), 0
         self.state_check = StateCheck(settings.resilience.checksum_every_steps)
         trainer.steps.spike_threshold = settings.resilience.spike_threshold
+        trainer.steps.noise_scale = settings.observe.noise_scale
         self.signs = ProgressFile.of_this_process()
         self.done = 0
         """Steps that are done, counted from the beginning of the run."""
@@ -144,20 +154,22 @@ class Loop:
             if self.run_dir is not None:
                 self.checkpoints = self._open_checkpoints(stack, self.run_dir)
             start = self.start = self.done = self._restore()
-            if self.settings.on_start is not None and log.first:
+            if self.settings.on_start is not None and log.first and start <= train.steps:
                 self.settings.on_start()
             log.show_progress(stack, start)
             if start >= train.steps:
-                log.say(f"the run has all its {train.steps} steps; raise train.steps to go on")
+                more = f"{start} steps, more than train.steps={train.steps}"
+                every = f"all its {plural(start, 'step')}"
+                log.say(f"the run has {more if start > train.steps else every}; raise train.steps to go on")
                 log.last_values = last_logged(self.run_dir)
-                if evaluated := last_evaluation(self.run_dir, train.steps):
+                if evaluated := last_evaluation(self.run_dir, start):
                     return log.last_values | evaluated
             log.open_trackers(stack, start, self.settings.settings)
             self._prepare(start)
             stack.push(self._report)
             if start < train.steps:
                 self._steps(start)
-            self._evaluate(train.steps, None)
+            self._evaluate(max(start, train.steps), None)
             self.finished = True
         self.signs.note("end")
         return log.last_values
@@ -172,7 +184,7 @@ class Loop:
             manager,
             run_dir,
             sources=getattr(self.trainer.data, "source_listing", None),
-            data={**data, "global_batch_size": self.trainer.train.global_batch_size},
+            data={**data, **self.trainer.batch_sizes.fingerprint},
             settings={name: configured[name] for name in _DECIDING if name in configured},
             accept_data_change=self.settings.resilience.accept_data_change,
             say=self.log.say,
@@ -202,9 +214,10 @@ class Loop:
         trainer = self.trainer
         self.signs.note("compile", step=start)
         abstract = trainer.peek_batch(start)
-        self.items = items_in_batch(abstract)
+        self.items_per_row = items_in_batch(abstract) // self.trainer.batch_sizes.full
         began = time.perf_counter()
         trainer.compile(abstract, create_state=True)
+        trainer.compile_smaller(abstract, start)
         if self.settings.observe.fail_on_fallback:
             refuse_fallbacks(trainer.choices)
         ran = trainer.describe()
@@ -218,7 +231,9 @@ class Loop:
         flops = self.settings.flops_per_token or 6.0 * trainer.count_parameters()
         device = trainer.rules.mesh.devices.flat[0]
         self.meter = Meter(flops, trainer.rules.mesh.size, device.device_kind)
-        self.log.begin(start, self.meter, ran, self._schedule() if self.log.writes else [])
+        schedule = self._schedule() if self.log.writes else []
+        forecast = {} if self.settings.forecast is None else {"forecast": self.settings.forecast}
+        self.log.begin(start, self.meter, ran, schedule, {**self.settings.planned, **forecast})
 
     def _schedule(self) -> list[list[float]]:
         """Return up to 200 points [step, learning rate] of the run's schedule."""
@@ -289,7 +304,8 @@ class Loop:
         """Wait for a step's metrics, check and log them."""
         with self.signs.waiting():
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        self.meter.add(self.items, waited)
+        sizes = self.trainer.batch_sizes
+        self.meter.add(self.items_per_row * sizes.rows(step - 1), waited)
         self.skipped = int(values.pop("skipped"))
         limits = [values.pop(f"{name}_limit", float("inf")) for name in ("loss", "grad_norm")]
         if self.skipped:
@@ -297,7 +313,8 @@ class Loop:
         values.pop("count")
         if step == self.start + 1 and values["grad_norm"] == 0:
             self.log.say("warning: the gradient of every parameter is zero; does the loss depend on the model?")
-        self.log.log_step(step, values, self.items, self.skips.count)
+        tokens = self.items_per_row * sizes.rows_before(step)
+        self.log.log_step(step, values, tokens, self.skips.count, sizes.steps_left(step))
 
     def _skip(self, step: int, values: Mapping[str, float], limits: list[float]) -> None:
         """Report a skipped step; raise JaxstackError after too many of them."""

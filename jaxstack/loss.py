@@ -8,6 +8,7 @@ a `LossSum`.
 import dataclasses
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
@@ -42,12 +43,34 @@ LossFunction = Callable[..., jax.typing.ArrayLike | LossSum]
 """A user's loss: `loss(model, batch)`, and `key` or `train` as keywords if it names them."""
 _Function = TypeVar("_Function", bound=LossFunction)
 _KEYWORDS = ("key", "train")
+_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""JAX's errors about an array whose value is not known while the step is traced."""
 
 
 def returns_sum(function: _Function) -> _Function:
     """Declare, as a decorator, that a loss function returns a `LossSum` instead of a mean."""
     setattr(function, "returns_sum", True)  # noqa: B010 (an attribute that the type of a function does not have)
     return function
+
+
+def samples_labels(sampled: LossFunction) -> Callable[[_Function], _Function]:
+    """Declare, as a decorator, the loss on labels that are sampled from the model's predictions.
+
+    Optimizers that estimate the curvature need it (Sophia-G).
+
+    Args:
+      sampled: `sampled(model, batch, key=key)`, which ignores the batch's labels except where they do not count.
+    """
+
+    def declare(function: _Function) -> _Function:
+        setattr(function, "sampled", sampled)  # noqa: B010
+        return function
+
+    return declare
 
 
 class Loss:
@@ -68,6 +91,9 @@ class Loss:
             function = function.func
         self.returns_sum = bool(getattr(function, "returns_sum", False))
         """True if the function was declared with `returns_sum`: it may be called on parts of a batch."""
+        sampled = getattr(function, "sampled", None)
+        self.sampled = None if sampled is None else Loss(sampled)
+        """The loss on sampled labels, if the function was declared with `samples_labels`."""
 
     def __call__(self, model: nnx.Module, batch: Batch, *, key: jax.Array | None, train: bool) -> LossSum:
         """Return the loss of a batch.
@@ -82,7 +108,18 @@ class Loss:
           TypeError: the function returned something else than it was declared to return.
         """
         given: dict[str, object] = {"key": key, "train": train}
-        value = self._function(model, batch, **{name: given[name] for name in self._keywords})
+        try:
+            value = self._function(model, batch, **{name: given[name] for name in self._keywords})
+        except _CONCRETE as error:
+            raise TypeError(
+                "the loss function and the model are compiled, so that their arrays have no values in Python: no "
+                f"float(), int(), .item(), numpy function or `if` may take one. {_place_of(error)}Use jax.numpy, "
+                "jnp.where or jax.lax.cond; to print values use jax.debug.print."
+            ) from error
+        except KeyError as error:
+            if error.args and error.args[0] not in batch:
+                error.add_note(f"(the batch has the keys {', '.join(map(repr, batch))})")
+            raise
         if self.returns_sum and not isinstance(value, LossSum):
             raise TypeError(
                 "a loss function declared with @jaxstack.loss.returns_sum must return "
@@ -133,6 +170,52 @@ def _accepted_keywords(function: LossFunction) -> tuple[str, ...]:
 
 
 @returns_sum
+def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | None = None) -> LossSum:
+    """Return the cross-entropy, summed over tokens, of labels that are sampled from the model's own predictions.
+
+    Args:
+      model: the model.
+      batch: as of `language_model_loss`; tokens whose label is -100 do not count.
+      key: key of the samples, unless the batch has `dropout_keys` [B, T], so that they do not depend on the layout.
+    """
+    hidden = model.hidden(batch["tokens"], positions=batch.get("positions"), segment_ids=batch.get("segment_ids"))
+    keys = batch.get(TOKEN_KEYS)
+    if keys is None:
+        assert key is not None, "a train step passes a key"
+        keys = jax.random.split(key, hidden.shape[:2])
+    uniform = jax.vmap(jax.vmap(jax.random.uniform))(keys)
+    labels = jnp.where(batch["labels"] == IGNORE, IGNORE, _sample_labels(model, hidden, uniform))
+    with jax.named_scope("loss"):
+        total = _cross_entropy(model, hidden, labels, 0.0)
+    return LossSum(total, jnp.sum(labels != IGNORE, dtype=jnp.float32))
+
+
+def _sample_labels(model: Transformer, hidden: jax.Array, uniform: jax.Array) -> jax.Array:
+    """Invert the distribution functions of the predictions at `uniform` [B, T], row by row of the batch."""
+
+    def of_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x, u = row
+        shares = jnp.cumsum(jax.nn.softmax(model.logits(x), axis=-1), axis=-1)
+        found = jnp.sum(shares < u[:, None] * shares[:, -1:], axis=-1, dtype=jnp.int32)
+        return jnp.minimum(found, shares.shape[-1] - 1)
+
+    return jax.lax.stop_gradient(jax.lax.map(of_row, (jax.lax.stop_gradient(hidden), uniform)))
+
+
+def _cross_entropy(model: Transformer, hidden: jax.Array, labels: jax.Array, z_loss: float) -> jax.Array:
+    """Return the sum of the tokens' cross-entropies, without storing the logits."""
+
+    def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+        cap = model.config.final_logit_softcapping
+        total = linear_cross_entropy_sum(hidden, weight, labels, ignore_index=IGNORE, z_loss=z_loss, soft_cap=cap)
+        return total[None, None]
+
+    stored = model.stored_output_weight()
+    return jnp.sum(with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True))
+
+
+@returns_sum
+@samples_labels(sampled_label_loss)
 def language_model_loss(
     model: Transformer,
     batch: Batch,
@@ -159,18 +242,11 @@ def language_model_loss(
     )
     z_loss = z_loss if train else 0.0
 
-    def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        cap = model.config.final_logit_softcapping
-        total = linear_cross_entropy_sum(hidden, weight, labels, ignore_index=IGNORE, z_loss=z_loss, soft_cap=cap)
-        return total[None, None]
-
     with jax.named_scope("loss"):
-        stored, labels = model.stored_output_weight(), batch["labels"]
-        losses = with_local_batch(loss_of_rows, stored, model.dtype, hidden, labels, as_stored=True)
-    total = jnp.sum(losses)
+        total = _cross_entropy(model, hidden, batch["labels"], z_loss)
     if router_loss is not None and train:
         total += router_loss
-    return LossSum(total, jnp.sum(labels != IGNORE, dtype=jnp.float32))
+    return LossSum(total, jnp.sum(batch["labels"] != IGNORE, dtype=jnp.float32))
 
 
 def as_loss_sum(value: object) -> LossSum:
@@ -182,14 +258,23 @@ def as_loss_sum(value: object) -> LossSum:
     if isinstance(value, LossSum):
         return LossSum(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.count, jnp.float32))
     shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
-    if shape != ():
+    if shape != () or jnp.iscomplexobj(value):
         raise TypeError(
-            "a loss function must return a scalar (the mean over its batch) or jaxstack.loss.LossSum(total, count); "
-            f"it returned {_kind(value)}."
+            "a loss function must return a real scalar (the mean over its batch) or "
+            f"jaxstack.loss.LossSum(total, count); it returned {_kind(value)}."
         )
     return LossSum(jnp.asarray(cast(jax.typing.ArrayLike, value), jnp.float32), jnp.ones((), jnp.float32))
 
 
 def _kind(value: object) -> str:
     shape = getattr(value, "shape", None)
+    if isinstance(value, jax.Array):
+        return f"an array of shape {shape} and dtype {value.dtype}"
     return f"{type(value).__name__}{f' of shape {shape}' if shape is not None else ''}"
+
+
+def _place_of(error: BaseException) -> str:
+    """Return a sentence with the line of the user's code that raised an error; empty if it is not known."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
+    own = [frame for frame in frames if frame.filename != __file__]
+    return f"It is in {own[-1].filename}, line {own[-1].lineno}: `{own[-1].line}`. " if own else ""

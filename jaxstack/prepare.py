@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
 from jaxstack.observe.units import byte_size, plural
 
 STOPPED = "stopped; the same command goes on from here"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack prepare",
         description="Tokenize text into fixed-length shards with a SHA-256 each.",
         epilog="Train on it with data.sources: [{path: data/corpus}]. A stopped command resumes when it is run again.",

@@ -23,11 +23,14 @@ from jaxstack.config.loader import (
 )
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
+from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
 from jaxstack.models.pretrained import fill_in
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.noise_scale import noise_problem
+from jaxstack.optim.mup import check_rule
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
@@ -55,7 +58,8 @@ class RunConfig(Component):
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
-        problem = self._length_problem() or self._batch_problem() or self._transfer_problem()
+        problem = self._length_problem() or self._batch_problem() or self._transfer_problem() or self._width_problem()
+        problem = problem or self._noise_problem() or self._ramp_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()):
@@ -88,6 +92,28 @@ class RunConfig(Component):
             f"nearest batch: {near_multiples(batch, microbatches)}."
         )
 
+    def _ramp_problem(self) -> str | None:
+        ramp, batch = self.train.batch_ramp, self.train.global_batch_size
+        if ramp is None:
+            return None
+        doublings = len(ramp.double_at_tokens)
+        if batch % 2**doublings:
+            return (
+                f"train.global_batch_size ({batch}) must be divisible by {2**doublings} for the {doublings} doublings "
+                f"of train.batch_ramp.double_at_tokens; nearest batch: {near_multiples(batch, 2**doublings)}."
+            )
+        if self.parallel.pipeline > 1:
+            return (
+                f"train.batch_ramp does not support a pipeline; set parallel.pipeline=1 ({self.parallel.pipeline}), or "
+                "remove it."
+            )
+        return None
+
+    def _noise_problem(self) -> str | None:
+        if not self.observe.noise_scale:
+            return None
+        return noise_problem(self.train.gradient_accumulation, self.parallel.degrees)
+
     def _transfer_problem(self) -> str | None:
         remat, scanned, stages = self.model.remat, self.model.scan_layers, self.parallel.pipeline
         if self.parallel.prefetch and (not scanned or remat.endswith("offload") or stages > 1):
@@ -101,6 +127,20 @@ class RunConfig(Component):
                 f"parallel.copy_engines=always does not support a pipeline: it needs parallel.pipeline=1 ({stages}); "
                 f"or remove it."
             )
+        return None
+
+    def _width_problem(self) -> str | None:
+        if self.model.parametrization == "standard":
+            return None
+        if self.adapters.rules:
+            return (
+                "model.parametrization mup has no rule for the matrices of adapters, whose rank does not grow with the "
+                "width; set model.parametrization=standard."
+            )
+        try:
+            check_rule(self.optimizer)
+        except ConfigError as error:
+            return str(error)
         return None
 
     @property
@@ -143,13 +183,26 @@ def load_config(
     Raises:
       ConfigError: the file or a value is wrong; one message lists every problem.
     """
-    tree = load_yaml(path) if path is not None else {}
+    tree = load_tree(path, overrides, report=report)
+    return config_from_tree(tree, str(path) if path is not None else "the configuration", overrides)
+
+
+def load_tree(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print_note
+) -> Tree:
+    """Read a YAML file and apply overrides, as `load_config`, but return plain data without defaults.
+
+    Raises:
+      ConfigError: the file cannot be read, or an override has no `section.key=value` form.
+    """
+    tree = _expand_auto(load_yaml(path)) if path is not None else {}
+    overrides = ["parallel.auto=true" if o.replace(" ", "") == "parallel=auto" else o for o in overrides]
     named = {"run": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", Path(path).stem)}} if path is not None else {}
     tree, notes = drop_keys_of_replaced(RunConfig, tree, overrides)
     tree = merge_trees(named, merge_overrides(tree, overrides))
     for note in [*notes, *_shorten_warmup(tree, overrides)]:
         report(note)
-    return config_from_tree(tree, str(path) if path is not None else "the configuration", overrides)
+    return tree
 
 
 def _shorten_warmup(tree: Tree, overrides: Sequence[str]) -> list[str]:
@@ -170,7 +223,8 @@ def config_from_tree(
 ) -> RunConfig:
     """Build a validated `RunConfig` from plain data.
 
-    Fills in the model and tokenizer of `run.init_from`, the preset, and the default names of optimizer and schedule.
+    Fills in the model and tokenizer of `run.init_from` or `run.branch_from`, the preset, and the default names of
+    optimizer and schedule.
 
     Args:
       tree: sections as nested dicts; a section of None counts as absent.
@@ -180,10 +234,11 @@ def config_from_tree(
     Raises:
       ConfigError: a value is wrong; one message lists every problem.
     """
-    sections: Tree = {key: value for key, value in tree.items() if value is not None}
+    sections: Tree = {key: value for key, value in _expand_auto(tree).items() if value is not None}
     run = sections.get("run")
-    if isinstance(run, dict) and isinstance(run.get("init_from"), str):
-        sections = fill_in(sections, run["init_from"])
+    for key in ("init_from", "branch_from"):
+        if isinstance(run, dict) and isinstance(run.get(key), str):
+            sections = fill_in(sections, run[key])
     model = sections.get("model")
     if isinstance(model, dict) and model.get("preset") is not None:
         sections["model"] = merge_trees(load_preset(model["preset"]), model)
@@ -193,6 +248,11 @@ def config_from_tree(
         if isinstance(sections.get(section), dict):
             sections[section] = {"name": default, **sections[section]}
     return build_component(RunConfig, sections, origin, overrides)
+
+
+def _expand_auto(tree: Mapping[str, object]) -> Tree:
+    """Return the tree with `parallel: auto` as a section."""
+    return {**tree, "parallel": {"auto": True}} if tree.get("parallel") == "auto" else dict(tree)
 
 
 def _keeps_end_layers_wide(tree: Mapping[str, object]) -> bool:
@@ -209,8 +269,10 @@ def _keeps_end_layers_wide(tree: Mapping[str, object]) -> bool:
 
 
 def config_schema() -> Tree:
-    """Return the JSON schema of configuration files, in which `name` of optimizer and schedule is optional."""
+    """Return the JSON schema of configuration files: `name` of optimizer and schedule is optional, `parallel` may be
+    `auto`."""
     schema = RunConfig.model_json_schema(by_alias=True)
+    schema["properties"]["parallel"] = {"anyOf": [schema["properties"]["parallel"], {"const": "auto"}]}
     for union in (AnyOptimizer, AnySchedule):
         for member in get_args(get_args(union)[0]):
             required = schema["$defs"][member.__name__].get("required", [])

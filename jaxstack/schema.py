@@ -1,16 +1,15 @@
 """The command `python -m jaxstack.schema`: print the JSON schema of configuration files, for editors."""
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack schema",
         description="Print the JSON schema of configuration files. Editors use it to complete keys and show mistakes.",
     )

@@ -8,7 +8,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.parallel.rules import AxisRules
+from jaxstack.parallel.rules import AxisRules, state_spec
 from jaxstack.resilience.spikes import StepHistory
 
 
@@ -54,7 +54,8 @@ def state_shardings(
 ) -> TrainState:
     """Return the NamedSharding of every leaf.
 
-    Parameters are sharded by the rules, optimizer moments like their parameter; everything else is replicated.
+    Parameters are sharded by the rules, optimizer state like its parameter (`state_spec`); everything else is
+    replicated.
 
     Args:
       module: the module whose state it is.
@@ -69,8 +70,7 @@ def state_shardings(
     def moment(leaf: Any, param: Any, spec: PartitionSpec) -> Any:
         if isinstance(leaf, optax.MaskedNode):
             return leaf  # parameters of another optimizer group have no moments here
-        # Factored moments (Adafactor) have other shapes than their parameter, and are small.
-        return spec if leaf.shape == param.shape else whole
+        return state_spec(rules.mesh, spec, param.shape, leaf.shape)
 
     moments = optax.tree_utils.tree_map_params(
         optimizer,

@@ -4,6 +4,7 @@ Gradients are those of the mean over the real tokens of the whole global batch: 
 which `jaxstack.gradients` computes, divided once.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.functional.shardings import describe_shardings
 from jaxstack.gradients.build import make_gradients
-from jaxstack.loss import Batch, Loss, LossFunction, LossSum
+from jaxstack.loss import Batch, Loss, LossFunction, LossSum, as_loss
 from jaxstack.models.dropout import TOKEN_KEYS, token_keys
 from jaxstack.observe.what_ran import describe_program
 from jaxstack.optim.build import gradient_norm, largest_overload
@@ -59,10 +60,39 @@ class StepFunctions:
         accumulation: int = 1,
     ):
         self.module, self.optimizer, self.learning_rate = module, optimizer, learning_rate
+        self._loss = loss
         self.rules, self.layout, self.accumulation = rules, layout or StepLayout(), accumulation
         self.spike_threshold: float | None = None
         """`resilience.spike_threshold`; it is read when the step is traced."""
-        self.gradients = make_gradients(module, loss, ShardingContext(rules, self.layout), accumulation)
+        self._curvature_every = getattr(optimizer, "curvature_every", 0)
+        self.noise_scale = False
+        """`observe.noise_scale`; it is read when the step is traced."""
+        self._make_gradients()
+
+    def with_accumulation(self, count: int) -> "StepFunctions":
+        """Return the same functions with another number of microbatches."""
+        other = copy.copy(self)
+        other.accumulation = count
+        other._make_gradients()
+        return other
+
+    def _make_gradients(self) -> None:
+        """Build the gradient functions for this number of microbatches.
+
+        Raises:
+          ConfigError: the optimizer needs sampled labels, which the loss does not declare.
+        """
+        context = ShardingContext(self.rules, self.layout)
+        self.gradients = make_gradients(self.module, self._loss, context, self.accumulation)
+        if self._curvature_every:
+            sampled = as_loss(self._loss).sampled
+            if sampled is None:
+                raise ConfigError(
+                    "this optimizer estimates the curvature from labels that are sampled from the model's predictions, "
+                    "and the loss function does not say how: declare it with @jaxstack.loss.samples_labels(...), or "
+                    "choose another optimizer."
+                )
+            self._sampled_gradients = make_gradients(self.module, sampled, context, self.accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step.
@@ -72,16 +102,21 @@ class StepFunctions:
 
         Returns:
           The next state, and the metrics loss, grad_norm, count (of items), skipped, learning_rate if it is known,
-          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold.
+          expert_overload for a mixture of experts, loss_limit and grad_norm_limit with a spike threshold,
+          gradient_signal and gradient_noise with `noise_scale`.
         """
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_keys(batch, key)
-        sums, non_params = self.gradients(state.params, state.non_params, batch, key)
+        trained, frozen = self.module.split_frozen(state.params)
+        point = state.params
+        if (at := getattr(self.optimizer, "gradient_point", None)) is not None:
+            point = self.module.join(at(trained, state.optimizer), frozen)
+        sums, non_params = self.gradients(point, state.non_params, batch, key, noise=self.noise_scale)
         count = jnp.maximum(sums.count, 1.0)
         gradients = jax.tree.map(lambda g: g / count, sums.gradients)
         loss, norm = sums.loss / count, gradient_norm(gradients)
-        trained, frozen = self.module.split_frozen(state.params)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained)
+        extra = self._curvature(state, point, batch, key) if self._curvature_every else {}
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained, **extra)
         new_trained = optax.apply_updates(trained, updates)
 
         taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
@@ -107,6 +142,7 @@ class StepFunctions:
             "count": sums.count,
             "skipped": skipped,
             **limits,
+            **(sums.noise or {}),
         }
         overload = largest_overload(gradients)
         if overload is not None:
@@ -115,9 +151,26 @@ class StepFunctions:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics
 
-    def _with_keys(self, batch: Batch, key: jax.Array) -> Batch:
-        """Add a key for each token to the batch, if the module's dropout uses them."""
-        if not self.module.drops_tokens or "tokens" not in batch:
+    def _curvature(self, state: TrainState, params: Dict, batch: Batch, key: jax.Array) -> dict[str, Any]:
+        """Return what `StepOptimizer.update` takes: the estimate of the curvature where it is due, and that flag.
+
+        The Gauss-Newton-Bartlett estimate is the square of the mean gradient over sampled labels, times their number
+        (Liu et al. 2023, arXiv:2305.14342, algorithm 2).
+        """
+        key = jax.random.fold_in(key, 1)
+
+        def estimate() -> Dict:
+            keyed = self._with_keys(batch, key, always=True)
+            sums, _ = self._sampled_gradients(params, state.non_params, keyed, key)
+            return jax.tree.map(lambda g: g**2 / jnp.maximum(sums.count, 1.0), sums.gradients)
+
+        renewed = state.step % self._curvature_every == 0
+        zeros = lambda: jax.tree.map(jnp.zeros_like, self.module.split_frozen(params)[0])  # noqa: E731
+        return {"curvature": jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
+
+    def _with_keys(self, batch: Batch, key: jax.Array, always: bool = False) -> Batch:
+        """Add a key for each token to the batch, if the module's dropout uses them, or always."""
+        if not (self.module.drops_tokens or always) or "tokens" not in batch:
             return batch
         rows, length = batch["tokens"].shape
         parts = self.rules.degree(self.rules.table["length"])

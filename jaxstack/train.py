@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxstack.cli import add_examples, lasting_output, run_command
+from jaxstack.cli import CommandParser, add_examples, lasting_output, required_option, run_command
 from jaxstack.distributed.cluster import COORDINATOR, COUNT, INDEX, add_trust_arguments, trust_variables
 from jaxstack.errors import ConfigError
 from jaxstack.resilience.exit_on_signal import ExitOnSignal
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from jaxstack.run_config import RunConfig
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line, without heavy imports, so that --help answers at once."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack train",
         description="Train a language model. If the run directory holds a checkpoint, resume from it.",
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file; see configs/")
+    parser.add_argument("--config", metavar="FILE", help="YAML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the file's")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     group = parser.add_argument_group("several processes", "set by `jaxstack launch`; detected under srun")
@@ -40,7 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    arguments = make_parser().parse_intermixed_args(argv)
+    parser = make_parser()
+    arguments = required_option(parser, parser.parse_intermixed_args(argv), "config", lambda word: True)
     with lasting_output("jaxstack train"), ExitOnSignal("jaxstack train"):
         code = _run(arguments)
         # Imported only by a run that has several processes or uses devices; --help and usage errors stay quick.

@@ -2,26 +2,28 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxstack.data.batch_ramp import BatchSizes, sliceable
 from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, check_batch, peek
-from jaxstack.data.device import BatchPlacement, abstract_batch
+from jaxstack.data.device import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
 from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
-from jaxstack.optim.base import Optimizer
+from jaxstack.optim.base import Optimizer, StepOptimizer
 from jaxstack.optim.build import build_optimizer, frozen_rule
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.optim.schedules import Cosine, Schedule
@@ -74,9 +76,9 @@ class Trainer:
         eval_data: HeldOutData | Iterable[HostBatch] | None = None,
         seed: int = 0,
     ):
-        if not isinstance(train, TrainConfig | None):
-            raise TypeError(f"train must be a TrainConfig, such as TrainConfig(steps=100); found {train!r}.")
+        _check_arguments(train, schedule, mesh, layout)
         self.train, self.seed, self.data = train or TrainConfig(), seed, as_source(data)
+        self.batch_sizes = BatchSizes(self.train)
         self.rules = mesh if isinstance(mesh, AxisRules) else make_rules(mesh if mesh is not None else make_mesh())
         self.placement = BatchPlacement(self.rules)
         layout = layout or StepLayout()
@@ -91,7 +93,7 @@ class Trainer:
                     "optimizer must be one of jaxstack.optim.optimizers, such as AdamW(learning_rate=1e-3), or an "
                     f"optax transformation; found {optimizer!r}."
                 )
-            optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine())
+            optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine(), layout.zero)
         self.optimizer = optimizer
         self.steps = StepFunctions(
             self.module,
@@ -104,6 +106,7 @@ class Trainer:
         )
         self.shardings = state_shardings(self.module, optimizer, self.rules, layout.zero)
         self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
+        self._smaller: dict[int, StepProgram] = {}
         check_held_out(eval_data)
         self._eval_data = data if eval_data is None and isinstance(data, HeldOutData) else eval_data
         self._state: TrainState | None = None
@@ -114,15 +117,28 @@ class Trainer:
         rows = self.train.eval_batch_size or self.train.global_batch_size // self.train.gradient_accumulation
         return Evaluator(self.steps, self._eval_data, rows, self.compiler_options)
 
-    def _scheduled(self, optimizer: Optimizer, schedule: Schedule) -> optax.GradientTransformation:
+    def _scheduled(self, optimizer: Optimizer, schedule: Schedule, zero: int) -> StepOptimizer:
         """Set the learning rate, freeze what the optimizer's groups freeze, and build the optimizer of the others."""
-        multiplier, peak = schedule.make_multiplier(self.train.steps), optimizer.learning_rate
-        self.learning_rate = lambda step: peak * multiplier(step)
+        multiplier, peak, sizes = schedule.make_multiplier(self.train.steps), optimizer.learning_rate, self.batch_sizes
+        if sizes.grows:
+            self.learning_rate = lambda step: peak * sizes.learning_rate_factor(step) * multiplier(sizes.clock(step))
+        else:
+            self.learning_rate = lambda step: peak * multiplier(step)
         everything = self.module.abstract_params
         self.module.freeze(frozen_rule(optimizer, everything))
         trained = self.module.split_frozen(everything)[0]
         stacked = self.module.split_frozen(self.module.map_parameters(_is_stacked, self.rules))[0]
-        return build_optimizer(optimizer, self.learning_rate, trained, everything, stacked)
+        specs = self.module.split_frozen(self.module.parameter_specs(self.rules, zero))[0]
+        return build_optimizer(
+            optimizer,
+            self.learning_rate,
+            trained,
+            everything,
+            stacked,
+            total_steps=self.train.steps,
+            width=self.module.width,
+            specs=specs if self.rules.mesh.size > 1 else None,
+        )
 
     def _default_pipeline(self) -> PipelinePlan | None:
         shape = self.rules.mesh.shape
@@ -225,6 +241,24 @@ class Trainer:
         created.result()  # before XLA compiles, so that it has the devices to itself when it times kernels
         return self.program.compile(lowered)
 
+    def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None:
+        """Compile the train step for each smaller batch of `train.batch_ramp` that steps from `start` on have.
+
+        Raises:
+          ConfigError: the devices do not divide a smaller batch.
+        """
+        for rows in self.batch_sizes.smaller(start):
+            shards = self.rules.degree(self.rules.table["batch"])
+            check_rows(rows, self.rules, f"the batch of {rows} sequences that train.batch_ramp begins with")
+            shapes = {
+                name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype, sharding=x.sharding)
+                for name, x in batch.items()
+            }
+            steps = self.steps.with_accumulation(self.batch_sizes.microbatches(rows, shards))
+            program = StepProgram(steps, self.abstract_state, self.train.xla_options)
+            program.compile(program.lower(shapes))
+            self._smaller[rows] = program
+
     @property
     def choices(self) -> list[Choice]:
         """The kernels that the compiled step took, with the reasons against others."""
@@ -255,16 +289,17 @@ class Trainer:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of the batches, learnt from batch `start`, which is not used up."""
+        """Return shapes, dtypes and shardings of full batches, learnt from that of step `start`, which stays unread."""
         size = self.train.global_batch_size
-        rows = self.placement.local_rows(size)
+        rows, start = self.placement.local_rows(size), self.batch_sizes.rows_before(start) // size
         return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)
 
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]:
-        """Yield global batches on the devices from batch `start` on, each with the seconds waited for it."""
-        size = self.train.global_batch_size
-        host = self.data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=start)
-        return cast(Generator, self.placement.stream(host, size, size))
+        """Yield global batches on the devices from that of step `start` on, each with the seconds waited for it."""
+        data = sliceable(self.data, self.batch_sizes)
+        for size, first, count in self.batch_sizes.phases_from(start):
+            host = data.batches(global_batch_size=size, rows=self.placement.local_rows(size), start=first)
+            yield from self.placement.stream(host if count is None else itertools.islice(host, count), size, size)
 
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """Return a whole global batch, laid out on the devices."""
@@ -274,7 +309,8 @@ class Trainer:
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
         """Take one step on a global batch on the devices; return its metrics without waiting for them."""
-        step = self.program.compiled
+        rows = len(next(iter(batch.values())))
+        step = self._smaller.get(rows, self.program).compiled
         if step is None:
             shapes = {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()}
             step = self.compile(shapes)
@@ -300,7 +336,33 @@ class Trainer:
         Raises:
           JaxstackError: the run cannot go on, or was stopped by a signal after saving (`exit_code` 143 or 130).
         """
+        if not isinstance(settings, LoopSettings | None):
+            raise TypeError(f"settings must be jaxstack.loop.LoopSettings; found {settings!r}.")
         return Loop(self, run_dir, settings or LoopSettings()).run()
+
+
+def _check_arguments(train: object, schedule: object, mesh: object, layout: object) -> None:
+    """Raise TypeError if an argument of `Trainer` is of another type than the documented one."""
+    wanted = (
+        ("train", train, TrainConfig, "a TrainConfig, such as TrainConfig(steps=100)"),
+        (
+            "schedule",
+            schedule,
+            Schedule,
+            "one of jaxstack.optim.schedules, such as Cosine(warmup_steps=10); a schedule of optax goes into an "
+            "optimizer of optax: optimizer=optax.adamw(schedule)",
+        ),
+        ("mesh", mesh, AxisRules | Mesh | AbstractMesh, "a mesh of jaxstack.parallel.make_mesh, or AxisRules on one"),
+        ("layout", layout, StepLayout, "a jaxstack.parallel.StepLayout"),
+    )
+    for name, value, kind, text in wanted:
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be {text}; found {value!r}.")
+    if isinstance(mesh, Mesh | AbstractMesh) and (missing := set(ParallelConfig().degrees) - set(mesh.shape)):
+        raise TypeError(
+            f"the mesh has no axis {', '.join(sorted(missing))}: make it with "
+            "jaxstack.parallel.make_mesh(ParallelConfig(data=-1)), which gives it all axes."
+        )
 
 
 def _with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:

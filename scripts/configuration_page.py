@@ -2,11 +2,12 @@
 
 python scripts/configuration_page.py
 
-Text outside the tables, and the tables of components that are chosen by name, are written by hand.
+The table of a study's keys in docs/tuning.md is made too. Text outside the tables is written by hand.
 """
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -14,15 +15,25 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from jaxstack.models.attention import ATTENTION_KINDS
+from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.table_choice import NameIn
+from jaxstack.optim.base import Optimizer
+from jaxstack.optim.optimizers import OPTIMIZERS
+from jaxstack.optim.schedules import SCHEDULES, Schedule
 from jaxstack.run_config import RunConfig
+from jaxstack.tune.study import StudyConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+STUDIES = PAGE.with_name("tuning.md")
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
-BY_HAND = ("optimizer", "schedule")
+NAMED_HEAD = "| name | keys with their defaults |\n|---|---|\n"
+BASES = {"optimizer": (Optimizer, OPTIMIZERS), "schedule": (Schedule, SCHEDULES)}
+"""Section that is chosen by name -> its base class and the components that one can choose."""
 SEE = {
     "run.init_from": "[Fine-tuning](finetuning.md)",
+    "run.branch_from": "[Tuning](tuning.md#a-long-run-with-decays-that-branch-off)",
     "model.preset": "[Models](models.md)",
     "model.attention": "[Models](models.md#attention-kinds), and below",
     "model.moe": "[Models](models.md#mixtures-of-experts), and below",
@@ -80,21 +91,80 @@ def table(section: str, component: type[BaseModel], prefix: str = "") -> str:
     return HEAD + "".join(rows)
 
 
+def shared_table(base: type[BaseModel], components: Sequence[type[BaseModel]]) -> str:
+    """Return the table of the keys that all components of a section have, with the defaults of those that differ."""
+    rows = []
+    for key, field in base.model_fields.items():
+        default, others = flow(plain(field.default)), {}
+        for component in components:
+            own = flow(plain(component.model_fields[key].default))
+            if own != default:
+                others.setdefault(own, []).append(f"`{component.model_fields['name'].default}`")
+        differing = ", ".join(f"{' and '.join(names)} {value}" for value, names in others.items())
+        said = meaning(key, field) + (f" Default of {differing}." if differing else "")
+        rows.append(f"| `{key}` | `{default}` | {said} |\n")
+    return HEAD + "".join(rows)
+
+
+def named_table(components: Sequence[type[BaseModel]], shared: Iterable[str] = (), more: str = "") -> str:
+    """Return the table of components that are chosen by name: the keys that are not shared, with their defaults.
+
+    Args:
+      components: the components.
+      shared: keys that are left out.
+      more: added to the head of the second column.
+    """
+    rows = []
+    for component in components:
+        keys = {k: f for k, f in component.model_fields.items() if k != "name" and k not in shared}
+        texts = ", ".join(named_key(key, field) for key, field in keys.items())
+        rows.append(f"| `{component.model_fields['name'].default}` |{f' {texts} ' if texts else ' '}|\n")
+    return NAMED_HEAD.replace("defaults |", f"defaults{more} |") + "".join(rows)
+
+
+def named_key(key: str, field: FieldInfo) -> str:
+    """Return a key with its default and, of a few words that one can choose, the others."""
+    default = field.default.name if isinstance(field.default, BaseModel) else flow(plain(field.default))  # pyright: ignore
+    others = [f"`{word}`" for word in choices(field.annotation) if word != default]
+    words = f" (or {', '.join(others)})" if others else ""
+    return f"`{key}` {default}{words}"
+
+
 def make_page(text: str) -> str:
     """Return the page with all generated tables updated; other text is unchanged."""
     parts = re.split(r"^(## \w+)$", text, flags=re.M)
     for index in range(1, len(parts), 2):
         section = parts[index].removeprefix("## ")
-        if section in RunConfig.model_fields and section not in BY_HAND:
-            tables = [table(section, RunConfig.model_fields[section].annotation)]  # pyright: ignore[reportArgumentType]
-            if section == "model":
-                tables.append(table("model.moe", MoEConfig, "moe."))
-            made = iter(tables)
-            rows = r"^\| key \| default \| meaning \|\n(?:\|.*\n)+"
-            parts[index + 1] = re.sub(rows, lambda found: next(made, found[0]), parts[index + 1], flags=re.M)  # noqa: B023
+        if section not in RunConfig.model_fields:
+            continue
+        keyed, named = tables_of(section)
+        for head, made in ((HEAD, iter(keyed)), (NAMED_HEAD, iter(named))):
+            first = re.escape(head.split(" |\n")[0])
+            rows = rf"^{first}.*\n(?:\|.*\n)+"
+            parts[index + 1] = re.sub(rows, lambda found, made=made: next(made, found[0]), parts[index + 1], flags=re.M)
     return "".join(parts)
+
+
+def make_studies_page(text: str) -> str:
+    """Return the page about studies with the table of their keys updated; other text is unchanged."""
+    rows = re.escape(HEAD.split(" |\n")[0]) + r".*\n(?:\|.*\n)+"
+    return re.sub(rows, lambda _: table("study", StudyConfig), text)
+
+
+def tables_of(section: str) -> tuple[list[str], list[str]]:
+    """Return the tables of a section in their order: those of keys, and those of components chosen by name."""
+    if section in BASES:
+        base, components = BASES[section]
+        return [shared_table(base, components)], [named_table(components, base.model_fields)]
+    keyed = [table(section, RunConfig.model_fields[section].annotation)]  # pyright: ignore[reportArgumentType]
+    if section != "model":
+        return keyed, []
+    patterns = get_args(BlockSparseAttention.model_fields["pattern"].annotation)
+    named = [named_table(ATTENTION_KINDS), named_table(patterns, more=", in blocks")]
+    return [*keyed, table("model.moe", MoEConfig, "moe.")], named
 
 
 if __name__ == "__main__":
     PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(PAGE.name)
+    STUDIES.write_text(make_studies_page(STUDIES.read_text(encoding="utf-8")), encoding="utf-8")
+    print(PAGE.name, STUDIES.name)

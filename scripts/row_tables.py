@@ -36,7 +36,8 @@ The tables show the newest row of each workload, implementation, variant and dev
 NOTES = {
     "ablation": """\
 Each row has what the rows before it have, on the same batches of real text. `loss` is the mean over the last quarter of
-the steps; `loss ratio` and `speedup` are relative to the first row.
+the steps; `loss ratio` and `speedup` are relative to the first row, `speedup TF32` to that of TF32 matmuls. Energy is
+that of the driver's counter over all steps, cost that of the row's price of a GPU hour.
 """,
     "attention": """\
 Implementations in jax take turns. PyTorch follows in a process of its own, after the GPU has cooled down.
@@ -52,6 +53,12 @@ The up and down projections of an MLP whose rows are sharded between the matrix 
     "convergence": """\
 All precisions see the same batches in the same order. `loss` is the mean over the last tenth of a row's tokens; `loss
 ratio` is relative to bfloat16 over the same tokens. Held-out loss is given where the run reached all tokens.
+""",
+    "data_wait": """\
+A simulated storage takes two steps to read a batch and serves four at a time, half a step per batch on average.
+`bursts`: it serves nothing for six steps, then twice as much for six. `one stalled file`: one of 64 files hangs for
+ten steps. `decoding`: half a step of Python per batch instead. `waiting for data` is the share of the time of the steps
+after the first batch. Every batch was equal to that of a serial reader.
 """,
     "device": """\
 Rates that the device reaches; the rows of `limit` are the steps that follow from them: every matrix product at the best
@@ -71,6 +78,11 @@ boundaries.
 `sum` is `linear_cross_entropy_sum`, which training uses; `per token` is `linear_cross_entropy`. With a bfloat16 weight,
 the weight's gradient is accumulated in bfloat16 over chunks of tokens.
 """,
+    "overlap": """\
+Milliseconds of a traced step on device 0. `overlap` is the share of `communication` during which another kernel
+computes; `hidden` is the share of the communication of the row without overlap that adds no time to the kernels, which
+counts kernels that communicate themselves.
+""",
     "parallel": """\
 Whole steps in parallel layouts. `efficiency` is tokens/s per device relative to one device with as many tokens.
 """,
@@ -79,7 +91,14 @@ The gradients of a step, without the optimizer. `bubble` is the idle time of the
 `simulated bubble` is that of the schedule.
 """,
     "pointwise": "Elementwise operations relative to the bandwidth of a copy in the same run.\n",
+    "remat": """\
+One workload with scanned layers under each rematerialisation policy; `slowdown` is relative to `none` in the same run.
+""",
     "replica_check": "Cost of comparing the replicas of the train state (`resilience.checksum_every_steps`).\n",
+    "schedules": """\
+Each schedule at the best of the same peak rates, on the same batches. `steps to target` is the first evaluation with a
+held-out loss at or below `target`, the lowest that a constant rate reaches; `steps ratio` is relative to that rate's.
+""",
     "startup": """\
 From the start of the process to the end of the first step: first with an empty cache of compiled programs, then with
 the cache that the first start filled.
@@ -130,6 +149,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "TFLOP/s/device": _number("tflops_per_device", "{:.4g}"),
     "MFU": _number("mfu", "{:.1f} %", 100),
     "of the limit": _number("limit_fraction", "{:.0f} %", 100),
+    "waiting for data": _number("wait_fraction", "{:.2f} %", 100),
+    "time / with data in memory": _number("slowdown", "{:.3f}"),
     "gather ms": _number("gather_milliseconds", "{:.3f}"),
     "scatter ms": _number("scatter_milliseconds", "{:.3f}"),
     "forward ms": _number("forward_milliseconds", "{:.3f}"),
@@ -153,11 +174,25 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "held-out ratio": _number("eval_loss_ratio", "{:.4f}"),
     "density": _number("density", "{:.3f}"),
     "speedup": _number("speedup", "{:.2f}"),
+    "speedup TF32": _number("speedup_tf32", "{:.2f}"),
+    "loss ratio TF32": _number("loss_ratio_tf32", "{:.4f}"),
+    "J/1000 tokens": _number("joules_per_token", "{:.2f}", 1000),
+    "dollars/10^9 tokens": _number("dollars_per_billion_tokens", "{:.2f}"),
+    "slowdown": _number("slowdown", "{:.3f}"),
+    **{f"{name} ms": _number(name, "{:.1f}") for name in ("computation", "communication", "overlapped")},
+    "overlap": _number("overlap", "{:.1f} %", 100),
+    "hidden": _number("hidden", "{:.1f} %", 100),
+    "peak rate": _number("learning_rate", "{:g}"),
+    "lowest loss": _number("lowest_loss", "{:.4f}"),
+    "target": _number("target", "{:.4f}"),
+    "steps to target": _number("steps_to_target", "{:,.0f}"),
+    "steps ratio": _number("steps_ratio", "{:.3f}"),
     "matmul alone TFLOP/s": _number("gemm_tflops", "{:.0f}"),
     "transposed TFLOP/s": _number("gemm_transposed_tflops", "{:.0f}"),
     "peak memory GiB": _number("peak_memory_bytes", "{:.1f}", 2**-30),
     "temporary GiB": _number("extra_bytes", "{:.2f}", 2**-30),
     "GB/s": _number("gigabytes_per_second", "{:,.0f}"),
+    "of the peak GB/s": _number("bandwidth_share", "{:.1f} %", 100),
     "of a copy's GB/s": _number("roofline_fraction", "{:.0f} %", 100),
     "date": lambda row: _text("date")(row)[:16].replace("T", " "),
     "commit": lambda row: (row.get("commit") or "-")[:7] + (" with changes" if row.get("note") else ""),

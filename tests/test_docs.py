@@ -31,6 +31,7 @@ from jaxstack.optim.optimizers import OPTIMIZERS
 from jaxstack.optim.schedules import SCHEDULES
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, config_from_tree, load_config
+from jaxstack.tune import __main__ as tune
 from pallas_kernels import record_choices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,7 +149,10 @@ def check_command(words: list[str]) -> None:
     name, *arguments = words
     name = name.removeprefix("jaxstack.")
     parser = parser_of(name)
-    if name not in ("train", "plan"):
+    if name == "tune":
+        parser = tune.make_parser(arguments)
+        arguments = arguments[arguments[0] in tune.SUBCOMMANDS :]
+    if name not in ("train", "plan", "tune"):
         parser.parse_intermixed_args(arguments) if name in ("generate", "evaluate", "serve") else parser.parse_args(
             arguments
         )

@@ -12,7 +12,7 @@ from jaxstack.plan.choose import training_layout
 from jaxstack.run_config import config_schema, load_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+SHIPPED = sorted((REPOSITORY / "configs").glob("*.yaml"))
 
 
 def refusal(*overrides: str, devices: int | None = None) -> str:

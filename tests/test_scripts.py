@@ -118,3 +118,13 @@ def test_reliability_page_is_what_its_script_makes(tmp_path):
     made = module.make_page(page, module.newest_rows(tmp_path / "results.jsonl"))
     assert "| 2 | t | new | cpu | 0 | 2026-01-02 |" in made and "the former" not in made
     assert "| 2 | 9 x t | the whole |" in made and "the shortened" not in made
+
+
+@pytest.mark.exhaustive
+def test_plan_page_is_what_its_script_makes():
+    spec = importlib.util.spec_from_file_location("plan_page", ROOT / "scripts" / "plan_page.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert page == module.make_page(page), "run: python scripts/plan_page.py"

@@ -156,6 +156,8 @@ def test_tables_of_the_configuration_are_what_their_script_makes():
     script = load_script("configuration_page")
     text = script.PAGE.read_text(encoding="utf-8")
     assert script.make_page(text) == text, "run: python scripts/configuration_page.py"
+    studies = script.STUDIES.read_text(encoding="utf-8")
+    assert script.make_studies_page(studies) == studies, "run: python scripts/configuration_page.py"
     assert "| `steps` | `1000` | Optimizer steps of the whole run. |" in script.make_page(text.replace("1000", "7"))
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxstack import __version__
+from jaxstack.__main__ import COMMANDS as CLI_COMMANDS
+from jaxstack.__main__ import main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -26,7 +28,7 @@ def config(tmp_path_factory) -> Path:
     return path
 
 
-COMMANDS = ["train", "generate", "evaluate", "convert", "prepare", "checkpoint", "schema"]
+COMMANDS = ["train", "tune", "generate", "evaluate", "convert", "prepare", "checkpoint", "schema"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -95,6 +97,53 @@ def test_a_wrong_configuration_is_found_before_jax_is_imported(config):
 def test_wrong_usage_is_exit_code_2(arguments):
     found = run("-m", "jaxstack.train", *arguments)
     assert found.returncode == 2 and "Traceback" not in found.stderr and found.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        ("train", [], "--config is missing. For example: python -m jaxstack.train --config"),
+        ("train", ["--conifg", "a.yaml"], "there is no option --conifg; did you mean '--config'"),
+        ("train", ["--version"], "there is no option --version. For example:"),
+        ("plan", [], "--config is missing. For example: python -m jaxstack.plan"),
+        ("generate", ["def "], "--run is missing (the text to continue is --prompt). For example:"),
+        ("generate", ["--run", "x", "--max-tokens", "x"], "invalid int value: 'x'. For example:"),
+        ("evaluate", ["--runs=x"], "there is no option --runs=x; did you mean '--run'?"),
+        ("convert", [], "SOURCE, --output. For example: python -m jaxstack.convert"),
+        ("checkpoint", ["runs/a"], "invalid choice: 'runs/a'"),
+    ],
+)
+def test_wrong_usage_is_one_line_with_a_command_that_is_right(command, arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        CLI_COMMANDS[command].load().main(arguments)
+    text = capsys.readouterr().err
+    assert ended.value.code == 2 and said in text and len(text.splitlines()) == 1
+    assert text.startswith(f"jaxstack {command}: ") and f"all options: jaxstack {command} --help" in text
+
+
+@pytest.mark.quick
+def test_the_file_and_the_run_may_stand_without_their_option(config, tmp_path, capsys):
+    assert main(["train", str(config), "--print-config", "train.steps=9"]) == 0
+    assert "steps: 9" in capsys.readouterr().out
+    assert main(["train", "train.steps=9", str(config), "--print-config"]) == 0
+    assert main(["train", "nowhere.yaml"]) == 2
+    assert "nowhere.yaml does not exist" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path)]) == main(["evaluate", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("neither a run directory") == 2
+
+
+@pytest.mark.quick
+def test_words_that_are_no_subcommand(capsys):
+    assert main(["-V"]) == main(["version"]) == main(["help"]) == 0
+    assert capsys.readouterr().out.count("jaxstack 0") == 2
+    with pytest.raises(SystemExit):
+        main(["help", "plan"])
+    assert "usage: jaxstack plan" in capsys.readouterr().out
+    assert main(["my.yaml"]) == main(["TRAIN"]) == main(["launch", "my.yaml", "train.steps=5"]) == 2
+    text = capsys.readouterr().err
+    assert "jaxstack train --config my.yaml\n" in text and "did you mean 'train'?" in text
+    assert "jaxstack launch -- python -m jaxstack.train --config my.yaml train.steps=5\n" in text
 
 
 def test_overrides_may_stand_before_and_after_options(config):

@@ -15,7 +15,7 @@ from flax import linen, nnx
 from jaxstack import Trainer
 from jaxstack.checkpoint.config import CheckpointConfig
 from jaxstack.checkpoint.manager import CheckpointManager
-from jaxstack.errors import JaxstackError
+from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional.linen import from_linen
 from jaxstack.loop import LoopSettings
 from jaxstack.loss import LossSum, returns_sum
@@ -192,6 +192,18 @@ def test_an_iterable_is_skipped_forward_on_resuming(tmp_path):
         (lambda step: [1, 2], "dict of arrays"),
         (lambda step: {"x": POINTS[:16], "name": np.array(["a"] * 16)}, "the array 'name' of a batch has dtype <U1"),
         ([], "batch"),
+        (lambda step: {"x": POINTS[:16], "m": None}, "'m' is of type NoneType"),
+        (
+            lambda step: {"x": POINTS[:16], "y": {"z": POINTS[:16]}},
+            "flat dict of arrays; its value 'y' is of type dict",
+        ),
+        (lambda step: {"x": POINTS[:16], "rate": 0.1}, "'rate': 'a scalar'"),
+        (lambda step: {"x": POINTS[:16], "m": [[1]] * 15 + [[1, 2]]}, "the lists 'm' of a batch differ in length"),
+        (lambda step: {"x": POINTS[:32], "y": ROWS["y"][:32]}, r"TrainConfig\(global_batch_size=32\)"),
+        (
+            lambda step: {"x": POINTS[:16], "y": ROWS["y"][:16], "id": np.arange(16) + 2**40},
+            "the array 'id' of a batch holds 1099511627791, but integers on the devices are int32",
+        ),
     ],
 )
 def test_wrong_batches_are_explained(data, said):
@@ -265,7 +277,81 @@ def test_a_batch_of_another_shape_or_with_other_keys_is_named():
         trainer.fit()
 
 
+def test_a_batch_of_another_dtype_is_named():
+    def batches(step):
+        kind = (np.float32, np.float64, np.int32)[step]
+        return {"x": (10 * POINTS[:16]).astype(kind), "y": ROWS["y"][:16]}
+
+    trainer = Trainer(Network, squares, batches, train=TrainConfig(steps=3, global_batch_size=16))
+    said = r"'x' of batch 2 has dtype int32, in batch 0 it had float32: .*\.astype\('float32'\)"
+    with pytest.raises(JaxstackError, match=said):  # float64 is float32 on the devices
+        trainer.fit()
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        float,
+        lambda value: value.item(),
+        lambda value: np.mean(np.asarray(value)),
+        lambda value: value if value > 0 else 0.0,
+        lambda value: [0.0, 1.0][value.astype(int)],
+    ],
+)
+def test_a_loss_that_needs_values_in_python_is_told_the_rule_and_its_line(convert):
+    trainer = own_trainer(loss=lambda model, batch: convert(squares(model, batch)))
+    with pytest.raises(TypeError, match=r"have no values in Python: .*test_trainer\.py, line \d+: .*jnp\.where"):
+        trainer.fit()
+
+
+def test_a_loss_that_looks_for_a_missing_array_is_told_the_keys():
+    with pytest.raises(KeyError) as raised:
+        own_trainer(loss=lambda model, batch: jnp.mean(batch["label"])).fit()
+    assert "(the batch has the keys 'x', 'y')" in raised.value.__notes__
+
+
+def test_a_complex_loss_is_refused():
+    with pytest.raises(TypeError, match=r"a real scalar .* returned an array of shape \(\) and dtype complex64"):
+        own_trainer(loss=lambda model, batch: squares(model, batch) + 1j).fit()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (lambda rngs: None, "must return a flax.nnx.Module; it returned NoneType"),
+        (lambda rngs: [nnx.Linear(1, 1, rngs=rngs)], "it returned list"),
+        (lambda rngs: linen.Dense(1), "returned a Linen module, .*from_linen"),
+        (lambda: None, r"this one takes \(\)\. Wrap it: lambda rngs"),
+        (nnx.Linear, r"this one takes \(self, in_features.*Wrap it: lambda rngs"),
+    ],
+)
+def test_a_function_that_makes_no_module_is_explained(module, said):
+    with pytest.raises(TypeError, match=said):
+        Trainer(module, squares, [{}])
+
+
+@pytest.mark.quick
+def test_a_module_without_parameters_is_explained():
+    with pytest.raises(ConfigError, match="the module has no parameters"):
+        Trainer(lambda rngs: nnx.Dropout(0.1, rngs=rngs), squares, [{}])
+
+
 def test_wrong_arguments_are_explained():
+    with pytest.raises(TypeError, match=r"schedule must be .*Cosine\(.*optax.adamw\(schedule\); found 'cosine'"):
+        own_trainer(schedule="cosine")
+    with pytest.raises(TypeError, match="schedule must be"):
+        own_trainer(schedule=optax.constant_schedule(1.0))
+    with pytest.raises(TypeError, match="the mesh has no axis context, expert, .*make_mesh"):
+        own_trainer(mesh=jax.make_mesh((1,), ("data",)))
+    with pytest.raises(TypeError, match="mesh must be a mesh of jaxstack.parallel.make_mesh"):
+        own_trainer(mesh="data")
+    with pytest.raises(TypeError, match="layout must be a jaxstack.parallel.StepLayout; found 'fsdp'"):
+        own_trainer(layout="fsdp")
+    with pytest.raises(TypeError, match="settings must be jaxstack.loop.LoopSettings"):
+        own_trainer().fit(None, {"checkpoint": 1})
+    with pytest.raises(TypeError, match=r"data is called with the number of the step; this function takes \(\)"):
+        Trainer(Network, squares, lambda: ROWS)
     with pytest.raises(TypeError, match="batches"):
         Trainer(Network, squares, 3)
     with pytest.raises(TypeError, match="from_linen"):
@@ -402,6 +488,17 @@ def test_a_finished_run_says_so_and_can_be_lengthened(tmp_path, capfd):
     own_trainer(steps=8).fit(tmp_path, settings())
     own_trainer(steps=8).fit(tmp_path / "whole", settings())
     assert losses_of(tmp_path) == losses_of(tmp_path / "whole") and len(losses_of(tmp_path)) == 8
+
+
+def test_a_run_that_is_longer_than_asked_for_keeps_its_step(tmp_path, capfd):
+    own_trainer(steps=6, eval_data=HeldOut()).fit(tmp_path, settings())
+    started = []
+    observe = ObserveConfig(trackers=("jsonl",))
+    again = dataclasses.replace(settings(), observe=observe, on_start=lambda: started.append(True))
+    own_trainer(steps=4, eval_data=HeldOut()).fit(tmp_path, again)
+    printed = "".join(capfd.readouterr())
+    assert "the run has 6 steps, more than train.steps=4" in printed and "step 4: held-out" not in printed
+    assert not started  # config.yaml still says how long the run is
 
 
 def test_a_finished_and_evaluated_run_compiles_nothing_when_it_is_started_again(tmp_path, capfd):

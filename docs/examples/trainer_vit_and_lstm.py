@@ -12,6 +12,7 @@ import optax
 from flax import linen, nnx
 
 from jaxstack import Trainer
+from jaxstack.data.augmentations.images import RandomCrop, RandomFlip, augment_images
 from jaxstack.functional.linen import from_linen
 from jaxstack.optim.optimizers import AdamW
 from jaxstack.run_config import TrainConfig
@@ -70,14 +71,18 @@ def regression(model: Any, batch: Any) -> jax.Array:
     return jnp.mean((model(batch["series"]) - batch["sum"]) ** 2)
 
 
-def quadrants(count: int) -> dict[str, np.ndarray]:
-    """Noisy images with a bright square; the label is the quarter that it lies in."""
+def shapes(count: int) -> dict[str, np.ndarray]:
+    """Noisy images [16, 16, 1] of a square, a ring, a cross or a diagonal, which the label names."""
     random = np.random.default_rng(0)
+    ring, cross = np.ones((6, 6)), np.zeros((6, 6))
+    ring[1:5, 1:5] = 0
+    cross[2:4], cross[:, 2:4] = 1, 1
+    kinds = np.stack([np.ones((6, 6)), ring, cross, np.eye(6)])
     labels = random.integers(0, 4, count).astype(np.int32)
     images = random.normal(scale=0.3, size=(count, 16, 16, 1)).astype(np.float32)
     for image, label in zip(images, labels, strict=True):
-        row, column = 8 * (label // 2), 8 * (label % 2)
-        image[row + 2 : row + 6, column + 2 : column + 6] += 1
+        row, column = random.integers(2, 9, 2)
+        image[row : row + 6, column : column + 6, 0] += kinds[label]
     return {"image": images, "label": labels}
 
 
@@ -91,9 +96,8 @@ def main(steps: int = 100) -> dict[str, float]:
     """Train both; return their last losses."""
     train = TrainConfig(steps=steps, global_batch_size=64)
     optimizer = AdamW(learning_rate=1e-2, weight_decay=0.0)
-    vision = Trainer(
-        VisionTransformer, classification, numpy_batches(quadrants(512), 64), optimizer=optimizer, train=train
-    )
+    images = augment_images(numpy_batches(shapes(512), 64), [RandomCrop(padding=2), RandomFlip()])
+    vision = Trainer(VisionTransformer, classification, images, optimizer=optimizer, train=train)
     rows = series(512)
     recurrent = Trainer(
         from_linen(Recurrent(), rows["series"][:1]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxstack.checkpoint import directory, manifest
 from jaxstack.checkpoint.policy import steps_to_delete
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.observe.units import byte_size
 
@@ -25,11 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command("jaxstack checkpoint", body)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="jaxstack checkpoint", description="Verify, list or prune the checkpoints of a run."
-    )
+    parser = CommandParser(prog="jaxstack checkpoint", description="Verify, list or prune the checkpoints of a run.")
     commands = parser.add_subparsers(required=True, metavar="list|verify|prune")
     for name, action, text in (
         ("list", _list, "list the checkpoints; file sizes are checked, contents are not read"),

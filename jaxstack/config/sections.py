@@ -1,9 +1,11 @@
 """The configuration sections `run` and `train`, which belong to no package of their own."""
 
+import itertools
 import re
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxstack.config.base import Component
 
@@ -19,8 +21,21 @@ class RunSection(Component):
     """Seed of the initial weights, the data order and dropout."""
     init_from: str | None = None
     """Run directory or Hugging Face checkpoint that gives a new run its parameters, model and tokenizer."""
+    branch_from: str | None = None
+    """Run directory whose checkpoint a new run goes on from with everything: parameters, optimizer state, step and
+    position in the data. Model and tokenizer are that run's."""
+    branch_step: int | None = Field(default=None, ge=1)
+    """Step of that checkpoint; left out: the newest one."""
 
-    @field_validator("init_from")
+    @model_validator(mode="after")
+    def _check_start(self) -> "RunSection":
+        if self.branch_from is not None and self.init_from is not None:
+            raise ValueError("init_from and branch_from exclude each other: a run starts anew or goes on; remove one.")
+        if self.branch_step is not None and self.branch_from is None:
+            raise ValueError(f"branch_step ({self.branch_step}) needs branch_from, the run that has the checkpoint.")
+        return self
+
+    @field_validator("init_from", "branch_from")
     @classmethod
     def _expand_home(cls, directory: str | None) -> str | None:
         return None if directory is None else str(Path(directory).expanduser())
@@ -34,6 +49,29 @@ class RunSection(Component):
         return name
 
 
+class BatchRamp(Component):
+    """Growth of the batch by doublings."""
+
+    double_at_tokens: tuple[Annotated[int, Field(ge=1)], ...] = Field(min_length=1, max_length=20)
+    """Numbers of tokens after which the batch doubles. The last doubling reaches train.global_batch_size, so k of them
+    begin with global_batch_size / 2^k sequences."""
+    learning_rate: Literal["sqrt", "linear", "constant"] = "sqrt"
+    """Growth of the learning rate with the batch, up to optimizer.learning_rate: by its square root (for Adam), in
+    proportion (for SGD), or none."""
+
+    @property
+    def learning_rate_exponent(self) -> float:
+        """Exponent of the batch size in the learning rate."""
+        return {"sqrt": 0.5, "linear": 1.0, "constant": 0.0}[self.learning_rate]
+
+    @field_validator("double_at_tokens")
+    @classmethod
+    def _check_order(cls, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        if any(later <= earlier for earlier, later in itertools.pairwise(tokens)):
+            raise ValueError(f"must grow from entry to entry, such as [1000000, 3000000]; found {list(tokens)}.")
+        return tokens
+
+
 class TrainConfig(Component):
     """Number of steps, batch and sequence sizes, loss terms, and evaluation during training."""
 
@@ -45,6 +83,9 @@ class TrainConfig(Component):
     """Tokens per sequence."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Microbatches per step. More of them use less memory and give the same result."""
+    batch_ramp: BatchRamp | None = None
+    """Begin with smaller batches, and double them at these numbers of tokens, `{double_at_tokens: [...]}`. The schedule
+    then follows tokens: its steps have the run's mean batch size. Default: no ramp."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of log(Z)^2 in the loss."""
     eval_every_steps: int | None = Field(default=None, ge=1)

@@ -1,9 +1,12 @@
 """A common interface for all sources of batches: jaxstack's own data, or a user's iterable or function."""
 
+import contextlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
+import jax
 import numpy as np
 
 from jaxstack.errors import JaxstackError
@@ -23,6 +26,15 @@ class BatchSource(Protocol):
         ...
 
 
+@runtime_checkable
+class IndexedSource(Protocol):
+    """A `BatchSource` that can read a single batch without starting its workers."""
+
+    def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> HostBatch:
+        """Return the rows `rows` of the global batch `number`."""
+        ...
+
+
 class UserBatches:
     """A user's batches as a `BatchSource`. Each is a whole global batch: a dict of arrays with equal first dims.
 
@@ -36,6 +48,11 @@ class UserBatches:
         self._read = 0
         self._peeked: list[HostBatch] = []
 
+    @property
+    def is_iterator(self) -> bool:
+        """True if the source can be read only once."""
+        return isinstance(self._source, Iterator)
+
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[HostBatch]:
         """Yield the rows `rows` of the batches `start`, start + 1, ...
 
@@ -43,16 +60,26 @@ class UserBatches:
           JaxstackError: a batch is no dict of arrays with `global_batch_size` rows, or differs in shape from the first.
         """
         first: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, np.dtype] = {}
         for number, batch in enumerate(self._from(start), start):
-            whole = check_batch(batch, global_batch_size)
-            shapes = {name: np.shape(value) for name, value in whole.items()}
+            checked = check_batch(batch, global_batch_size)
+            whole = {name: np.asarray(value) for name, value in checked.items()}
+            shapes = {name: value.shape for name, value in whole.items()}
             if (first := first or shapes) != shapes:
                 raise JaxstackError(
                     f"batch {number} has the shapes {_shown(shapes, first)}, batch {start} had "
                     f"{_shown(first, shapes)}: all batches must have the same keys and shapes, for which the step is "
                     "compiled; pad them."
                 )
-            yield {name: np.asarray(value)[rows] for name, value in whole.items()}
+            found = {name: _device_dtype(name, value) for name, value in whole.items()}
+            if (dtypes := dtypes or found) != found:
+                name = next(name for name, dtype in found.items() if dtype != dtypes[name])
+                raise JaxstackError(
+                    f"the array {name!r} of batch {number} has dtype {found[name]}, in batch {start} it had "
+                    f"{dtypes[name]}: all batches must have the same dtypes, for which the step is compiled; "
+                    f"convert it: .astype({str(dtypes[name])!r})."
+                )
+            yield {name: value[rows] for name, value in whole.items()}
 
     def peek(self, start: int) -> HostBatch | None:
         """Return batch `start`, which `batches` yields all the same; None if there is none."""
@@ -91,6 +118,8 @@ def peek(source: BatchSource, *, global_batch_size: int, rows: Sequence[int] | n
     """
     if isinstance(source, UserBatches):
         return check_batch(source.peek(start), global_batch_size)
+    if isinstance(source, IndexedSource):
+        return check_batch(source.batch(start, global_batch_size=global_batch_size, rows=rows))
     stream = source.batches(global_batch_size=global_batch_size, rows=rows, start=start)
     try:
         return check_batch(next(iter(stream), None))
@@ -113,15 +142,53 @@ def check_batch(batch: object, rows: int | None = None) -> HostBatch:
     if not isinstance(batch, Mapping) or not batch:
         raise JaxstackError(f"a batch must be a dict of arrays; found {type(batch).__name__}.")
     for name, value in batch.items():
-        if (dtype := np.asarray(value).dtype if isinstance(value, list) else getattr(value, "dtype", None)) is None:
+        if value is None or isinstance(value, str | bytes | Mapping):
+            raise JaxstackError(
+                f"a batch must be a flat dict of arrays; its value {name!r} is of type {type(value).__name__}."
+            )
+        if (dtype := _dtype_of_list(name, value) if isinstance(value, list) else getattr(value, "dtype", None)) is None:
             continue
         if getattr(dtype, "kind", "") in _NOT_NUMBERS:
             raise JaxstackError(f"the array {name!r} of a batch has dtype {dtype}, which no device has: leave it out.")
-    sizes = {name: np.shape(value)[0] if np.ndim(value) else None for name, value in batch.items()}
-    if len(set(sizes.values())) != 1 or None in sizes.values() or (rows and set(sizes.values()) != {rows}):
+    sizes = {name: np.shape(value)[0] if np.ndim(value) else "a scalar" for name, value in batch.items()}
+    found = set(sizes.values())
+    if len(found) != 1 or "a scalar" in found or (rows and found != {rows}):
         wanted = f" of train.global_batch_size ({rows}) rows" if rows else ""
-        raise JaxstackError(f"the arrays of a batch must have one first dim{wanted}; found {sizes}.")
+        size = next(iter(found))
+        way = (
+            f"; drop a smaller last batch, or set TrainConfig(global_batch_size={size})"
+            if len(found) == 1 and size
+            else ""
+        )
+        raise JaxstackError(f"the arrays of a batch must have one first dim{wanted}; found {sizes}{way}.")
     return batch
+
+
+def _dtype_of_list(name: str, value: list) -> np.dtype:
+    try:
+        return np.asarray(value).dtype
+    except ValueError:
+        raise JaxstackError(
+            f"the lists {name!r} of a batch differ in length, but must form an array; pad them."
+        ) from None
+
+
+def _device_dtype(name: str, value: np.ndarray) -> np.dtype:
+    """Return the dtype that an array gets on the devices.
+
+    Raises:
+      JaxstackError: it holds integers that are too large for that dtype, and would become others.
+    """
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype != value.dtype and dtype.kind in "iu" and value.size:
+        least, most = int(value.min()), int(value.max())
+        limits = np.iinfo(dtype)
+        if least < limits.min or most > limits.max:
+            raise JaxstackError(
+                f"the array {name!r} of a batch holds {most if most > limits.max else least}, but integers on the "
+                f"devices are {dtype}: at most {limits.max}; leave it out, or split it into two arrays."
+            )
+    return dtype
 
 
 def _shown(shapes: Mapping[str, tuple[int, ...]], other: Mapping[str, tuple[int, ...]]) -> str:
@@ -148,6 +215,16 @@ def as_source(data: object) -> BatchSource:
     if isinstance(data, BatchSource):
         return data
     check_not_one_batch(data)
+    if callable(data) and not isinstance(data, Iterable):
+        with contextlib.suppress(ValueError):  # a function without a signature that Python can read
+            signature = inspect.signature(data)
+            try:
+                signature.bind(0)
+            except TypeError:
+                raise TypeError(
+                    f"data is called with the number of the step; this function takes {signature}. Wrap it: "
+                    "lambda step: ..., or call it and give the iterable that it returns."
+                ) from None
     if callable(data) or (isinstance(data, Iterable) and not isinstance(data, str)):
         return UserBatches(cast(Iterable[HostBatch], data))
     raise TypeError(

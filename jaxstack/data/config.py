@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from jaxstack.config.base import Component
+from jaxstack.data.augmentations import AnyTextAugmentation
 
 
 class TokenizerConfig(Component):
@@ -35,7 +36,8 @@ class SourceConfig(Component):
     """A source of documents and its share in the mixture."""
 
     path: Annotated[str, Field(min_length=1)] = "stdlib"
-    """`stdlib`, `synthetic`, a file, a directory, a glob (also with **), a URL, or a directory of prepared shards."""
+    """`stdlib`, `synthetic`, a file, a directory, a glob (also with **), a URL, or a directory of prepared shards,
+    which may also be a URL."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of the rows that comes from this source, relative to the other sources' weights."""
     format: Literal["auto", "text", "jsonl", "parquet", "tokens", "chat"] = "auto"
@@ -90,7 +92,17 @@ class DataConfig(Component):
     """Read rows in a new pseudo-random order every epoch; false: in the order of the stream."""
     cache_dir: str | None = None
     """Directory of tokens made from raw text; default ~/.cache/jaxstack/data (created with mode 0700)."""
+    shard_cache: str | None = None
+    """Local directory, such as one on an NVMe disk, into which the shards of remote prepared directories are copied
+    while they are read over the network; null: they are always read over the network."""
     shard_tokens: Annotated[int, Field(ge=1024)] = 2**24
     """Tokens per shard file."""
-    read_ahead: Annotated[int, Field(ge=1, le=64)] = 4
-    """Number of batches that the one reader thread prepares ahead."""
+    augmentations: tuple[AnyTextAugmentation, ...] = ()
+    """Changes to the rows of training text, applied in this order; see [Data](data.md#augmentation)."""
+    read_threads: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Threads that read, decode and pack, each a whole batch; in each reading process if there are such."""
+    read_processes: Annotated[int, Field(ge=0, le=256)] = 0
+    """Processes that read instead of threads of this one; worth it only if decoding and augmentation keep a core
+    busy for longer than a step. Each starts for several seconds."""
+    read_ahead: Annotated[int, Field(ge=1, le=4096)] = 32
+    """Batches that are read before they are needed; a file that stalls for fewer steps than that stops nothing."""

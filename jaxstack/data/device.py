@@ -4,13 +4,13 @@ Dimensions: B global batch; arrays are [B, ...] and may be sharded over any of t
 """
 
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
+from jaxstack.data.background import BackgroundIterator
 from jaxstack.data.batch_source import HostBatch, check_batch
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.parallel.rules import SEQUENCES, AxisRules
@@ -47,8 +47,7 @@ class BatchPlacement:
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """Return a whole global batch, laid out on the devices."""
         rows = len(next(iter(check_batch(batch).values())))
-        (placed, _), *_ = self.stream(iter([batch]), rows, rows)
-        return placed
+        return _put_batch(arrange(batch, self.rules), BatchShardings(self.rules, rows), rows)
 
 
 class BatchShardings(dict[str, NamedSharding]):
@@ -152,41 +151,37 @@ def put_rows(sharding: Sharding, rows: np.ndarray, global_shape: tuple[int, ...]
 
 def device_batches(
     batches: Iterator[HostBatch], sharding: Sharding | Mapping[str, Sharding], *,
-    global_batch_size: int | None = None, depth: int = 2,
+    global_batch_size: int | None = None, depth: int = 2, host_depth: int = 4,
 ) -> Iterator[tuple[dict[str, jax.Array], float]]:  # fmt: skip
     """Yield batches as global arrays, with `depth` of them on the devices ahead of the one in use.
 
+    One thread reads batches on the host and another starts their copies to the devices, so a batch that is ready never
+    waits for a later one.
+
     Args:
-      batches: dicts of arrays with the rows of this process (`local_rows`) in dim 0.
+      batches: dicts of arrays with the rows of this process (`local_rows`) in dim 0. They are read in a thread.
       sharding: one for all arrays, or one for each name.
       global_batch_size: B; may be None if one process holds all rows.
       depth: batches that are put on the devices before they are needed, at least 1.
+      host_depth: batches that are read ahead of these, at least 1.
 
     Yields:
-      The batch, and the seconds that the caller waited: reading on the host, and starting the copies.
+      The batch, and the seconds that the caller waited for it.
     """
-    source = iter(batches)
-    ready: deque[dict[str, jax.Array]] = deque()
-
-    def fill() -> None:
-        while len(ready) < depth:
-            batch = next(source, None)
-            if batch is None:
-                return
-            ready.append(_put_batch(batch, sharding, global_batch_size))
-
+    host = BackgroundIterator(iter(batches), host_depth, "data-host")
+    placed = BackgroundIterator(
+        (_put_batch(batch, sharding, global_batch_size) for batch in host), depth, "data-to-device"
+    )
     try:
         while True:
             began = time.perf_counter()
-            fill()
-            if not ready:
+            batch = next(placed, None)
+            if batch is None:
                 return
-            batch = ready.popleft()
             yield batch, time.perf_counter() - began
     finally:
-        close = getattr(source, "close", None)
-        if close is not None:
-            close()
+        host.close()
+        placed.close()
 
 
 def _put_batch(

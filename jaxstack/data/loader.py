@@ -1,24 +1,22 @@
 """`open_data`: from a configuration to endless training batches and one exact pass over the held-out text."""
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
 
+from jaxstack.data.augmentations.base import Augmenter, Vocabulary
 from jaxstack.data.build_shards import BuildOptions
 from jaxstack.data.config import DataConfig
 from jaxstack.data.fingerprint import list_sources
 from jaxstack.data.mixture import order_hash, row_order
 from jaxstack.data.packing import Stream
+from jaxstack.data.reading import Batch, HeldOutBatches, TrainingBatches, Workers, read_batches
 from jaxstack.data.streams import Streams, open_streams
-from jaxstack.data.token_rows import ExampleRows, ExampleSet, Row, Rows, TextRows, describe_fitted
+from jaxstack.data.token_rows import ExampleRows, ExampleSet, Rows, TextRows, describe_fitted
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
-
-Batch = dict[str, np.ndarray]
 
 
 def open_data(
@@ -77,6 +75,15 @@ class Data:
         counts = [rows.count for rows in self._rows]
         self.rows_per_epoch = tuple(counts)
         self._order = row_order(counts, [s.weight for s in config.sources], seed, config.shuffle)
+        self._workers = Workers(config.read_threads, config.read_processes, config.read_ahead)
+        self._augment = self._augmenter()
+
+    def _augmenter(self) -> Augmenter:
+        """Return the configured augmentations of training rows, checked against the sources."""
+        chats = any(isinstance(rows, ExampleRows) for rows in self._rows)
+        ids = Vocabulary(self.tokenizer.document_start, self.tokenizer.vocab_size)
+        chosen, packing = self._config.augmentations, self._config.packing
+        return Augmenter.make(chosen, ids, self._seed, packing=packing, chats=chats)
 
     def _check_enough(self) -> None:
         for source, stream, rows in zip(self._config.sources, self._train, self._rows, strict=True):
@@ -116,6 +123,11 @@ class Data:
             )
 
     @property
+    def vocab_size(self) -> int:
+        """Number of ids that batches can contain: the tokenizer's, and the sentinels of augmentations."""
+        return self._augment.vocab_size
+
+    @property
     def train_tokens(self) -> int:
         """Number of tokens of one epoch over all training sources."""
         return sum(s.tokens for s in self._train)
@@ -140,6 +152,7 @@ class Data:
             "sequence_length": self.sequence_length,
             "packing": self._config.packing,
             "shuffle": self._config.shuffle,
+            "augmentations": [one.model_dump(mode="json") for one in self._config.augmentations],
             "order": order_hash(self._order),
         }
 
@@ -151,7 +164,7 @@ class Data:
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
         """Yield rows `rows` of the global batches `start`, `start + 1`, and so on without end.
 
-        One thread reads ahead; it stops when the iterator is closed.
+        Grain's workers read ahead; they stop when the iterator is closed.
 
         Args:
           global_batch_size: B.
@@ -161,17 +174,18 @@ class Data:
         Yields:
           tokens, labels [len(rows), T] int32, and with packing segment_ids, positions [len(rows), T] int32.
         """
-        wanted = _checked_rows(rows, global_batch_size)
+        return read_batches(self._batches(global_batch_size, rows, start), self._workers)
+
+    def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
+        """Read rows `rows` of global batch `number` in the calling thread; the same as `batches` yields."""
+        return self._batches(global_batch_size, rows, number)[0]
+
+    def _batches(self, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> TrainingBatches:
+        picked = _checked_rows(rows, global_batch_size)
         if start < 0:
             raise ConfigError(f"start is {start}, the number of a batch is at least 0")
-
         order = cast(Sequence[tuple[int, int]], self._order)
-
-        def batch(k: int) -> Batch:
-            samples = [order[k * global_batch_size + row] for row in wanted]
-            return _stacked([self._rows[s].read(row) for s, row in samples])
-
-        return _read_ahead(batch, start, None, self._config.read_ahead)
+        return TrainingBatches(order, self._rows, picked, global_batch_size, start, self._augment)
 
     def held_out_batches(
         self, *, batch_size: int, rows: Sequence[int] | np.ndarray, max_tokens: int | None = None
@@ -195,14 +209,7 @@ class Data:
         ]
         if not places:
             return iter(())
-        nothing = (self._held_out_rows[0], 0, 0)
-
-        def batch(k: int) -> Batch:
-            samples = (k * batch_size + row for row in wanted)
-            chosen = (places[i] if i < len(places) else nothing for i in samples)
-            return _stacked([rows.read(row, limit) for rows, row, limit in chosen])
-
-        return _read_ahead(batch, 0, -(-len(places) // batch_size), self._config.read_ahead)
+        return read_batches(HeldOutBatches(places, wanted, batch_size), self._workers)
 
     def held_out_bytes(self, max_tokens: int | None = None) -> bytes:
         """Return the bytes of the labels of `held_out_batches(max_tokens=max_tokens)`, in order.
@@ -250,10 +257,6 @@ class Data:
         return max(int(np.searchsorted(total, limit, side="right")), 1)
 
 
-def _stacked(rows: list[Row]) -> Batch:
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 def _joint_hash(stream: Stream | ExampleSet) -> str:
     """Return one hash of the hashes of all shards of a stream."""
     return hashlib.sha256(" ".join(stream.hashes).encode()).hexdigest()
@@ -264,25 +267,3 @@ def _checked_rows(rows: Sequence[int] | np.ndarray, batch_size: int) -> list[int
     if not wanted or min(wanted) < 0 or max(wanted) >= batch_size:
         raise ConfigError(f"rows must lie in 0..{batch_size - 1} of a batch of {batch_size}, and there must be one")
     return wanted
-
-
-def _read_ahead(make: Callable[[int], Batch], start: int, count: int | None, depth: int) -> Iterator[Batch]:
-    """Yield `make(start)`, `make(start + 1)`, ..., made in one thread at most `depth` batches ahead.
-
-    The executor stops its thread when the iterator is closed or dropped, and at the end of the program.
-    """
-    pending: deque[Future] = deque()
-    stop = None if count is None else start + count
-    k = start
-    with ThreadPoolExecutor(1, thread_name_prefix="data-reader") as pool:
-        try:
-            while True:
-                while len(pending) < depth and (stop is None or k < stop):
-                    pending.append(pool.submit(make, k))
-                    k += 1
-                if not pending:
-                    return
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()

@@ -8,9 +8,6 @@ header.
 import hashlib
 import json
 import os
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxstack.data.shard_files import LocalFiles, ShardFiles
 from jaxstack.errors import JaxstackError
 from jaxstack.files import write_file, write_json
 
@@ -25,7 +23,6 @@ FORMAT = "jaxstack-tokens"
 VERSION = 1
 INDEX = "index.json"
 STAMPS = ".verified.json"
-MOST_OPEN_FILES = 128
 
 
 class ShardWriter:
@@ -70,11 +67,6 @@ class ShardWriter:
             self._on_shard(self.shards)
 
 
-def is_prepared(path: str) -> bool:
-    """Return True if `path` is a directory of prepared shards."""
-    return "://" not in path and (Path(path).expanduser() / INDEX).is_file()
-
-
 def read_index(folder: Path) -> dict[str, Any]:
     """Read and check `index.json`.
 
@@ -83,10 +75,26 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX
     try:
-        index = json.loads(path.read_bytes())
+        return parse_index(path.read_bytes(), path)
     except FileNotFoundError:
         raise JaxstackError(f"{folder} holds no prepared tokens ({INDEX} is missing): run jaxstack.prepare") from None
-    except (OSError, ValueError, RecursionError) as e:
+    except OSError as e:
+        raise JaxstackError(f"{path} is not readable: {e}") from None
+
+
+def parse_index(content: bytes, path: object) -> dict[str, Any]:
+    """Return the content of an `index.json`, checked.
+
+    Args:
+      content: of the file.
+      path: its path or URL, for messages.
+
+    Raises:
+      JaxstackError: it is not one of ours, of a later version, or inconsistent.
+    """
+    try:
+        index = json.loads(content)
+    except (ValueError, RecursionError) as e:
         raise JaxstackError(f"{path} is not readable: {e}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise JaxstackError(f"{path} is not an index of token shards: its format is not {FORMAT!r}")
@@ -189,21 +197,23 @@ def _write_stamps(folder: Path, stamps: dict) -> None:
 
 
 class TokenStream:
-    """The ids of one split as one long array, read by position. Safe to use from several threads.
+    """The ids of one split as one long array, read by position. Safe to use from several threads; picklable.
 
-    Reads with pread instead of a memory map: a file that is cut off while in use then gives an error, not SIGBUS.
+    Args:
+      files: where the shards are.
+      shards: name, tokens and sha256 of each.
+      dtype: of the ids.
+      shard_tokens: ids in each shard but the last.
+      document_start: the id that opens a document.
     """
 
-    def __init__(self, folder: Path, shards: list[dict], dtype: np.dtype, shard_tokens: int, document_start: int):
-        self._folder = folder
+    def __init__(self, files: ShardFiles, shards: list[dict], dtype: np.dtype, shard_tokens: int, document_start: int):
+        self._files = files
         self._shards = shards
         self._dtype = dtype
         self._shard_tokens = shard_tokens
         self.document_start = document_start
         self.tokens = sum(s["tokens"] for s in shards)
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._files).atexit = False
 
     @property
     def hashes(self) -> list[str]:
@@ -211,49 +221,21 @@ class TokenStream:
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return `count` ids from position `start` on, fewer at the end of the stream, in the dtype of the shards."""
-        stop = min(start + count, self.tokens)
+        stop, size = min(start + count, self.tokens), self._dtype.itemsize
         parts = []
         while start < stop:
             shard, offset = divmod(start, self._shard_tokens)
             length = min(stop - start, self._shard_tokens - offset)
-            parts.append(np.frombuffer(self._read_bytes(shard, offset, length), self._dtype))
+            content = self._files.read(self._shards[shard]["name"], offset * size, length * size)
+            parts.append(np.frombuffer(content, self._dtype))
             start += length
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.zeros(0, self._dtype)
 
-    def _read_bytes(self, shard: int, offset: int, length: int) -> bytes:
-        size = self._dtype.itemsize
-        with self._lock:
-            data = os.pread(self._file(shard), length * size, offset * size)
-        if len(data) != length * size:
-            raise JaxstackError(
-                f"token shard {self._folder / self._shards[shard]['name']} became shorter while it was in use"
-            )
-        return data
-
-    def _file(self, shard: int) -> int:
-        if shard in self._files:
-            self._files.move_to_end(shard)
-            return self._files[shard]
-        if len(self._files) >= MOST_OPEN_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        path = self._folder / self._shards[shard]["name"]
-        try:
-            self._files[shard] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as e:
-            raise JaxstackError(f"token shard {path} cannot be read: {e.strerror}") from None
-        return self._files[shard]
-
     def close(self) -> None:
         """Close the files; a later read opens them again."""
-        with self._lock:
-            _close_all(self._files)
-
-
-def _close_all(files: OrderedDict[int, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])
+        self._files.close()
 
 
 def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
@@ -261,7 +243,7 @@ def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
     shards = index["splits"][split]["shards"]
     dtype = np.dtype(index["dtype"]).newbyteorder("<")
     verify_shards(folder, shards, dtype.itemsize)
-    return TokenStream(folder, shards, dtype, index["shard_tokens"], index["tokenizer"]["document_start"])
+    return TokenStream(LocalFiles(folder), shards, dtype, index["shard_tokens"], index["tokenizer"]["document_start"])
 
 
 def notes_on(index: Mapping[str, Any]) -> list[str]:

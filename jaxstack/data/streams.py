@@ -11,13 +11,13 @@ from jaxstack.data.cache import (
     ensure_tokenizer,
     ensure_tokens,
     plan_source,
-    prepared_tokenizer,
 )
 from jaxstack.data.config import DataConfig, SourceConfig
 from jaxstack.data.documents import Split
 from jaxstack.data.mixture import source_seed
 from jaxstack.data.packing import Stream
-from jaxstack.data.shards import INDEX, is_prepared, notes_on, open_split, read_index
+from jaxstack.data.prepared import LocalFolder, PreparedFolder, is_prepared, open_folder
+from jaxstack.data.shards import INDEX, notes_on
 from jaxstack.data.source_files import EXTRA, SourceFile, find_files
 from jaxstack.data.synthetic import HELD_OUT_TOKENS, TRAIN_TOKENS, SyntheticStream
 from jaxstack.data.token_rows import ExampleSet
@@ -55,7 +55,7 @@ def open_streams(config: DataConfig, seed: int, options: BuildOptions) -> Stream
     folder = cache_folder(config.cache_dir) if plans or with_chats else Path()
     training = [plans[s, False] for s in config.sources if is_raw[s]]
     tokenizer = _choose_tokenizer(config, everything, training, folder, options.report)
-    opener = _Opener(tokenizer, plans, folder, options, seed, fraction)
+    opener = _Opener(tokenizer, plans, folder, options, seed, fraction, config.shard_cache)
     if with_chats:
         opener.chats = import_chat().open_chats(config.chat, tokenizer)
         tokenizer.chat = opener.chats.format
@@ -112,7 +112,7 @@ def _choose_tokenizer(
     config: DataConfig, sources: Sequence[SourceConfig], plans: list[TokenizationPlan], folder: Path, report: Report
 ) -> Tokenizer:
     wanted = config.tokenizer
-    made = [(s.path, prepared_tokenizer(Path(s.path).expanduser())) for s in sources if is_prepared_source(s)]
+    made = [(s.path, open_folder(s.path, None).tokenizer()) for s in sources if is_prepared_source(s)]
     for path, tokenizer in made[1:]:
         if tokenizer.hash != made[0][1].hash:
             raise ConfigError(f"{made[0][0]} and {path} were prepared with different tokenizers: use the same")
@@ -153,6 +153,7 @@ class _Opener:
     options: BuildOptions
     seed: int
     fraction: float
+    shard_cache: str | None
     chats: Any = None
 
     def open(self, source: SourceConfig, split: Split, whole: bool, number: int) -> Stream | ExampleSet:
@@ -172,17 +173,20 @@ class _Opener:
         if is_chat(source):
             fraction = 1.0 if whole else self.fraction
             return import_chat().open_examples(source, self.chats, fraction, self.folder, self.options.report)[split]
-        plan = self.plans.get((source, whole))
-        if plan is not None:
-            place = ensure_tokens(plan, self.tokenizer, self.folder, self.options)
-        else:
-            place = Path(source.path).expanduser()
-        index = read_index(place)
+        place = self._prepared(source, whole)
+        index = place.read_index()
         for note in notes_on(index) if split == "train" else ():
             self.options.report(f"{source.path}: {note}")
         if whole and not index["splits"]["held_out"]["tokens"]:
             split = "train"
-        return open_split(place, index, split)
+        return place.open_split(split)
+
+    def _prepared(self, source: SourceConfig, whole: bool) -> PreparedFolder:
+        """Return the prepared directory of a source; that of a raw one is made now if it is not in the cache."""
+        plan = self.plans.get((source, whole))
+        if plan is None:
+            return open_folder(source.path, self.shard_cache)
+        return LocalFolder(ensure_tokens(plan, self.tokenizer, self.folder, self.options))
 
     def files(self, source: SourceConfig, whole: bool) -> Sequence[SourceFile]:
         """Return the files of a source; for a prepared one, its shards with their hashes as versions."""
@@ -192,8 +196,8 @@ class _Opener:
             return find_files(source.path)
         if (plan := self.plans.get((source, whole))) is not None:
             return plan.files
-        place = Path(source.path).expanduser()
-        index = read_index(place)
+        place = open_folder(source.path, None)
+        index = place.read_index()
         shards = (shard for split in index["splits"].values() for shard in split["shards"])
         width = 2 if index["dtype"] == "uint16" else 4
-        return [SourceFile(str(place / s["name"]), s["name"], s["tokens"] * width, s["sha256"]) for s in shards]
+        return [SourceFile(place.path_of(s["name"]), s["name"], s["tokens"] * width, s["sha256"]) for s in shards]

@@ -36,13 +36,17 @@ def start_devices(simulate: int | None = None) -> int:
                     f"parallel.simulate_devices ({simulate}) must be set before JAX is used in this process, which "
                     f"already has {jax.device_count()} devices."
                 ) from None
+    for option, name in (("jax_enable_x64", "JAX_ENABLE_X64"), ("jax_disable_jit", "JAX_DISABLE_JIT")):
+        if getattr(jax.config, option):
+            raise ConfigError(f"{name} is set, with which the train step does not compile; unset it (unset {name}).")
     if simulate or os.environ.get("JAX_PLATFORMS") == "cpu" or not Path("/proc/driver/nvidia").exists():
         keep_freed_memory()  # before the backend's threads allocate arenas
     use_whole_memory()
     try:
         return jax.device_count()
-    except RuntimeError as error:
-        raise ConfigError(f"JAX finds no usable device: {str(error).splitlines()[0]}") from None
+    except (RuntimeError, AssertionError) as error:  # JAX only asserts that a platform that was asked for is there
+        asked = f"there is none for JAX_PLATFORMS={jax.config.jax_platforms}; unset it, or install the plugin for it"
+        raise ConfigError(f"JAX finds no usable device: {(str(error) or asked).splitlines()[0]}") from None
 
 
 DEVICE_MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -3,6 +3,8 @@
 The train state holds dicts, not modules: they flatten fast, checkpoint without classes, and need no NNX in a step.
 """
 
+import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -14,6 +16,7 @@ from flax import nnx
 from jaxstack.errors import ConfigError
 from jaxstack.models.adapters import measure_magnitudes, merge_adapters
 from jaxstack.models.low_precision import count_fp8_matmuls
+from jaxstack.models.parametrization import Width
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, update_scaling
 from jaxstack.tree_rules import ADAPTER
@@ -33,11 +36,13 @@ class FunctionalModule:
 
     def __init__(self, make: NNXFactory):
         self.make = make
-        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: _check_made(make(nnx.Rngs(0))))
         self.gathers_weights = bool(getattr(abstract, "gathers_weights", False))
         """True if the module's class says (`gathers_weights`) that it gathers its weights where it uses them."""
         self.drops_tokens = bool(getattr(abstract, "drops_tokens", False))
         """True if a train step must add `dropout_keys` to the module's batches."""
+        self.width: Width | None = getattr(abstract, "width", None)
+        """The width of a model in muP."""
         self.dtype = getattr(abstract, "dtype", None) if self.gathers_weights else None
         """The compute dtype of a module that gathers its weights; None: unknown."""
         for variable in jax.tree.leaves(nnx.state(abstract, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
@@ -104,6 +109,8 @@ class FunctionalModule:
           ConfigError: all parameters are excluded.
         """
         self._is_frozen = is_frozen
+        if not self.abstract_params:
+            raise ConfigError("the module has no parameters (flax.nnx.Param), so that there is nothing to train.")
         if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
             raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
 
@@ -186,8 +193,39 @@ def make_functional(module: object) -> FunctionalModule:
             "jaxstack.functional.linen.from_linen(module, *inputs) in its place."
         )
     if callable(module):
+        _check_called(module)
         return FunctionalModule(cast(NNXFactory, module))
     raise TypeError(f"module must be a flax.nnx.Module or a function of nnx.Rngs; not {type(module).__name__}.")
+
+
+def _check_called(function: Callable[..., object]) -> None:
+    """Raise TypeError if a function cannot be called with `nnx.Rngs` alone."""
+    with contextlib.suppress(ValueError):  # a function without a signature that Python can read
+        made = function.__init__ if isinstance(function, type) else function  # NNX's metaclass hides the signature
+        signature = inspect.signature(made)
+        try:
+            signature.bind(*[None] * (2 if isinstance(function, type) else 1))
+        except TypeError:
+            raise TypeError(
+                f"a function that creates the module is called with flax.nnx.Rngs alone; this one takes {signature}. "
+                "Wrap it: lambda rngs: MyModule(..., rngs=rngs)."
+            ) from None
+
+
+def _check_made(made: object) -> nnx.Module:
+    """Return what a function created, if it is an NNX module.
+
+    Raises:
+      TypeError: it is not.
+    """
+    if isinstance(made, nn.Module):
+        raise TypeError(
+            "the function returned a Linen module, which learns its shapes from inputs: give "
+            "jaxstack.functional.linen.from_linen(module, *inputs) in place of the function."
+        )
+    if not isinstance(made, nnx.Module):
+        raise TypeError(f"the function of nnx.Rngs must return a flax.nnx.Module; it returned {type(made).__name__}.")
+    return made
 
 
 def _nested(flat: Any) -> Dict:

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums, Microbatches
+from jaxstack.gradients.noise import check_noise_layout, estimate_noise, sum_squares
 from jaxstack.loss import Batch, LossSum
 from jaxstack.parallel.context import ShardingContext
 
@@ -26,9 +27,13 @@ class GlobalGradients:
         spec = self._rules.parameter_spec
         self._used = module.map_parameters(lambda names, shape, _: spec(names, shape), self._rules)
 
-    def __call__(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+    def __call__(
+        self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
+    ) -> tuple[GradientSums, Dict]:
         """Return the sums of the global batch, and the module's other variables after it."""
-        sums, non_params = self._sums(self._placed(params, self._used), non_params, batch, key)
+        if noise:
+            check_noise_layout(self._microbatches.count, self._rules.mesh.shape)
+        sums, non_params = self._sums(self._placed(params, self._used), non_params, batch, key, noise)
         return dataclasses.replace(sums, gradients=self._placed(sums.gradients, self._stored)), non_params
 
     def _placed(self, tree: Dict, specs: Dict) -> Dict:
@@ -38,22 +43,21 @@ class GlobalGradients:
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731
         return jax.tree.map(place, tree, specs)
 
-    def _sums(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+    def _sums(
+        self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, noise: bool
+    ) -> tuple[GradientSums, Dict]:
         rules, context = self._rules, self._context
         # If rows are split into microbatches, `data` has size 1 or is manual; the batch's other axes still shard them.
         shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data"])
         if self._microbatches.count == 1 or rules.mesh.shape["data"] == 1:
             with context.entered():
-                return self._microbatches.finish(*self._microbatches(params, non_params, batch, key, shards=shards))
+                return self._run(params, non_params, batch, key, shards, noise)
 
         # `data` is manual here: XLA would otherwise all-reduce gradients over it after every microbatch.
         def replica(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
             key = jax.random.fold_in(key, jax.lax.axis_index("data"))
             with context.within(["data"]).entered():
-                sums, non_params = self._microbatches(params, non_params, batch, key, shards=shards)
-            gradients, loss, count = jax.lax.psum((sums.gradients, sums.loss, sums.count), "data")
-            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count)
-            return self._microbatches.finish(sums, jax.tree.map(_mean_over_data, non_params), ("data",))
+                return self._run(params, non_params, batch, key, shards, noise, ("data",))
 
         whole, split = PartitionSpec(), PartitionSpec("data")
         return jax.shard_map(
@@ -64,6 +68,28 @@ class GlobalGradients:
             axis_names={"data"},
             check_vma=False,
         )(params, non_params, batch, key)
+
+    def _run(
+        self,
+        params: Dict,
+        non_params: Dict,
+        batch: Batch,
+        key: jax.Array,
+        shards: int,
+        noise: bool,
+        axes: tuple[str, ...] = (),
+    ) -> tuple[GradientSums, Dict]:
+        """Return the sums of the global batch, whose parts are on the devices of the manual `axes`."""
+        measure = sum_squares if noise else None
+        sums, non_params, small = self._microbatches(params, non_params, batch, key, shards=shards, measure=measure)
+        if axes:
+            gradients, loss, count = jax.lax.psum((sums.gradients, sums.loss, sums.count), axes)
+            sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count)
+            non_params = jax.tree.map(_mean_over_data, non_params)
+        if small is not None:
+            estimate = estimate_noise(*small, sum_squares(sums.gradients), sums.count, axes)
+            sums = dataclasses.replace(sums, noise=estimate)
+        return self._microbatches.finish(sums, non_params, axes)
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
         """Return the loss sum and item count of a batch in evaluation."""

@@ -5,13 +5,17 @@ Gradients are those of the sum over the real items of the whole global batch; th
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jaxstack.functional.module import Dict, FunctionalModule
+from jaxstack.gradients.noise import Measure, Squares
 from jaxstack.loss import Batch, Loss, LossSum
+
+SmallBatches: TypeAlias = tuple[Squares, jax.Array] | None
+"""Sums of squares of the gradients of each microbatch, and their numbers of items, [M]; None if not measured."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +31,8 @@ class GradientSums:
     """[] float32: the number of items."""
     maxima: Dict | None = None
     """FP8 amax values, the cotangents of the scaling states; None once `Microbatches.finish` has used them."""
+    noise: Dict | None = None
+    """Metrics of the gradient noise, see `jaxstack.gradients.noise`; None if they are not measured."""
 
     def plus(self, other: "GradientSums") -> "GradientSums":
         """Return the sums of two microbatches, with the larger of their amax values."""
@@ -38,8 +44,10 @@ class GradientSums:
 class Gradients(Protocol):
     """A way to compute the sums of a global batch. Call it under `jax.jit` only."""
 
-    def __call__(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
-        """Return the sums of the global batch, and the module's other variables after it."""
+    def __call__(
+        self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
+    ) -> tuple[GradientSums, Dict]:
+        """Return the sums of the global batch, with its gradient noise if asked, and the module's other variables."""
         ...
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
@@ -75,8 +83,9 @@ class Microbatches:
         *,
         shards: int = 1,
         prepare: Callable[[Dict], Dict] = lambda params: params,
-    ) -> tuple[GradientSums, Dict]:
-        """Return the sums of this batch, and the module's other variables after it.
+        measure: Measure | None = None,
+    ) -> tuple[GradientSums, Dict, SmallBatches]:
+        """Return the sums of this batch, the module's other variables after it, and what was measured.
 
         Args:
           params: the parameters that the gradients belong to.
@@ -85,25 +94,27 @@ class Microbatches:
           key: random key; microbatch i gets fold_in(key, i) if there are several.
           shards: number of shards of the batch's rows that XLA partitions.
           prepare: turns the parameters into those that the module uses; it is differentiated.
+          measure: measures the gradients of each of several microbatches.
         """
         if self.count == 1:
-            return self._one(params, non_params, batch, key, prepare)
+            return *self._one(params, non_params, batch, key, prepare), None
 
         def add(
             carry: tuple[GradientSums, Dict], item: tuple[Batch, jax.Array]
-        ) -> tuple[tuple[GradientSums, Dict], None]:
+        ) -> tuple[tuple[GradientSums, Dict], SmallBatches]:
             sums, non_params = carry
             microbatch, index = item
             new, non_params = self._one(params, non_params, microbatch, jax.random.fold_in(key, index), prepare)
-            return (sums.plus(new), non_params), None
+            measured = None if measure is None else (measure(new.gradients), new.count)
+            return (sums.plus(new), non_params), measured
 
         zero = jnp.zeros((), jnp.float32)
         zeros = lambda tree: jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), tree)  # noqa: E731
         gradients, maxima = self.module.split_frozen(params)[0], self.module.split_scaling(non_params)[0]
         start = GradientSums(zeros(gradients), zero, zero, zeros(maxima))
         pieces = {name: self._split(x, shards) for name, x in batch.items()}
-        carry, _ = jax.lax.scan(add, (start, non_params), (pieces, jnp.arange(self.count)))
-        return carry
+        carry, measured = jax.lax.scan(add, (start, non_params), (pieces, jnp.arange(self.count)))
+        return *carry, measured
 
     def _one(
         self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, prepare: Callable[[Dict], Dict]

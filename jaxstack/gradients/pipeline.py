@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums
+from jaxstack.gradients.noise import check_noise_layout
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.loss import Batch, Loss, LossSum
 from jaxstack.models import Transformer
@@ -75,7 +76,11 @@ class PipelinedGradients:
         stacked, of_one = PartitionSpec("pipeline"), PartitionSpec()
         self._scale_specs = jax.tree.map(lambda x: stacked if x.ndim == 3 else of_one, module.abstract_non_params)
 
-    def __call__(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+    def __call__(
+        self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
+    ) -> tuple[GradientSums, Dict]:
+        if noise:
+            check_noise_layout(self._plan.microbatches, self._rules.mesh.shape)
         schedule, specs, module = self._plan.table(), self._trained_specs, self._module
 
         def local(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums, Microbatches
+from jaxstack.gradients.noise import Group, check_noise_layout, estimate_noise, sum_squares
 from jaxstack.loss import Batch, LossSum
 from jaxstack.parallel.context import ShardingContext, TracedParameters
 from jaxstack.parallel.exchange import Dims, Exchange, WorkingCopy, sum_gradient
@@ -32,6 +33,8 @@ class ParameterLayout:
     """Dtype of its working copy, if it is split over `data`."""
     summed_by_module: bool
     """True if the module sums the gradient where it uses the parameter, see `gather_parameter`."""
+    stacked: bool
+    """True if its first dim is that of stacked layers."""
 
 
 class LocalGradients:
@@ -61,25 +64,36 @@ class LocalGradients:
         self._trained_layouts = microbatches.module.split_frozen(self._layouts)[0]
         self._trained_specs = microbatches.module.split_frozen(self._specs)[0]
 
-    def __call__(self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
+    def __call__(
+        self, params: Dict, non_params: Dict, batch: Batch, key: jax.Array, *, noise: bool = False
+    ) -> tuple[GradientSums, Dict]:
         """Return the sums of the global batch, and the module's other variables after it."""
+        groups, measure = None, None
+        if noise:
+            check_noise_layout(self._microbatches.count, self._rules.mesh.shape)
+            groups = jax.tree.map(self._noise_group, self._trained_layouts)
+            measure = functools.partial(sum_squares, groups=groups)
 
         def local(params: Dict, non_params: Dict, batch: Batch, key: jax.Array) -> tuple[GradientSums, Dict]:
             key = jax.random.fold_in(key, jax.lax.axis_index(self._split))
             copies = jax.tree.map(self._working_copy, params, self._layouts)
             if self._sums_at_use:
                 prepare = lambda params: jax.tree.map(self._summing, params, copies, self._layouts)  # noqa: E731
-                sums, non_params = self._microbatches(params, non_params, batch, key, prepare=prepare)
+                run = functools.partial(self._microbatches, prepare=prepare, measure=measure)
+                sums, non_params, small = run(params, non_params, batch, key)
                 gradients = sums.gradients
             else:
-                sums, non_params = self._microbatches(copies, non_params, batch, key)
+                sums, non_params, small = self._microbatches(copies, non_params, batch, key, measure=measure)
                 gradients = jax.tree.map(self._sum, sums.gradients, self._trained_layouts)
             loss, count = jax.lax.psum((sums.loss, sums.count), self._split)
             sums = dataclasses.replace(sums, gradients=gradients, loss=loss, count=count)
+            if small is not None:
+                estimate = estimate_noise(*small, sum_squares(gradients, groups), count, self._split)
+                sums = dataclasses.replace(sums, noise=estimate)
             return self._microbatches.finish(sums, jax.tree.map(self._mean, non_params), self._split)
 
         whole: Any = PartitionSpec()  # a spec in the place of an array
-        out_specs = (GradientSums(self._trained_specs, whole, whole), whole)
+        out_specs = (GradientSums(self._trained_specs, whole, whole, noise=whole if noise else None), whole)
         return self._on_own_parts(local, out_specs, params, non_params, batch, key)
 
     def loss(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
@@ -123,15 +137,25 @@ class LocalGradients:
         spec, stored = rules.parameter_spec(names, shape), rules.stored_spec(names, shape, self._zero)
         dtype = self._microbatches.module.dtype if is_cast(names, shape) else None
         dtype = str(jnp.dtype(dtype or jnp.float32))
-        return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")))
+        stacked = bool(names) and names[0] == "layers"
+        return ParameterLayout(spec, stored, dtype, bool(metadata.get("sum_where_used")), stacked)
 
     def _working_copy(self, x: jax.Array, layout: ParameterLayout) -> jax.Array:
-        """Gather a parameter over `data` in the compute dtype; return it as it is if it is not split over `data`."""
+        """Gather a parameter over `data` in the compute dtype; return it as it is if it is not split over `data`.
+
+        Stacked layers are gathered one at a time. XLA gathers a whole stack with the devices' parts outermost, and
+        copies it into the order of layers after all gathers: the working copy would be in memory twice.
+        """
         parts = _data_shards(layout)
         if not parts:
             return x
         how = self._exchange._replace(dtype=layout.dtype, gathered=parts)
-        return exchange_weight(x, how, layout.spec, self._inner.rules)
+        rules = self._inner.rules
+        if not layout.stacked:
+            return exchange_weight(x, how, layout.spec, rules)
+        how = how._replace(gathered=tuple((axes, dim - 1) for axes, dim in parts))
+        spec = PartitionSpec(*tuple(layout.spec)[1:])
+        return jax.lax.map(lambda layer: exchange_weight(layer, how, spec, rules), x)
 
     def _summing(self, x: jax.Array, copy: jax.Array, layout: ParameterLayout) -> jax.Array | WorkingCopy:
         """Return what the module gets for the parameter `x`: its gradient arrives summed, in the layout of x."""
@@ -152,6 +176,18 @@ class LocalGradients:
         how = self._exchange._replace(scattered=parts, summed=lacking)
         add = on_tensor_shards(functools.partial(sum_gradient, how=how), layout.spec, self._inner.rules)
         return add(gradient).astype(jnp.float32)
+
+    def _noise_group(self, layout: ParameterLayout) -> Group:
+        """Return over which axes the gradient of a microbatch is split and summed when it has been computed."""
+
+        def splitting(spec: PartitionSpec) -> tuple[str, ...]:
+            lacking = self._rules.lacking(spec, self._split)
+            return tuple(axis for axis in self._split if axis not in lacking)
+
+        stored = splitting(layout.stored)
+        if self._sums_at_use:
+            return Group(stored, tuple(self._split), stored)
+        return Group(splitting(layout.spec), splitting(layout.spec), stored)
 
     def _mean(self, x: jax.Array) -> jax.Array:
         return jax.lax.pmean(x, self._split) if jnp.issubdtype(x.dtype, jnp.floating) else x

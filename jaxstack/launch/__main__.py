@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.distributed.cluster import (
     Nodes,
     add_trust_arguments,
@@ -20,9 +20,9 @@ from jaxstack.launch.shadowing import check_shadowing
 from jaxstack.launch.supervisor import Job, Supervisor
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack launch",
         description="Start the processes of this node, watch their progress, end all of them when one fails or is "
         "stuck, and restart them from the newest checkpoint.",
@@ -89,6 +89,9 @@ def make_job(args: argparse.Namespace) -> Job:
         command, restarts = tuple(args.command), args.max_restarts
         if not command:
             raise ConfigError("there is no command to run: jaxstack launch -- python -m jaxstack.train --config FILE")
+        if command[0].endswith((".yaml", ".yml")):
+            right = " ".join(["jaxstack launch -- python -m jaxstack.train --config", *command])
+            raise ConfigError(f"{command[0]} is a file, not a command; give the whole command: {right}")
     check_shadowing(command)
     return Job(command, args.processes, nodes, limits, restarts, args.grace_seconds)
 

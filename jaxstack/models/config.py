@@ -1,5 +1,6 @@
 """Configuration of a decoder-only Transformer. Field names follow Hugging Face's config.json where one exists."""
 
+import functools
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from jaxstack.models.moe.config import MoEConfig
 from jaxstack.models.norm import NORMS
 from jaxstack.models.table_choice import NameIn
 
+_SOFTMAX_KINDS = ("softmax", "longformer", "block_sparse")
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
@@ -117,6 +119,14 @@ class ModelConfig(Component):
     projections times 1/sqrt(2 num_layers) (GPT-2); `fan_in`: 1/sqrt(inputs), residual projections depth-scaled too."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial embeddings, and of matrices unless `initialization` is fan_in."""
+    parametrization: Literal["standard", "mup"] = "standard"
+    """`mup`: initial weights, learning rates and weight decay depend on hidden_size / base_width, so that the best
+    learning rate of the base width is the best at every width (Yang et al. 2022)."""
+    base_width: int | None = Field(default=None, ge=1)
+    """hidden_size of the model that the learning rate was tuned on, needed for `mup`. Widen num_heads, num_kv_heads and
+    intermediate_size in proportion."""
+    base_head_dim: int | None = Field(default=None, ge=1)
+    """head_dim of that model, if heads are wider here; left out: head_dim, as wider models have more heads."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout rate of the embeddings and of each sublayer's output."""
 
@@ -157,8 +167,34 @@ class ModelConfig(Component):
             )
         if self.moe is not None and self.mlp_bias:
             raise ValueError("mlp_bias must be false with moe: experts have no biases.")
+        if problem := self._width_problem():
+            raise ValueError(problem)
         self.attention.check(ScoreOptions(self.layer_types, self.attn_logit_softcapping, self.query_pre_attn_scalar))
         return self
+
+    def _width_problem(self) -> str | None:
+        """Return why muP cannot hold, or None."""
+        if self.parametrization == "standard":
+            given = [name for name in ("base_width", "base_head_dim") if getattr(self, name) is not None]
+            return f"{given[0]} needs parametrization: mup; set it, or remove {given[0]}." if given else None
+        if self.base_width is None:
+            return "parametrization: mup needs base_width, the hidden_size that the learning rate was tuned at."
+        if self.scale_embeddings:
+            return (
+                "parametrization: mup cannot hold with scale_embeddings, whose factor sqrt(hidden_size) grows with the "
+                "width; set scale_embeddings to false (the norms that follow make up for it)."
+            )
+        if self.attention.name not in _SOFTMAX_KINDS:
+            return (
+                f"parametrization: mup is known for softmax over scores of queries and keys; attention.name "
+                f"{self.attention.name} is another function of them. Use one of {', '.join(_SOFTMAX_KINDS)}."
+            )
+        if self.query_pre_attn_scalar is not None and self.base_head_dim not in (None, self.width_per_head):
+            return (
+                "query_pre_attn_scalar fixes the scale of attention scores, which parametrization: mup derives from "
+                "base_head_dim; give one of them."
+            )
+        return None
 
     @property
     def kv_heads(self) -> int:
@@ -190,9 +226,16 @@ class ModelConfig(Component):
         return self.moe is not None and self.moe.is_mixture(layer)
 
     @property
+    def score_divisor(self) -> float:
+        """Number whose square root divides the attention scores: `query_pre_attn_scalar` with the default filled in."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar
+        return self.width_per_head**2 / (self.base_head_dim or self.width_per_head)
+
+    @property
     def attention_scale(self) -> float:
         """Factor of the attention scores."""
-        return (self.query_pre_attn_scalar or self.width_per_head) ** -0.5
+        return self.score_divisor**-0.5
 
     def heads(self, window: int | None) -> AttentionSpec:
         """Return the heads and scores of a layer with this window."""
@@ -221,20 +264,27 @@ class ModelConfig(Component):
 
         The pattern is followed by the layers of an incomplete repetition and by the `end_layers`.
         """
-        kinds = self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers]
-
-        def period_of(kinds: list[tuple[int | None, bool]]) -> int:
-            fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
-            return next(fits, len(kinds))
-
-        candidates = [(start, period_of(kinds[start:])) for start in range(len(kinds))]
-        start, period = min(candidates, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
+        start, period = _repeated_pattern(
+            tuple(self.layer_kinds()[self.end_layers : self.num_layers - self.end_layers])
+        )
         return self.end_layers + start, period
 
     @property
     def end_layers(self) -> int:
         """`unscanned_end_layers`, clamped so that at least one layer is left to scan."""
         return min(self.unscanned_end_layers, (self.num_layers - 1) // 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated_pattern(kinds: tuple[tuple[int | None, bool], ...]) -> tuple[int, int]:
+    """Return start and length of the pattern that repeats in `kinds` and leaves the fewest single layers."""
+
+    def period_of(kinds: tuple[tuple[int | None, bool], ...]) -> int:
+        fits = (p for p in range(1, len(kinds)) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+        return next(fits, len(kinds))
+
+    candidates = [(start, period_of(kinds[start:])) for start in range(len(kinds))]
+    return min(candidates, key=lambda at: (sum(at) + (len(kinds) - at[0]) % at[1], at[0]))
 
 
 def _near_divisors(number: int, near: int) -> str:

@@ -15,6 +15,7 @@ from jaxstack.models.dropout import drop, split_key
 from jaxstack.models.embedding import Embedding
 from jaxstack.models.initialization import embedding_initializer, make_initializer
 from jaxstack.models.norm import make_norm
+from jaxstack.models.parametrization import Width, scale_initial_weights, width_of
 from jaxstack.models.residual import shard_residual
 from jaxstack.models.rope import Angles, rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
@@ -66,8 +67,14 @@ class Transformer(nnx.Module):
         head = None if config.tie_word_embeddings else make_initializer(config)(rngs.params(), (d, vocab), d)
         self.head = None if head is None else nnx.Param(head, logical_axes=HEAD_AXES)
         self.config, self.dtype = config, dtype
+        scale_initial_weights(self, config)
         self.precision = PrecisionConfig()
         """Precision of the matmuls, as set by `in_fp8`."""
+
+    @property
+    def width(self) -> Width | None:
+        """The width that decides on the parameters' learning rates in muP; None in the standard parametrization."""
+        return width_of(self.config)
 
     @property
     def drops_tokens(self) -> bool:

@@ -21,6 +21,13 @@ class ObserveConfig(Component):
     """Raise an error if a kernel backend that normally runs is passed over."""
     progress: bool = True
     """Print the progress: a live line on a terminal, plain lines elsewhere."""
+    noise_scale: bool = False
+    """Measure the gradient noise scale, the batch size in tokens above which larger batches save few steps, from the
+    microbatches of each step; needs train.gradient_accumulation of at least 2."""
+    pue: float = Field(default=1.0, ge=1, le=10)
+    """Power usage effectiveness of the data centre: its energy over that of the GPUs. It multiplies `energy_kwh`."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0)
+    """Price of one hour of one GPU, in any currency, for the metric `cost`. Default: no cost is logged."""
 
     @model_validator(mode="after")
     def _check(self) -> "ObserveConfig":

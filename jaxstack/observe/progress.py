@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from jaxstack.observe.units import byte_size, duration, short_number
+from jaxstack.observe.units import byte_size, duration, short_number, si_number
 
 
 def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None) -> list[str]:
@@ -33,6 +33,10 @@ def progress_fields(values: Mapping[str, Any], eta_seconds: float | None = None)
         parts.append(f"mem {byte_size(memory)}")
     if eta_seconds is not None:
         parts.append(f"ETA {duration(eta_seconds)}")
+    if (joules := number("joules_per_token")) is not None:
+        parts.append(f"{si_number(joules)}J/tok")
+    if (cost := number("cost")) is not None:
+        parts.append(f"cost {cost:,.2f}")
     return parts
 
 

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from jaxstack.observe.config import ObserveConfig
+from jaxstack.observe.energy import EnergyMeter, EnergyPrices, measure_energy
 from jaxstack.observe.environment import write_environment
 from jaxstack.observe.goodput import Goodput
 from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.observe.noise_scale import NoiseScale
 from jaxstack.observe.progress import Progress
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.throughput import Meter
@@ -21,7 +23,7 @@ class RunLog:
     """Messages, metrics and report of a single run; only the first process writes.
 
     Call `show_progress`, `open_trackers` and `begin` in this order before anything is logged. Messages may come at any
-    time.
+    time. The energy of the GPUs counts from `open_trackers` on.
 
     Args:
       run_dir: directory of metrics, environment and report; None: nothing is written.
@@ -40,6 +42,7 @@ class RunLog:
         self.last_values: dict[str, Any] = {}
         """Newest value of each metric, and their step."""
         self._progress: Progress | None = None
+        self._energy: EnergyMeter | None = None
 
     def say(self, text: str) -> None:
         """Report a message on the first process."""
@@ -63,8 +66,18 @@ class RunLog:
         names = self._config.trackers if self.writes else ()
         trackers = open_trackers(names, self._run_dir or ".", start, settings, self.say)
         self._trackers: Trackers = stack.enter_context(contextlib.closing(trackers))
+        prices = EnergyPrices(self._config.pue, self._config.price_per_gpu_hour)
+        self._energy = measure_energy(self._run_dir if self.writes else None, prices, self.say)
+        stack.callback(self._energy.close)
 
-    def begin(self, start: int, meter: Meter, ran: dict[str, Any], schedule: list[list[float]]) -> None:
+    def begin(
+        self,
+        start: int,
+        meter: Meter,
+        ran: dict[str, Any],
+        schedule: list[list[float]],
+        planned: Mapping[str, Any] | None = None,
+    ) -> None:
         """Record the start of this process, and write the environment.
 
         Args:
@@ -72,31 +85,41 @@ class RunLog:
           meter: measures the steps; the caller adds them.
           ran: what the compiled step runs, from `Trainer.describe`.
           schedule: points [step, learning rate].
+          planned: see `LoopSettings.planned`.
         """
         self._start, self._meter = start, meter
         logged = last_logged(self._run_dir)
+        self._noise = NoiseScale(start, logged if logged.get("step", 0) <= start else {})
         train_seconds = logged.get("train_seconds", 0.0) if logged.get("step", 0) <= start else 0.0
         self._goodput = Goodput(self._run_dir if self.first else None, start, train_seconds)
-        self._environment: dict[str, Any] = {"ran": ran, "schedule": schedule}
+        self._read_energy({})  # what was used until now, for compiling, is not that of steps
+        self._environment: dict[str, Any] = {**(planned or {}), "ran": ran, "schedule": schedule}
         if self._run_dir is not None and self.writes:
             write_environment(self._run_dir, **self._environment)
 
-    def log_step(self, step: int, values: Mapping[str, float], items: int, skipped_steps: int) -> None:
+    def log_step(
+        self, step: int, values: Mapping[str, float], tokens: int, skipped_steps: int, steps_left: float | None = None
+    ) -> None:
         """Log a step's metrics with speed, memory and goodput, every `log_every` steps, the first and the last one.
+
+        Must be called for every step, in their order.
 
         Args:
           step: the step, counted from 1.
           values: its metrics.
-          items: number of items (tokens) of a step.
+          tokens: number of items (tokens) of all steps so far.
           skipped_steps: number of steps of the run that were skipped.
+          steps_left: remaining steps in steps of the present size; default: all of one size.
         """
+        values = self._noise.follow(values)
         every = self._config.log_every
         if step % every and step not in (1, self._total_steps):
             return
         before = self._meter.total_seconds
-        line = {**values, "tokens": step * items, **self._meter.read(), "peak_memory_bytes": peak_memory_bytes()}
+        line = {**values, "tokens": tokens, **self._meter.read(), "peak_memory_bytes": peak_memory_bytes()}
         self._goodput.add(self._meter.total_seconds - before)
         line |= self._goodput.read()
+        line |= self._read_energy(line)
         if skipped_steps:
             line["skipped_steps"] = skipped_steps
         self.last_values = {**self.last_values, "step": step, **line}
@@ -104,7 +127,14 @@ class RunLog:
         if step <= self._start + every:  # the first steps also load kernels, and are slower than the others
             self._meter.forget_pace()
         if self._progress is not None:
-            self._progress.update(step, line, self._meter.eta_seconds(self._total_steps - step))
+            left = self._total_steps - step if steps_left is None else steps_left
+            self._progress.update(step, line, self._meter.eta_seconds(left))
+
+    def _read_energy(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """Return the values of energy and cost for a metrics line."""
+        if self._energy is None:
+            return {}
+        return self._energy.read(line.get("tokens", 0), line.get("tokens_per_second"))
 
     def log_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of an evaluation after `step` steps."""
@@ -125,6 +155,11 @@ class RunLog:
         if self._run_dir is None or not self.writes:
             return
         self._environment["ended"] = ended
+        if self._energy is not None:
+            self._energy.close()  # so that the last sample counts
+            if used := self._read_energy(self.last_values):
+                self.last_values |= used
+                self._environment["energy"] = used
         memory = self._environment["ran"].get("memory")
         if isinstance(memory, dict):
             memory["measured_peak_bytes"] = peak_memory_bytes()

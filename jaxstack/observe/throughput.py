@@ -137,6 +137,6 @@ class Meter:
         """Leave the windows read so far out of the estimate, e.g. a first step that loaded kernels."""
         self.step_seconds = None
 
-    def eta_seconds(self, steps_left: int) -> float | None:
+    def eta_seconds(self, steps_left: float) -> float | None:
         """Return the seconds for `steps_left` more steps at the recent pace; None before the first read."""
         return None if self.step_seconds is None else max(0, steps_left) * self.step_seconds

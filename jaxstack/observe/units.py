@@ -13,6 +13,15 @@ def short_number(value: float, digits: int = 3) -> str:
     return _significant(value, digits)
 
 
+def si_number(value: float, digits: int = 3) -> str:
+    """Format a number for a unit that follows it at once: `11.3 m`, `2.5 `, `1.2 k`, `40 µ`."""
+    if not math.isfinite(value) or value == 0 or abs(value) < 1e-9 or abs(value) >= 1e18:
+        return f"{value:.{digits}g} "
+    power = min(5, max(-3, math.floor(math.log10(abs(value)) / 3 + 1e-9)))
+    prefix = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P"}[power]
+    return f"{_significant(value / 1000.0**power, digits)} {prefix}"
+
+
 def _significant(value: float, digits: int) -> str:
     if value and abs(value) < 1e-4:
         mantissa, exponent = f"{value:.{digits - 1}e}".split("e")

@@ -1,14 +1,19 @@
 """Base class of all optimizer configurations: shared settings, and the interface of a new optimizer."""
 
+import dataclasses
 from abc import abstractmethod
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 from pydantic import Field
 
 from jaxstack.config.base import Component, PathRule
+from jaxstack.models.parametrization import Role
 from jaxstack.tree_rules import check_patterns
 
 
@@ -25,6 +30,32 @@ def is_matrix(path: str, leaf: HasShape) -> bool:
     Scales, biases and magnitudes count as vectors even if they have two dims.
     """
     return len(leaf.shape) > 1 and path.rsplit("/", 1)[-1] not in ("scale", "bias", "magnitude")
+
+
+ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output": -1.0, "final_gain": -1.0}
+"""muP of an optimizer whose updates do not depend on the size of gradients (arXiv:2203.03466, table 3)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that an optimizer may depend on: its length, learning rate and layout."""
+
+    learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] = lambda step: jnp.asarray(1.0)
+    """Step -> scheduled learning rate."""
+    total_steps: int | None = None
+    """Number of steps of the run; None: not known."""
+    specs: dict[str, PartitionSpec] = dataclasses.field(default_factory=dict)
+    """Path of a trained parameter -> the PartitionSpec in which it is stored; empty: on one device."""
+
+
+class StepOptimizer(optax.GradientTransformationExtraArgs):
+    """An Optax transformation, and what a train step must do for it besides calling `update`."""
+
+    gradient_point: Callable[[PyTree, optax.OptState], PyTree] | None = None
+    """(trained parameters, state) -> where the step evaluates the gradient; None: at the parameters."""
+    curvature_every: int = 0
+    """Steps between two estimates of the curvature, which `update` takes as `curvature` (a tree of the parameters'
+    structure) with the flag `renewed`; 0: none."""
 
 
 class GroupRule(PathRule):
@@ -45,6 +76,9 @@ class Optimizer(Component):
     The chain around `core` is the same for all: clip by global norm, core, decoupled weight decay, learning rate.
     """
 
+    width_powers: ClassVar[Mapping[Role, float] | None] = None
+    """Role of a parameter -> p of the factor (width / base width)^p of its learning rate in muP; None: not known."""
+
     learning_rate: float = Field(default=3e-4, gt=0)
     """Peak of the schedule."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -54,6 +88,7 @@ class Optimizer(Component):
     balance_rate: float = Field(default=1e-3, ge=0)
     """Step size of the balance bias of each expert whose load is above or below average (`model.moe.balance_bias`)."""
     groups: tuple[GroupRule, ...] = ()
+    """Rules by parameter path; the first one that matches holds."""
 
     def check(self, params: PyTree) -> None:
         """Check that the settings fit the parameters.
@@ -67,8 +102,32 @@ class Optimizer(Component):
         check_patterns([group.path for group in self.groups], params, "optimizer.groups")
 
     @abstractmethod
-    def core(self) -> optax.GradientTransformation:
-        """Return the transformation of gradients into an update direction, without learning rate and weight decay."""
+    def core(self, run: RunFacts) -> optax.GradientTransformation:
+        """Return the transformation of gradients into an update direction, without learning rate and weight decay.
+
+        State is sharded as its parameter, dim by dim (`jaxstack.parallel.rules.state_spec`).
+
+        Args:
+          run: the run's length, learning rate and layout, for the optimizers that depend on them.
+        """
+
+    def wrap(self, chain: optax.GradientTransformation, run: RunFacts) -> optax.GradientTransformation:
+        """Return the transformation of the trained parameters, made from the whole chain around `core`."""
+        return chain
+
+    def gradient_point(self, params: PyTree, state: optax.OptState) -> PyTree:
+        """Return the point at which a step evaluates the gradient, if it is not at the parameters.
+
+        Args:
+          params: the trained parameters.
+          state: the state of the optimizer that `build_optimizer` made.
+        """
+        return params
+
+    @property
+    def curvature_interval(self) -> int:
+        """Steps between two estimates of the curvature (`StepOptimizer.curvature_every`); 0: it uses none."""
+        return 0
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
         """Transform the update direction that `core` returned, if that takes a whole parameter such as its norm.

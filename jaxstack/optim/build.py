@@ -1,14 +1,18 @@
 """Builds one Optax transformation from the configuration of an optimizer and a schedule."""
 
+import operator
 from collections.abc import Callable
 
 import chex
 import jax
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from jaxstack.optim.base import GroupRule, Optimizer, is_matrix
-from jaxstack.tree_rules import ADAPTER, map_by_path, match
+from jaxstack.models.parametrization import Width
+from jaxstack.optim.base import GroupRule, Optimizer, RunFacts, StepOptimizer, is_matrix
+from jaxstack.optim.mup import check_rule, rate_factor, scale_epsilon
+from jaxstack.tree_rules import ADAPTER, map_by_path, match, path_name
 
 BALANCE = r"(^|/)balance_bias$"
 """Path of the bias that balances the load of experts; its "gradient" is the load."""
@@ -20,7 +24,11 @@ def build_optimizer(
     params: PyTree,
     known: PyTree = None,
     stacked: PyTree = None,
-) -> optax.GradientTransformation:
+    *,
+    total_steps: int | None = None,
+    width: Width | None = None,
+    specs: PyTree = None,
+) -> StepOptimizer:
     """Build the chain: clip by global norm, the optimizer's core, decoupled weight decay, learning rate.
 
     Frozen parameters are not updated. A balance bias (`BALANCE`) moves by `balance_rate` against the sign of its load,
@@ -32,35 +40,32 @@ def build_optimizer(
       params: the trained parameters or their shapes; their paths decide on groups, their ranks on weight decay.
       known: all parameters, including frozen ones; default: `params`.
       stacked: True for each of `params` whose first dim counts layers; default: False for all.
+      total_steps: number of steps of the run, for the optimizers that depend on it.
+      width: the model's width, which decides on learning rates in muP; None: the standard parametrization.
+      specs: PartitionSpec in which each of `params` is stored; default: they are on one device.
 
     Raises:
-      ConfigError: the path of a rule matches no parameter.
+      ConfigError: the path of a rule matches no parameter, or the optimizer has no rule for muP.
     """
-    rules = [(group.path, group) for group in optimizer.groups]
+    if width is not None:
+        check_rule(optimizer)
+        optimizer = scale_epsilon(optimizer, width)
     known = params if known is None else known
     stacked = jax.tree.map(lambda _: False, params) if stacked is None else stacked
     chex.assert_trees_all_equal_structs(params, stacked)
     optimizer.check(known)
-    rules.append((".*", GroupRule(path=".*")))
     is_frozen = frozen_rule(optimizer, known)
-    groups = map_by_path(lambda path, leaf: match(path, rules), params)
-
-    is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
-    matrix = map_by_path(is_matrix, params)
-
-    def decay(group: GroupRule, matrix: bool) -> float:
-        return group.weight_decay if group.weight_decay is not None else optimizer.weight_decay * matrix
-
-    decays = jax.tree.map(decay, groups, matrix, is_leaf=is_group)
-    scales = jax.tree.map(lambda group: group.learning_rate_scale, groups, is_leaf=is_group)
+    scales, decays = _scales_and_decays(optimizer, params, width)
+    run = RunFacts(learning_rate, total_steps, _by_path(specs))
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
         clip,
-        _finished_core(optimizer, stacked),
+        _finished_core(optimizer, optimizer.core(run), stacked),
         _per_parameter(lambda update, param, amount: update + amount * param if amount else update, decays),
         optax.scale_by_learning_rate(learning_rate),
         _per_parameter(lambda update, param, scale: update * scale if scale != 1 else update, scales),
     )
+    chain = optimizer.wrap(chain, run)
     transforms = {"trained": chain, "frozen": optax.set_to_zero(), "balance": _against_sign(optimizer.balance_rate)}
 
     def label(path: str) -> str:
@@ -76,7 +81,33 @@ def build_optimizer(
         # Labels are computed by path at each call: the layers of the stored state may be arranged differently from
         # those that are trained.
         chain = optax.partition({name: transforms[name] for name in sorted(used)}, labels)
-    return chain
+    built = StepOptimizer(chain.init, optax.with_extra_args_support(chain).update)
+    built.curvature_every = optimizer.curvature_interval
+    if type(optimizer).gradient_point is not Optimizer.gradient_point:
+        built.gradient_point = optimizer.gradient_point
+    return built
+
+
+def _scales_and_decays(optimizer: Optimizer, params: PyTree, width: Width | None) -> tuple[PyTree, PyTree]:
+    """Return the factor of the learning rate, and the weight decay, of each parameter."""
+    rules = [*((group.path, group) for group in optimizer.groups), (".*", GroupRule(path=".*"))]
+    groups = map_by_path(lambda path, leaf: match(path, rules), params)
+    is_group = lambda x: isinstance(x, GroupRule)  # noqa: E731
+
+    def decay(group: GroupRule, matrix: bool) -> float:
+        return group.weight_decay if group.weight_decay is not None else optimizer.weight_decay * matrix
+
+    decays = jax.tree.map(decay, groups, map_by_path(is_matrix, params), is_leaf=is_group)
+    scales = jax.tree.map(lambda group: group.learning_rate_scale, groups, is_leaf=is_group)
+    if width is None:
+        return scales, decays
+    factors = map_by_path(lambda path, leaf: rate_factor(optimizer, width, path, leaf), params)
+    return jax.tree.map(operator.mul, scales, factors), jax.tree.map(operator.truediv, decays, factors)
+
+
+def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return {path_name(path): spec for path, spec in leaves}
 
 
 def frozen_rule(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
@@ -101,7 +132,7 @@ def is_load_signal(path: str) -> bool:
 
 def gradient_norm(gradients: PyTree) -> jax.Array:
     """Return the global norm of the gradients, without the loads of experts."""
-    return optax.global_norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
+    return optax.tree.norm(map_by_path(lambda path, g: None if is_load_signal(path) else g, gradients))
 
 
 def largest_overload(gradients: PyTree) -> jax.Array | None:
@@ -118,17 +149,21 @@ def _against_sign(rate: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u: -rate * jax.numpy.sign(u), updates))
 
 
-def _finished_core(optimizer: Optimizer, stacked: PyTree) -> optax.GradientTransformation:
+def _finished_core(
+    optimizer: Optimizer, core: optax.GradientTransformation, stacked: PyTree
+) -> optax.GradientTransformation:
     """The core transformation, then `finish`, vmapped over stacked layers. Its state is the core's."""
-    core = optimizer.core()
+    core = optax.with_extra_args_support(core)
     by_layer = lambda u, p, stack: (jax.vmap(optimizer.finish) if stack else optimizer.finish)(u, p)  # noqa: E731
     finish = _per_parameter(by_layer, stacked)
 
-    def update(updates: PyTree, state: optax.OptState, params: PyTree = None) -> tuple[PyTree, optax.OptState]:
-        updates, state = core.update(updates, state, params)
+    def update(
+        updates: PyTree, state: optax.OptState, params: PyTree = None, **extra: object
+    ) -> tuple[PyTree, optax.OptState]:
+        updates, state = core.update(updates, state, params, **extra)
         return finish.update(updates, optax.EmptyState(), params)[0], state
 
-    return optax.GradientTransformation(core.init, update)
+    return optax.GradientTransformationExtraArgs(core.init, update)
 
 
 def _per_parameter(

@@ -24,6 +24,7 @@ class Schedule(Component):
     """A schedule over a run of a known number of steps."""
 
     warmup_steps: int = Field(default=0, ge=0)
+    """Steps of the linear warm-up, part of the run's steps."""
 
     @abstractmethod
     def decay(self, steps: int) -> optax.Schedule:
@@ -82,16 +83,24 @@ class Cosine(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """WSD (Hu et al. 2024): the peak, then a decay over the last decay_fraction of the run."""
+    """WSD (Hu et al. 2024): the peak, then a decay over the last steps of the run.
+
+    Before the decay the rate does not depend on the length of the run, so a run can be made longer, and a decay can
+    begin at any kept checkpoint (`run.branch_from`).
+    """
 
     name: Literal["wsd"] = "wsd"
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Length of the decay as a fraction of the steps after the warm-up."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Length of the decay in steps, in place of decay_fraction."""
     final_fraction: float = Field(default=0.0, ge=0)
     shape: Literal["linear", "sqrt"] = "linear"
     """`sqrt`: 1 - sqrt(progress), which Haegele et al. 2024 found to be better."""
 
     def decay(self, steps: int) -> optax.Schedule:
-        length = max(round(steps * self.decay_fraction), 1)
+        wanted = round(steps * self.decay_fraction) if self.decay_steps is None else self.decay_steps
+        length = min(max(wanted, 1), steps)
 
         def at(step: jax.typing.ArrayLike) -> jax.Array:
             progress = jnp.clip((jnp.asarray(step, jnp.float32) - (steps - length)) / length, 0.0, 1.0)

@@ -13,6 +13,14 @@ from .overlap import gather_project_scatter as gather_project_scatter
 from .overlap import project_scatter as project_scatter
 from .rules import AxisRules as AxisRules
 from .rules import make_rules as make_rules
+from .sbp import broadcast as broadcast
+from .sbp import explicit_mesh as explicit_mesh
+from .sbp import partial as partial
+from .sbp import redistribute as redistribute
+from .sbp import sbp_einsum as sbp_einsum
+from .sbp import sbp_of as sbp_of
+from .sbp import sbp_sharding as sbp_sharding
+from .sbp import split as split
 from .shard_map_attention import context_axis as context_axis
 from .shard_map_attention import with_local_heads as with_local_heads
 from .shard_map_batch import with_local_batch as with_local_batch

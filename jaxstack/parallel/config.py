@@ -15,8 +15,14 @@ AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
 class ParallelConfig(Component):
-    """Degrees of parallelism. They multiply to the number of devices; one of them may be -1 ("the rest")."""
+    """Degrees of parallelism. They multiply to the number of devices; one of them may be -1 ("the rest").
 
+    `parallel: auto` in place of the section lets the planner choose them.
+    """
+
+    auto: bool = False
+    """The planner chooses degrees, ZeRO stage, pipeline and microbatches, and `model.remat`, when the run starts;
+    written `parallel: auto`, or `auto: true` beside settings that are no degrees."""
     data: int = 1
     """Replicas that each see their own part of the batch."""
     fsdp: int = 1
@@ -80,6 +86,9 @@ class ParallelConfig(Component):
                 "sequence: true splits activations over the tensor axis, but tensor is 1; "
                 "set tensor to 2 or more, or sequence to false."
             )
+        chosen = {a: d for a, d in degrees.items() if d != 1}
+        if self.auto and chosen:
+            raise ValueError(f"auto: true chooses the degrees, but {_show(chosen)} is given; remove one of the two.")
         self._check_pipeline()
         return self
 

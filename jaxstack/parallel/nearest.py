@@ -24,7 +24,7 @@ def nearest_degrees(
       The degrees above 1 as text, such as `data=2, tensor=4`; None if none of the nearest thousand fits.
     """
     axes = [axis for axis in _PREFERENCE if axis in wanted]
-    candidates = [dict(zip(axes, degrees, strict=True)) for degrees in _factorizations(devices, len(axes))]
+    candidates = [dict(zip(axes, degrees, strict=True)) for degrees in factorizations(devices, len(axes))]
     candidates.sort(key=lambda degrees: _distance(wanted, degrees, axes))
     chosen = next(filter(fits, itertools.islice(candidates, _MAX_TRIES)), None)
     if chosen is None:
@@ -49,13 +49,13 @@ def _distance(wanted: Mapping[str, int], degrees: Mapping[str, int], axes: Seque
     return round(total, 6), len(changed), *changed
 
 
-def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Yield every tuple of `parts` positive integers whose product is `number`."""
     if parts == 1:
         yield (number,)
         return
     for first in _divisors(number):
-        yield from ((first, *others) for others in _factorizations(number // first, parts - 1))
+        yield from ((first, *others) for others in factorizations(number // first, parts - 1))
 
 
 @functools.cache

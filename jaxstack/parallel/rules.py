@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Names = Sequence[str | None]
 """The logical axis of each dim of an array; None for a dim that no rule applies to."""
@@ -211,6 +211,37 @@ def restrict(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """Return the spec with only those of its mesh axes that are among `axes`."""
     kept = (tuple(a for a in axes_of(part) if a in axes) for part in spec)
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in kept))
+
+
+def state_spec(
+    mesh: Mesh | AbstractMesh, spec: PartitionSpec, param: Sequence[int], state: Sequence[int]
+) -> PartitionSpec:
+    """Return the PartitionSpec of an array of optimizer state that belongs to a parameter.
+
+    Dim by dim the array is split as its parameter, where the number of shards divides the dim: a moment has the
+    parameter's shape, a scale for each block of a dim has the number of blocks there, an average over a dim has 1.
+    With further dims, such as those of a matrix for each block, mesh axes that found no place split the first dim that
+    they divide. An array with fewer dims is replicated.
+
+    Args:
+      mesh: the mesh.
+      spec: the parameter's.
+      param: the parameter's shape.
+      state: the array's shape.
+    """
+    if tuple(param) == tuple(state):
+        return spec
+    if len(state) < len(param):
+        return PartitionSpec()
+    degree = lambda axes: math.prod(mesh.shape[a] for a in axes)  # noqa: E731
+    wanted = [axes_of(part) for part in spec] + [()] * (len(state) - len(spec))
+    found = [axes if size > 1 and size % degree(axes) == 0 else () for axes, size in zip(wanted, state, strict=True)]
+    if len(state) > len(param):
+        for axes in [axes for axes, kept in zip(wanted, found, strict=True) if axes != kept]:
+            fits = [d for d, size in enumerate(state) if size > 1 and size % degree((*found[d], *axes)) == 0]
+            if fits:
+                found[fits[0]] = (*found[fits[0]], *axes)
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in found))
 
 
 def is_matrix(names: Names | None, shape: Sequence[int]) -> bool:

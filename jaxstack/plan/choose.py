@@ -3,23 +3,32 @@
 import math
 from collections.abc import Mapping
 
+import jax
 from jax.sharding import Mesh
 
 from jaxstack.config.sections import TrainConfig
+from jaxstack.distributed.devices import DEVICE_FRACTION, memory_per_device
 from jaxstack.distributed.xla_options import supports_peer_copies
 from jaxstack.errors import ConfigError
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.transfers import in_one_process
+from jaxstack.plan.cluster import Cluster, cluster_of_devices, parse_cluster, resized
 from jaxstack.plan.feasibility import layout_problems, suggest_layout
+from jaxstack.plan.forecast import Forecast, forecast
+from jaxstack.plan.search import search_layouts
 from jaxstack.run_config import RunConfig
 
 
 def training_layout(config: RunConfig, devices: int) -> RunConfig:
     """Return the configuration with its parallel degrees filled in for `devices` devices.
 
+    With `parallel: auto` the planner chooses the fastest layout that it predicts to fit.
+
     Raises:
       ConfigError: degrees, model and batch do not fit together; the message names the nearest that do.
     """
+    if config.parallel.auto:
+        config = _automatic_layout(config, devices)
     try:
         resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
     except ConfigError as error:
@@ -29,6 +38,39 @@ def training_layout(config: RunConfig, devices: int) -> RunConfig:
     if problems:
         raise ConfigError(" ".join(filter(None, [*problems, suggest_layout(resolved.layout_sections)])))
     return resolved
+
+
+def forecast_here(config: RunConfig) -> Forecast | None:
+    """Return the planner's forecast of a run on this process's kind of device; None if no cluster file describes it.
+
+    Args:
+      config: its degrees and its vocabulary must be set.
+    """
+    devices = math.prod(config.parallel.degrees.values())
+    kind = jax.devices()[0].device_kind
+    cluster = cluster_of_devices(kind, devices, one_host=jax.process_count() == 1)
+    return None if cluster is None else forecast(config, cluster)
+
+
+def _automatic_layout(config: RunConfig, devices: int) -> RunConfig:
+    """Return the configuration with the layout that the planner finds for `devices` devices of the kind present."""
+    vocabulary = config.model.vocab_size or config.data.tokenizer.vocab_size
+    known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})})
+    best = search_layouts(known, _present_cluster(devices), top=1).best.config
+    model = best.model.model_copy(update={"vocab_size": config.model.vocab_size})
+    return best.model_copy(update={"model": model})
+
+
+def _present_cluster(devices: int) -> Cluster:
+    """Return the cluster of `devices` devices of the kind present.
+
+    A kind that no file describes, such as simulated CPU devices, is taken for an H200 with the memory of the device.
+    """
+    known = cluster_of_devices(jax.devices()[0].device_kind, devices, one_host=jax.process_count() == 1)
+    if known is not None:
+        return known
+    other, memory = resized(parse_cluster("h200"), devices), memory_per_device()
+    return other.model_copy(update={"memory_bytes": int(memory / DEVICE_FRACTION)}) if memory else other
 
 
 def evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:

@@ -27,6 +27,7 @@ class LayoutPlan(TypedDict):
       sharding: mesh, parameters and bytes per device; see `jaxstack.functional.shardings.describe_shardings`.
       pipeline: schedule of the pipeline, if there is one.
       rehearsal: memory of the compiled step, if it was compiled.
+      roofline: operators of the step, if they were drawn; see `jaxstack.plan.roofline.describe_roofline`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class LayoutPlan(TypedDict):
     sharding: dict[str, Any]
     pipeline: NotRequired[dict[str, Any]]
     rehearsal: NotRequired[Rehearsal]
+    roofline: NotRequired[dict[str, Any]]
 
 
 def describe_plan(config: RunConfig, devices: int | None = None) -> LayoutPlan:

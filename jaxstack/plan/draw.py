@@ -56,6 +56,8 @@ def draw_plan(plan: LayoutPlan, show_sharding: bool = False) -> str:
     ]
     if pipeline := plan.get("pipeline"):
         lines += ["", *draw_pipeline(pipeline)]
+    if roofline := plan.get("roofline"):
+        lines += ["", *draw_operators(roofline)]
     if show_sharding:
         lines += ["", *_parameter_table(sharding["parameters"])]
         lines += ["", *draw_layouts(sharding["parameters"], mesh)] if mesh else []
@@ -99,6 +101,28 @@ def draw_rehearsal(found: Rehearsal) -> list[str]:
         f"needed on each device in a step, compiled for {found['kind'].upper()} by jax {found['jax']}",
         *_table(rows),
         f"{verdict} (compiled in {found['compile_seconds']:.0f} s; {', '.join(found['kernels'])})",
+    ]
+
+
+def draw_operators(roofline: Mapping[str, Any]) -> list[str]:
+    """Return a table of the operators on the roofline."""
+    head = ("", "calls", "GFLOP", "traffic", "FLOP/byte", "limit", "share")
+    cells = [
+        (
+            row["operator"],
+            str(row["calls"]),
+            f"{row['flops'] / 1e9:,.4g}",
+            byte_size(row["traffic_bytes"]),
+            f"{row['intensity']:.3g}",
+            row["limit"],
+            f"{100 * row['share']:.1f} %",
+        )
+        for row in roofline["operators"]
+    ]
+    return [
+        f"operators of a step on each {roofline['device'].upper()}, at best {1000 * roofline['seconds']:,.4g} ms "
+        f"without communication (limited by memory below {roofline['ridge']:.0f} FLOP/byte)",
+        *_table([head, *cells]),
     ]
 
 

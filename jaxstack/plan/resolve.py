@@ -28,7 +28,7 @@ def resolve_plan(config: RunConfig, devices: int | None) -> tuple[RunConfig, boo
     """
     jax.config.update("jax_platforms", "cpu")
     config = training_layout(config, _device_count(config) if devices is None else devices)
-    model, assumed = _resolve_vocabulary(config)
+    model, assumed = resolve_vocabulary(config)
     return config.model_copy(update={"model": model}), assumed
 
 
@@ -44,8 +44,12 @@ def _device_count(config: RunConfig) -> int:
     return math.prod(degrees.values())
 
 
-def _resolve_vocabulary(config: RunConfig) -> tuple[ModelConfig, bool]:
-    """Return the model with its vocabulary size, and True if the run would train the tokenizer first."""
+def resolve_vocabulary(config: RunConfig) -> tuple[ModelConfig, bool]:
+    """Return the model with its vocabulary size, and True if the run would train the tokenizer first.
+
+    Raises:
+      ConfigError: the model's vocabulary is smaller than the tokenizer's, or the tokenizer's file cannot be read.
+    """
     model, tokenizer = config.model, config.data.tokenizer
     if model.vocab_size is not None:
         return model, False

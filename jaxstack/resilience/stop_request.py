@@ -46,7 +46,8 @@ class StopRequest:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "StopRequest":
-        for signum in stop_signals():
+        main = threading.current_thread() is threading.main_thread()  # Python lets no other thread handle signals
+        for signum in stop_signals() if main else ():
             self._before[signum] = signal.signal(signum, self._receive)
         if self._count > 1:
             self._thread = threading.Thread(target=self._watch, daemon=True)

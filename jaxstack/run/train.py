@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
+from jaxstack.data.batch_ramp import BatchSizes
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.byte_baselines import compression_baselines
 from jaxstack.data.loader import Data, open_data
@@ -27,12 +30,15 @@ from jaxstack.models import (
 from jaxstack.models.low_precision import describe_fp8
 from jaxstack.models.pretrained import is_run
 from jaxstack.observe.units import plural
-from jaxstack.plan.choose import training_layout
+from jaxstack.plan.choose import forecast_here, training_layout
+from jaxstack.plan.roofline import describe_roofline, find_peak
+from jaxstack.plan.search import describe_degrees
 from jaxstack.resilience.preflight import check_devices, check_program
+from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
-from jaxstack.run.memory import check_memory, looks_too_large
+from jaxstack.run.memory import check_memory, check_size
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
@@ -77,27 +83,30 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     """
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # reports a wrong directory before data is prepared
-    warnings = _connect(config)
+    warnings, automatic = _connect(config), config.parallel.auto
     config = training_layout(config, _start_devices(config))
     cache_compilations()
     first = jax.process_index() == 0
     say = report if first and config.observe.progress else (lambda text: None)
     for line in warnings:
         say(f"warning: {line}")
+    if automatic:
+        say(f"parallel: auto chose {describe_degrees(config)}")
+    check_size(config)
+    branch(config, say)
     if not config.model.scan_layers and config.model.num_layers > _MANY_LAYERS:
         say(
             f"note: model.scan_layers is false, so each of the {config.model.num_layers:,} layers is traced and "
             "compiled by itself, which can take many minutes; model.scan_layers=true compiles one layer"
         )
-    if looks_too_large(config.model, config.parallel):
-        check_memory(make_trainer(config, lambda step: {}))
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
-    config = config.model_copy(update={"model": resolve_model(config.model, data.tokenizer.vocab_size)})
+    config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
     trainer = make_trainer(config, data)
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
     flops = _describe(config, data, trainer, say)
+    predicted = forecast_here(config)
     baselines, tasks = _ByteBaselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
         config.directory,
@@ -106,6 +115,8 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             observe=config.observe,
             resilience=config.resilience,
             flops_per_token=flops,
+            planned=_planned(config),
+            forecast=predicted and predicted.describe(),
             settings=config.model_dump(mode="json", by_alias=True),
             describe_evaluation=lambda values, max_tokens, alive: {
                 **baselines.describe(values, max_tokens),
@@ -138,6 +149,12 @@ def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[st
     if frozen:
         say(_describe_frozen(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
     return flops
+
+
+def _planned(config: RunConfig) -> dict[str, Any]:
+    """Return what is computed of the run beforehand: its roofline, on devices whose peak rates are known."""
+    peak = find_peak(jax.devices()[0].device_kind)
+    return {} if peak is None else {"roofline": describe_roofline(config, peak)}
 
 
 def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None]) -> None:
@@ -183,7 +200,8 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
     degrees = {axis: degree for axis, degree in config.parallel.degrees.items() if degree > 1}
     layout = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items()) or "one device"
     device = jax.devices()[0]
-    tokens = config.train.steps * config.train.global_batch_size * config.train.sequence_length
+    sizes = BatchSizes(config.train)
+    tokens = sizes.rows_before(config.train.steps) * config.train.sequence_length
     name = config.model.preset or "model"
     processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     compute = config.precision.compute_dtype(device.platform)
@@ -193,8 +211,8 @@ def _describe_run(config: RunConfig, data: Data, flops: float, frozen: bool) -> 
         f"{name}: {count.total:,} parameters ({active}{count.embedding:,} in the embedding), "
         f"{plural(config.model.num_layers, 'layer')}; "
         f"{compute} compute{fp8 and f', {fp8},'} on {jax.device_count()} x {device.device_kind} ({layout}){processes}\n"
-        f"{config.train.steps:,} steps of {config.train.global_batch_size} x {config.train.sequence_length} tokens = "
-        f"{tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
+        f"{plural(config.train.steps, 'step')} of {sizes.describe()} x {config.train.sequence_length} "
+        f"tokens = {tokens:,} tokens; {data.train_tokens:,} training and {data.held_out_tokens:,} held-out tokens; "
         f"{flops / 1e6:,.1f} model MFLOP per token (6 x matmul parameters + causal attention"
         f"{', without the gradients of frozen weights' * frozen})"
     )
@@ -228,4 +246,4 @@ def _summarize(
         say(f"bits per byte on the held-out text: {bits:.4f} (jaxstack)" + (f", {others}" if others else ""))
     chats = all(source.format == "chat" for source in config.data.sources) and config.data.chat.template != "none"
     prompt = '--chat --prompt "..."' if chats else '--prompt "def "'
-    say(f"next: python -m jaxstack.generate --run {config.directory} {prompt}")
+    say(f"next: python -m jaxstack.generate --run {shlex.quote(str(config.directory))} {prompt}")

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 
 from benchmarks import rows, sources, sustained
+from benchmarks.ablation import compare
+from benchmarks.energy import EnergyCounter, cost_fields, read_joules
 from benchmarks.sustained import Block
 
 
@@ -82,3 +84,34 @@ def test_a_measurement_lasts_as_long_as_asked_on_every_process():
 @pytest.mark.parametrize(("step", "seconds", "expected"), [(0.1, 30.0, 20), (9.0, 30.0, 1), (1e-9, 30.0, 500)])
 def test_blocks_are_two_seconds_long(step, seconds, expected):
     assert sustained.block_steps(step, seconds) == expected
+
+
+def test_energy_is_the_difference_of_the_counter():
+    counted = iter([1000.0, 1450.0])
+    with EnergyCounter(lambda: next(counted)) as energy:
+        pass
+    assert energy.joules == 450.0
+    fields = cost_fields(energy.joules, tokens=900, tokens_per_second=1e6, dollars_per_gpu_hour=3.6)
+    assert fields == pytest.approx(
+        {"joules_per_token": 0.5, "dollars_per_gpu_hour": 3.6, "dollars_per_billion_tokens": 1.0}
+    )
+
+
+def test_without_a_driver_a_row_has_no_energy(monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert read_joules() is None
+    with EnergyCounter() as energy:
+        pass
+    assert "joules_per_token" not in cost_fields(energy.joules, 1, 1.0, 3.0)
+
+
+def test_rows_of_the_ablation_are_compared_with_float32_and_with_tf32():
+    plain = {"milliseconds": 100.0, "final_loss": 4.0}
+    tf32, ours = {"milliseconds": 50.0, "final_loss": 4.0}, {"milliseconds": 10.0, "final_loss": 5.0}
+    for row in (tf32, ours):
+        compare(row, {"float32, nothing else": plain, "TF32 matmuls": tf32})
+    assert (tf32["speedup"], tf32["speedup_tf32"]) == (2.0, 1.0)
+    assert (ours["speedup"], ours["speedup_tf32"], ours["loss_ratio"], ours["loss_ratio_tf32"]) == (10, 5, 1.25, 1.25)

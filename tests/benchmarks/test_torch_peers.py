@@ -1,5 +1,7 @@
 """The PyTorch peers compute what our model computes: same weights, same tokens, same loss and gradient."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -48,7 +50,7 @@ def test_llama_is_our_llama():
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
     def mean_loss(ours):
-        return language_model_loss(ours, batch).total / batch["labels"].size
+        return language_model_loss(ours, jax.tree.map(jnp.asarray, batch)).total / batch["labels"].size
 
     loss, gradient = nnx.value_and_grad(mean_loss)(ours)
     expected = theirs(*(torch.from_numpy(batch[name].copy()) for name in ("tokens", "labels")))

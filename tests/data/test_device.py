@@ -1,5 +1,6 @@
 """Rows on devices: every sharding gets its own rows, values survive, waiting is measured."""
 
+import threading
 import time
 
 import jax
@@ -67,18 +68,55 @@ def test_batches_stay_in_order_and_ahead(mesh):
     taken = []
 
     def source():
-        for i in range(6):
+        for i in range(20):
             taken.append(i)
             yield {"tokens": np.full((8, 4), i, np.int32), "labels": np.full((8, 4), -i, np.int32)}
 
     shardings = {"tokens": NamedSharding(mesh, SPECS[1]), "labels": NamedSharding(mesh, SPECS[2])}
     found = []
-    for batch, waited in device_batches(source(), shardings, depth=3):
+    for batch, waited in device_batches(source(), shardings, depth=3, host_depth=2):
         assert waited >= 0 and batch["tokens"].sharding == shardings["tokens"]
-        assert len(taken) == min(len(found) + 3, 6)
+        ahead = min(len(found) + 3, 20)
+        wait_until(lambda ahead=ahead: len(taken) >= ahead)
+        assert len(taken) <= len(found) + 1 + 3 + 1 + 2  # taken, on the devices, on its way there, on the host
         found.append(int(batch["tokens"][0, 0]))
         assert int(batch["labels"][-1, -1]) == -found[-1]
-    assert found == list(range(6))
+    assert found == list(range(20))
+
+
+def wait_until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_batch_that_is_ready_does_not_wait_for_a_later_one(mesh):
+    stalled = threading.Event()
+
+    def source():
+        for i in range(4):
+            if i == 2:
+                stalled.wait(10)
+            yield {"tokens": np.full((8, 2), i, np.int32)}
+
+    iterator = device_batches(source(), NamedSharding(mesh, SPECS[0]), depth=2)
+    first, second = next(iterator)[0], next(iterator)[0]  # while the third is still being read
+    assert not stalled.is_set()
+    stalled.set()
+    numbers = [int(batch["tokens"][0, 0]) for batch in (first, second, *(batch for batch, _ in iterator))]
+    assert numbers == [0, 1, 2, 3]
+
+
+def test_an_error_of_the_source_comes_after_the_batches_before_it(mesh):
+    def source():
+        yield {"tokens": np.zeros((8, 2), np.int32)}
+        raise JaxstackError("the disk is gone")
+
+    iterator = device_batches(source(), NamedSharding(mesh, SPECS[0]))
+    next(iterator)
+    with pytest.raises(JaxstackError, match="the disk is gone"):
+        next(iterator)
 
 
 def test_waiting_is_measured_and_the_source_is_closed(mesh):

@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
 
+from jaxstack.data.augmentations.fill_in_the_middle import FillInTheMiddle
+from jaxstack.data.augmentations.token_dropout import TokenDropout
+from jaxstack.data.batch_source import peek
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data
+from jaxstack.data.reading import ParallelBatches, TrainingBatches
 from jaxstack.data.tokenize_documents import token_file
 from jaxstack.errors import ConfigError, JaxstackError
 
@@ -304,20 +309,98 @@ def test_two_openers_at_once_write_once(byte_config, tmp_path):
     assert len(opened) == 3 and len([s for s in said if s.startswith("tokenizing")]) == 1
 
 
-def test_closing_the_iterator_ends_its_thread(data):
+def test_closing_the_iterator_ends_its_threads(data):
     before = threading.active_count()
     iterator = data.batches(global_batch_size=4, rows=range(4), start=0)
     next(iterator)
-    assert threading.active_count() == before + 1
+    assert threading.active_count() > before
     iterator.close()
+    end = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_peek_starts_no_worker(data):
+    before = threading.active_count()
+    ask = {"global_batch_size": 4, "rows": [1, 3]}
+    first = peek(data, start=5, **ask)
     assert threading.active_count() == before
+    assert_batches_equal([first], [next(data.batches(start=5, **ask))])
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize("start", [0, 7])
+def test_batches_are_those_of_a_serial_reader_for_any_number_of_threads(byte_config, threads, start):
+    config = changed(byte_config, read_threads=threads, read_ahead=5, augmentations=(FillInTheMiddle(),))
+    data = open_data(config, sequence_length=LENGTH, seed=7)
+    ask = {"global_batch_size": 4, "rows": [0, 2]}
+    serial = [data.batch(k, **ask) for k in range(start, start + 12)]
+    assert_batches_equal(take(data.batches(start=start, **ask), 12), serial)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("processes", [1, 3])
+def test_batches_are_those_of_a_serial_reader_for_any_number_of_processes(byte_config, processes):
+    config = changed(byte_config, read_processes=processes, read_threads=2, augmentations=(TokenDropout(),))
+    data = open_data(config, sequence_length=LENGTH, seed=7)
+    ask = {"global_batch_size": 4, "rows": range(4)}
+    iterator = data.batches(start=5, **ask)
+    assert_batches_equal(take(iterator, 9), [data.batch(k, **ask) for k in range(5, 14)])
+    iterator.close()
+    held_out = list(data.held_out_batches(batch_size=4, rows=range(4)))
+    alone = open_data(byte_config, sequence_length=LENGTH, seed=7)
+    assert_batches_equal(held_out, list(alone.held_out_batches(batch_size=4, rows=range(4))))
+
+
+def test_a_slow_batch_delays_no_other_and_keeps_the_order(data, monkeypatch):
+    stalled, read = threading.Event(), []
+    whole = TrainingBatches.__getitem__
+
+    def slow(self, number):
+        if number == 3:
+            stalled.wait(10)
+        read.append(number)
+        return whole(self, number)
+
+    monkeypatch.setattr(TrainingBatches, "__getitem__", slow)
+    ask = {"global_batch_size": 4, "rows": range(4)}
+    iterator = data.batches(start=0, **ask)
+    first = take(iterator, 3)
+    end = time.monotonic() + 10
+    while len(read) < 3 + 31:  # all of read_ahead but the one that stalls
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    stalled.set()
+    found = first + take(iterator, 37)
+    assert_batches_equal(found, [data.batch(k, **ask) for k in range(40)])
+
+
+def test_a_slow_function_is_called_for_many_steps_at_once():
+    together = threading.Barrier(6, timeout=10)
+
+    def read(step):
+        if step < 10:
+            together.wait()  # passes only if six calls are under way
+        return {"x": np.full((4, 2), step)}
+
+    source = ParallelBatches(read, threads=6, ahead=6)
+    iterator = source.batches(global_batch_size=4, rows=[1, 3], start=4)
+    found = take(iterator, 20)
+    iterator.close()
+    assert [int(batch["x"][0, 0]) for batch in found] == list(range(4, 24)) and found[0]["x"].shape == (2, 2)
+    assert source.batch(12, global_batch_size=4, rows=[0])["x"].tolist() == [[12, 12]]
 
 
 def test_a_program_ends_with_an_open_iterator_and_opens_no_socket(byte_config):
     program = f"""
 import os
+from jaxstack.data.augmentations.fill_in_the_middle import FillInTheMiddle
+from jaxstack.data.augmentations.token_dropout import TokenDropout
+from jaxstack.data.batch_source import peek
 from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
 from jaxstack.data.loader import open_data
+from jaxstack.data.reading import ParallelBatches, TrainingBatches
 config = DataConfig(sources=(SourceConfig(path={byte_config.sources[0].path!r}),), shard_tokens=10_000,
     tokenizer=TokenizerConfig(name="byte"), cache_dir={byte_config.cache_dir!r})
 iterator = open_data(config, sequence_length=32, seed=0).batches(global_batch_size=4, rows=range(4), start=0)

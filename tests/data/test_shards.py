@@ -8,6 +8,7 @@ import pytest
 
 from jaxstack.data.build_shards import BuildOptions, prepare_tokens
 from jaxstack.data.config import SourceConfig
+from jaxstack.data.shard_files import LocalFiles
 from jaxstack.data.shards import ShardWriter, TokenStream, open_split, read_index
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.errors import JaxstackError
@@ -32,7 +33,7 @@ def test_a_stream_reads_across_shard_borders(tmp_path):
         writer.append(part)
     shards = writer.finish()
     assert [s["tokens"] for s in shards] == [1000, 1000, 500]
-    stream = TokenStream(tmp_path, shards, np.dtype("<u2"), 1000, 256)
+    stream = TokenStream(LocalFiles(tmp_path), shards, np.dtype("<u2"), 1000, 256)
     np.testing.assert_array_equal(stream.read(0, 9999), ids)
     np.testing.assert_array_equal(stream.read(990, 1020), ids[990:2010])
     assert stream.read(2500, 10).size == 0
@@ -138,10 +139,10 @@ def test_an_unreadable_index_is_refused(prepared):
 
 
 def test_many_shards_need_few_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxstack.data.shards.MOST_OPEN_FILES", 3)
+    monkeypatch.setattr("jaxstack.data.shard_files.MOST_OPEN_FILES", 3)
     writer = ShardWriter(tmp_path, "train", np.dtype("<u4"), 10)
     writer.append(np.arange(200))
-    stream = TokenStream(tmp_path, writer.finish(), np.dtype("<u4"), 10, 0)
+    stream = TokenStream(LocalFiles(tmp_path), writer.finish(), np.dtype("<u4"), 10, 0)
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     np.testing.assert_array_equal(stream.read(0, 200), np.arange(200))
     if before:

@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxstack.distributed.devices import DEVICE_MEMORY, HOST_MEMORY, cache_compilations, use_whole_memory
+from jaxstack.distributed.devices import DEVICE_MEMORY, HOST_MEMORY, cache_compilations, start_devices, use_whole_memory
+from jaxstack.errors import ConfigError
 from jaxstack.run import train as run_train
 from jaxstack.run_config import load_config
 
@@ -41,6 +42,28 @@ def cache_setting(monkeypatch):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [("jax_enable_x64", "JAX_ENABLE_X64"), ("jax_disable_jit", "JAX_DISABLE_JIT")]
+)
+def test_settings_of_jax_that_break_the_step_are_refused(option, name):
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        with pytest.raises(ConfigError, match=f"unset {name}"):
+            start_devices()
+    finally:
+        jax.config.update(option, before)
+
+
+def test_a_platform_that_is_not_there_is_named(monkeypatch):
+    def absent():
+        raise AssertionError  # as JAX does for JAX_PLATFORMS=cuda without a GPU
+
+    monkeypatch.setattr(jax, "device_count", absent)
+    with pytest.raises(ConfigError, match="JAX finds no usable device: there is none for JAX_PLATFORMS="):
+        start_devices()
 
 
 def test_compiled_programs_are_kept_where_nobody_else_can_write(tmp_path, monkeypatch, cache_setting):

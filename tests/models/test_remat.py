@@ -1,6 +1,7 @@
 """Rematerialisation policies: the same gradients, and less kept for the backward pass."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from flax import nnx
 
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models.remat import OFFLOADED
 from pallas_kernels import lowering_platform
 from tests.hopper import compile_for_hopper
 from tests.small_runs import batch_at
@@ -41,11 +43,53 @@ def gradients(policy: str, scan: bool):
     return jax.tree.leaves(jax.jit(jax.grad(loss))(state))
 
 
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "none" and "offload" not in p])
-def test_every_policy_has_the_same_gradients(policy, scan):
+def assert_gradients_equal_those_without_remat(policy: str, scan: bool) -> None:
     for found, wanted in zip(gradients(policy, scan), gradients("none", scan), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p != "none" and p not in OFFLOADED])
+def test_every_policy_has_the_same_gradients(policy, scan):
+    assert_gradients_equal_those_without_remat(policy, scan)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_offloaded_layer_inputs_give_the_same_gradients(policy):
+    assert_gradients_equal_those_without_remat(policy, scan=True)
+
+
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_offloaded_inputs_of_unrolled_layers_give_the_same_gradients(policy):
+    assert_gradients_equal_those_without_remat(policy, scan=False)
+
+
+@pytest.mark.parametrize("policy", OFFLOADED)
+def test_offloaded_layer_inputs_leave_the_memory_of_a_gpu(policy):
+    """Compiled for an H200: the host holds the inputs of all layers, and the GPU no longer does."""
+    config = ModelConfig(
+        vocab_size=512, hidden_size=256, num_layers=8, num_heads=4, intermediate_size=256, remat=policy,
+        scan_layers=True, attention_implementation="cudnn",
+    )  # fmt: skip
+    kept = config.model_copy(update={"remat": {"offload": "full"}.get(policy, "save_attention")})
+    tokens = jax.ShapeDtypeStruct((2, 4096), jnp.int32)
+
+    def memory(config: ModelConfig) -> Any:
+        make = lambda: Transformer(config, nnx.Rngs(0), dtype=jnp.bfloat16)  # noqa: E731
+        graphdef, state = nnx.split(nnx.eval_shape(make))
+
+        def loss(state, tokens):
+            return language_model_loss(nnx.merge(graphdef, state), {"tokens": tokens, "labels": tokens}).total
+
+        with lowering_platform("cuda"):
+            return compile_for_hopper(jax.grad(loss), state, tokens).memory_analysis()
+
+    offloaded, on_device = memory(config), memory(kept)
+    inputs = config.num_layers * 2 * 4096 * config.hidden_size * 2
+    assert offloaded.host_temp_size_in_bytes == inputs and on_device.host_temp_size_in_bytes == 0
+    saved = on_device.temp_size_in_bytes - offloaded.temp_size_in_bytes
+    assert saved >= inputs / 2, "all but the layers whose inputs are on their way"
 
 
 def kept_bytes(policy: str, scan: bool) -> int:

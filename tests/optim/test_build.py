@@ -134,25 +134,39 @@ def test_a_group_that_matches_nothing_is_refused():
         build_optimizer(AdamW(groups=(GroupRule(path="haed", frozen=True),)), rate, PARAMS)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def every_pair():
+    """All optimizers with all schedules; in the default each of them once."""
+    for kind in OPTIMIZERS:
+        for schedule in SCHEDULES:
+            marks = () if kind is AdamW or schedule is SCHEDULES[0] else pytest.mark.exhaustive
+            yield pytest.param(kind, schedule, marks=marks, id=f"{kind.__name__}-{schedule.__name__}")
+
+
+@pytest.mark.parametrize("kind, schedule", every_pair())
 def test_every_pair_lowers_a_quadratic(kind, schedule):
+    """At the best of some learning rates, so that a new optimizer needs no entry here."""
     steps = 60
-    peak = {"AdamW": 0.1, "Muon": 0.1, "Lion": 0.03, "Adafactor": 0.1, "SGD": 0.05}[kind.__name__]
-    optimizer = kind(learning_rate=peak, weight_decay=0.0)
+    optimizer = kind(weight_decay=0.0)
     multiplier = schedule(warmup_steps=5).make_multiplier(steps)
-    built = build_optimizer(optimizer, lambda step: peak * multiplier(step), PARAMS)
 
     def loss(params):
         return sum(jnp.sum((p - 0.3) ** 2) for p in jax.tree.leaves(params))
 
-    def step(carry, _):
-        params, state = carry
-        updates, state = built.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), state), loss(params)
+    def last_loss(peak):
+        built = build_optimizer(optimizer, lambda step: peak * multiplier(step), PARAMS, total_steps=steps)
 
-    _, losses = jax.jit(lambda: jax.lax.scan(step, (PARAMS, built.init(PARAMS)), None, steps))()
-    assert float(losses[-1]) < 0.5 * float(losses[0])
+        def step(carry, _):
+            params, state = carry
+            gradients = jax.grad(loss)(params)
+            extra = {"curvature": jax.tree.map(jnp.square, gradients), "renewed": True} if built.curvature_every else {}
+            updates, state = built.update(gradients, state, params, **extra)
+            return (optax.apply_updates(params, updates), state), None
+
+        (params, _), _ = jax.lax.scan(step, (PARAMS, built.init(PARAMS)), None, steps)
+        return loss(params)
+
+    losses = jax.jit(jax.vmap(last_loss))(jnp.asarray([0.03, 0.1, 0.3, 1.0]))
+    assert float(jnp.nanmin(losses)) < 0.5 * float(loss(PARAMS))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion", "sgd", "adafactor"])

@@ -52,6 +52,17 @@ def test_warmup_stable_decay(shape):
     assert found[80:] == pytest.approx(0.1 + 0.9 * fall, abs=1e-6)
 
 
+def test_warmup_stable_decay_over_a_number_of_steps():
+    """The rates before the decay are those of a longer run, so that a decay can branch from it."""
+    long = values(WarmupStableDecay(warmup_steps=20, decay_steps=10), 1000)
+    short = values(WarmupStableDecay(warmup_steps=20, decay_steps=10), 100)
+    assert (short[:90] == long[:90]).all()
+    assert short[90:] == pytest.approx(1 - np.arange(10) / 10)
+    assert values(WarmupStableDecay(warmup_steps=20, decay_steps=500), 100)[20:] == pytest.approx(
+        1 - np.arange(80) / 80
+    )
+
+
 def test_one_cycle_rises_and_falls():
     found = values(OneCycle(rise_fraction=0.3, initial_divisor=25.0, final_divisor=100.0))
     assert found[0] == pytest.approx(1 / 25) and found[30] == pytest.approx(1.0)

@@ -24,7 +24,9 @@ class Two(nnx.Module):
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
 def test_a_step_on_parts_is_the_step_on_the_whole(kind):
     module = FunctionalModule(Two)
-    settings = {"min_dim_size_to_factor": 8} if "min_dim_size_to_factor" in kind.model_fields else {}
+    # Shampoo's roots of a factor without its full rank are those of rounding errors, unless they are bounded.
+    settings = {"min_dim_size_to_factor": 8, "root_eps": 0.01}
+    settings = {name: value for name, value in settings.items() if name in kind.model_fields}
     optimizer = build_optimizer(kind(**settings), lambda step: jnp.asarray(0.1), module.abstract_params)
     rules = make_rules(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2)))
     shardings = state_shardings(module, optimizer, rules, zero=1)
@@ -36,7 +38,8 @@ def test_a_step_on_parts_is_the_step_on_the_whole(kind):
 
     @jax.jit
     def step(params, state, gradients):
-        updates, state = optimizer.update(gradients, state, params)
+        extra = {"curvature": gradients, "renewed": True} if optimizer.curvature_every else {}
+        updates, state = optimizer.update(gradients, state, params, **extra)
         return jax.tree.map(jnp.add, params, updates), state
 
     for _ in range(2):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxstack.models.remat import OFFLOADED
 from jaxstack.state import TrainState
 from tests.small_runs import LENGTH, make_trainer, metrics_of_steps, small_config, unpacked_batch_at
 
@@ -175,6 +176,12 @@ ODD_SHAPE = (
 def test_degrees_that_divide_neither_vocabulary_nor_heads(overrides):
     """Two to six devices; 61 ids and one key head that no degree divides; layers of two kinds and one over."""
     assert_trains_as_one_device(*overrides, shape=ODD_SHAPE)
+
+
+@pytest.mark.parametrize("policy", OFFLOADED)
+@pytest.mark.parametrize("overrides", [layout(2, 2, 2, True), ("parallel.context=2", "parallel.data=2")], ids=" ".join)
+def test_layer_inputs_wait_in_host_memory(policy, overrides):
+    assert_trains_as_one_device(*overrides, f"model.remat={policy}")
 
 
 def test_accumulation_on_one_device():

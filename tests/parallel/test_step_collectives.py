@@ -105,7 +105,7 @@ def test_accumulation_reduces_once_a_step_in_float32():
 def test_zero_1_scatters_gradients_once_a_step_and_gathers_one_copy_in_bfloat16():
     over = ("parallel.data=4", "parallel.zero=1", "train.gradient_accumulation=4")
     assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert total_bytes("all-gather", *over, dtype="bf16", in_loop=False) == 2 * MATRICES
+    assert total_bytes("all-gather", *over, dtype="bf16") == 2 * MATRICES
     assert total_bytes("reduce-scatter", *over, dtype="f32", in_loop=False) == 4 * MATRICES
     assert total_bytes("all-reduce", *over) == about(4 * VECTORS), "vectors are whole on every device"
     assert volume(*over) == pytest.approx(2 * PARAMETERS, rel=1e-3), "2P, as data parallelism"
@@ -113,8 +113,8 @@ def test_zero_1_scatters_gradients_once_a_step_and_gathers_one_copy_in_bfloat16(
 
 def test_zero_2_scatters_the_gradients_of_a_layer_as_its_backward_pass_ends():
     over = ("parallel.data=4", "parallel.zero=2")
-    assert total_bytes("all-gather", *over, dtype="bf16", in_loop=False) == 2 * MATRICES
-    assert total_bytes("all-gather", *over, in_loop=True) == 0
+    assert total_bytes("all-gather", *over, dtype="bf16") == 2 * MATRICES == total_bytes("all-gather", *over)
+    assert total_bytes("all-gather", *over, in_loop=True) >= 2 * (LAYERS - 1) * LAYER, "a layer at a time"
     assert total_bytes("reduce-scatter", *over, dtype="f32") == 4 * MATRICES
     assert total_bytes("reduce-scatter", *over, in_loop=True) >= 4 * (LAYERS - 1) * LAYER
     assert total_bytes("all-reduce", *over) == about(4 * VECTORS)
@@ -142,7 +142,7 @@ def test_copies_send_weights_and_gradients_where_sequences_are_split():
 @pytest.mark.exhaustive
 def test_zero_2_scatters_every_microbatch():
     over = ("parallel.data=4", "parallel.zero=2", "train.gradient_accumulation=2")
-    assert total_bytes("all-gather", *over, in_loop=False) == 2 * MATRICES, "the copy is made once a step"
+    assert total_bytes("all-gather", *over) == 2 * MATRICES, "the copy is made once a step"
     assert total_bytes("reduce-scatter", *over, dtype="f32") == 2 * 4 * MATRICES
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 
+import numpy as np
 import pytest
 
 from jaxstack.resilience.preflight import disagreements
@@ -53,6 +54,30 @@ def test_young_daly():
         return 30 / seconds + seconds / 2 / (3600 * 50_700 / 16_384)
 
     assert all(lost(every) < lost(every * factor) for factor in (0.5, 0.9, 1.1, 2))
+
+
+def simulated_loss(intervals: np.ndarray, save_seconds: float, gaps: np.ndarray) -> np.ndarray:
+    """Fraction of time that is lost at each interval between saves, in a run with these times between failures.
+
+    After a failure the run is back at its last complete save. A failure during a save loses that save too.
+    """
+    saves = np.array([np.floor(gaps / (interval + save_seconds)).sum() for interval in intervals])
+    return 1 - intervals * saves / gaps.sum()
+
+
+@pytest.mark.parametrize("save_fraction", [1e-5, 1e-4, 1e-3, 1e-2])
+def test_young_daly_is_within_five_percent_of_the_optimum_of_a_simulation(save_fraction):
+    mean = 3600.0
+    gaps = np.random.default_rng(0).exponential(mean, 200_000)
+    advised = young_daly_seconds(save_fraction * mean, mean)
+    steps = np.linspace(-0.7, 0.7, 41)
+    losses = simulated_loss(advised * np.exp(steps), save_fraction * mean, gaps)
+    # The minimum is flat: that of a polynomial through all points is less noisy than the lowest point.
+    fine = np.linspace(-0.5, 0.5, 1001)
+    fitted = np.polyval(np.polyfit(steps, losses, 4), fine)
+    assert abs(fine[fitted.argmin()]) < 0.05, "the logarithm of the ratio of the intervals"
+    at_advised = simulated_loss(np.array([advised]), save_fraction * mean, gaps)[0]
+    assert at_advised <= 1.05 * fitted.min()
 
 
 def test_advice_names_the_interval_and_its_price():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -19,3 +20,21 @@ def test_a_signal_that_comes_twice_is_one_request(monkeypatch):
         monkeypatch.setattr(stop_request, "SAME_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.quick
+def test_training_in_a_thread_leaves_the_signals_alone():
+    """Python refuses a handler there; a notebook or a server may train in a thread."""
+    before, failed = signal.getsignal(signal.SIGTERM), []
+
+    def enter() -> None:
+        try:
+            with StopRequest() as stop:
+                assert not stop.reached()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert not failed and signal.getsignal(signal.SIGTERM) is before

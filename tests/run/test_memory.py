@@ -1,5 +1,6 @@
 """A model that is too large for the machine is refused with numbers, before its data is prepared."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from jaxstack.distributed import devices
 from jaxstack.errors import ConfigError
 from jaxstack.models import preset_config
-from jaxstack.parallel import ParallelConfig
 from jaxstack.run import memory
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run.train import train
@@ -28,7 +28,7 @@ def test_a_model_too_large_is_refused_before_its_data_is_prepared(tmp_path, monk
     with pytest.raises(ConfigError) as raised:
         train(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", overrides))
     text = str(raised.value)
-    assert "119.7 GiB on each device (29.9 GiB of weights, 59.8 GiB of optimizer state, 29.9 GiB of gradients)" in text
+    assert "89.7 GiB on each device (29.9 GiB of weights, 59.8 GiB of optimizer state), and gradients" in text
     assert "24.0 GiB of this host's memory" in text
     assert "gpt2-350m" in text and "parallel.fsdp=-1" in text
     assert not (tmp_path / "llama3-8b-fsdp4").exists()
@@ -57,7 +57,31 @@ def test_a_model_that_fits_tightly_is_warned_about(monkeypatch):
 def test_an_unknown_memory_refuses_nothing(monkeypatch):
     monkeypatch.setattr(devices, "host_memory", lambda: None)
     assert memory.check_memory(tiny_trainer(data=8)) is None
-    assert not memory.looks_too_large(preset_config("llama3-70b"), ParallelConfig())
+    memory.check_size(load_config(CONFIGS / "llama3-8b-fsdp4.yaml", ["model.preset=llama3-70b"]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("layers", [2048, 4096])
+def test_many_layers_that_do_not_fit_are_refused_before_they_are_traced(tmp_path, monkeypatch, layers):
+    monkeypatch.setattr(devices, "host_memory", lambda: 2**30)
+    overrides = ["model.preset=tiny", f"model.num_layers={layers}", "model.scan_layers=false", f"run.dir={tmp_path}"]
+    lines: list[str] = []
+    began = time.perf_counter()
+    with pytest.raises(ConfigError, match="the model does not fit: its state takes"):
+        train(load_config(None, [*overrides, "parallel.data=-1"]), report=lines.append)
+    assert time.perf_counter() - began < 5 and not lines
+
+
+@pytest.mark.parametrize(("optimizer", "state"), [("adamw", 8), ("lion", 4), ("sgd", 4), ("muon", 4), ("adafactor", 0)])
+def test_the_estimate_counts_what_the_optimizer_keeps(optimizer, state):
+    config = load_config(None, [f"optimizer.name={optimizer}"])
+    assert memory._state_bytes_per_weight(config.optimizer) == state
+
+
+def test_gradients_alone_refuse_nothing_but_are_warned_about(monkeypatch):
+    trainer = tiny_trainer(data=8)
+    monkeypatch.setattr(devices, "host_memory", lambda: 8 * int(1.1 * 12 * trainer.count_parameters()))
+    assert (memory.check_memory(trainer) or "").endswith("it probably does not fit")
 
 
 def test_many_unrolled_layers_are_announced_before_they_take_long(tmp_path):

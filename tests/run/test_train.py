@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from jaxstack import train
+from jaxstack.run.train import _ByteBaselines, _summarize
+from jaxstack.run_config import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -216,6 +219,14 @@ def test_wrong_use_of_generate_is_exit_code_2(folder, unbroken, arguments, said)
     found = generate(folder, *(str(unbroken) if a == "RUN" else a for a in arguments))
     assert found.returncode == 2, found.stderr
     assert said in found.stderr and "Traceback" not in found.stderr
+
+
+def test_the_command_at_the_end_can_be_copied_whatever_the_directory_is_called(tmp_path):
+    lines: list[str] = []
+    config = load_config(None, [f"run.dir={tmp_path}/my runs", "run.name=a"])
+    _summarize(config, {}, _ByteBaselines(None), lines.append)
+    words = shlex.split(lines[-1])
+    assert words[words.index("--run") + 1] == f"{tmp_path}/my runs/a"
 
 
 def test_the_configuration_of_a_renamed_run_does_not_start_another(tmp_path, capsys):

@@ -26,7 +26,7 @@ HARMLESS = frozenset(
 # Fields that do not change what the model computes, or that the comparison below has under another name.
 _NOT_COMPARED = frozenset(
     ["preset", "initialization", "initializer_range", "dropout", "attention_implementation", "remat"]
-    + ["scan_layers", "unscanned_end_layers"]
+    + ["scan_layers", "unscanned_end_layers", "parametrization", "base_width", "base_head_dim"]
     + ["num_kv_heads", "head_dim", "intermediate_size", "query_pre_attn_scalar", "layer_types", "sliding_window"]
 )
 _NOT_COMPARED_OF_EXPERTS = frozenset(
@@ -124,6 +124,6 @@ def _computed(model: ModelConfig) -> dict[str, Any]:
         "num_kv_heads": model.kv_heads,
         "head_dim": model.width_per_head,
         "intermediate_size": model.feed_forward_size if dense else None,
-        "query_pre_attn_scalar": model.query_pre_attn_scalar or float(model.width_per_head),
+        "query_pre_attn_scalar": float(model.score_divisor),
         "windows a layer": list(model.windows()),
     }

@@ -25,7 +25,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """A titled chart of curves over steps."""
+    """A titled chart of curves over steps, or over whatever `over` names."""
 
     title: str
     curves: Sequence[Curve]
@@ -33,6 +33,9 @@ class Chart:
     scale: str = "auto"
     from_zero: bool = False
     wide: bool = False
+    over: str = "step"
+    many: bool = False
+    """Too many curves for a legend and a read-out; a curve tells its label when one points at it."""
 
 
 def render_chart(chart: Chart) -> str:
@@ -46,25 +49,29 @@ def render_chart(chart: Chart) -> str:
     x = step_axis(float(steps.min()), float(steps.max()))
     notes = ", ".join(filter(None, [chart.unit, "log scale" if y.log else ""]))
     title = html.escape(chart.title) + (f" <small>{html.escape(notes)}</small>" if notes else "")
-    named = curves if len(curves) > 1 else []
+    named = curves if len(curves) > 1 and not chart.many else []
     legend = "".join(f'<span class="key {curve.look}">{html.escape(curve.label)}</span>' for curve in named)
-    lines = "".join(_path(curve, x, y) for curve in curves)
-    return f"""<figure class="chart{" wide" if chart.wide else ""}">
+    lines = "".join(_path(curve, x, y, chart.many) for curve in curves)
+    if chart.many:
+        output = data = ""
+    else:
+        output = f"<output>{html.escape(_last_values(curves, chart))}</output>"
+        data = f'<script type="application/json">{_hover_data(curves, chart, x, y)}</script>\n'
+    return f"""<figure class="chart{" wide" if chart.wide else ""}{" still" if chart.many else ""}">
 <figcaption><b>{title}</b><span class="legend">{legend}</span></figcaption>
-<output>{html.escape(_last_values(curves, chart.unit))}</output>
+{output}
 <div class="frame"><div class="y">{_labels(y, "bottom")}</div>
 <div class="plot"><svg viewBox="0 0 {SIZE} {SIZE}" preserveAspectRatio="none" role="img" \
-aria-label="{html.escape(chart.title, quote=True)} over steps">{_grid(y)}{lines}</svg></div>
+aria-label="{html.escape(chart.title, quote=True)} over {chart.over}s">{_grid(y)}{lines}</svg></div>
 <div class="x">{_labels(x, "left")}</div></div>
-<script type="application/json">{_hover_data(curves, chart.unit, x, y)}</script>
-</figure>"""
+{data}</figure>"""
 
 
-def _last_values(curves: Sequence[Curve], unit: str) -> str:
+def _last_values(curves: Sequence[Curve], chart: Chart) -> str:
     """Return the text of the read-out before anyone points at the chart: the last values."""
     last = max(float(curve.series.steps[np.isfinite(curve.series.values)][-1]) for curve in curves)
     values = [f"{curve.label} {short_number(curve.series.last or 0.0, 5)}" for curve in curves]
-    return " · ".join([f"step {last:.0f}", *values]) + (f" {unit}" if unit else "")
+    return " · ".join([f"{chart.over} {last:.0f}", *values]) + (f" {chart.unit}" if chart.unit else "")
 
 
 def _labels(axis: Axis, side: str) -> str:
@@ -79,7 +86,7 @@ def _grid(axis: Axis) -> str:
     return f'<path class="grid" d="{"".join(f"M0 {height:.1f}H{SIZE}" for height in heights)}"/>'
 
 
-def _path(curve: Curve, x: Axis, y: Axis) -> str:
+def _path(curve: Curve, x: Axis, y: Axis, named: bool = False) -> str:
     """Return the SVG path of a curve, broken at gaps; the round line cap turns a point between two gaps into a dot."""
     known = np.isfinite(curve.series.values) & ((curve.series.values > 0) | (not y.log))
     lefts = SIZE * x.position(curve.series.steps)
@@ -92,13 +99,15 @@ def _path(curve: Curve, x: Axis, y: Axis) -> str:
         if not joined and ends:
             parts.append("h0.01")
     lone = " lone" if np.count_nonzero(known) <= 1 else ""
-    return f'<path class="line {curve.look}{lone}" d="{"".join(parts)}"/>'
+    end = f"><title>{html.escape(curve.label)}</title></path>" if named else "/>"
+    return f'<path class="line {curve.look}{lone}" d="{"".join(parts)}"{end}'
 
 
-def _hover_data(curves: Sequence[Curve], unit: str, x: Axis, y: Axis) -> str:
+def _hover_data(curves: Sequence[Curve], chart: Chart, x: Axis, y: Axis) -> str:
     """Return the values for the read-out, as JSON that cannot end the script element."""
     data = {
-        "unit": unit,
+        "unit": chart.unit,
+        "over": chart.over,
         "x": [x.low, x.high],
         "y": [y.low, y.high, int(y.log)],
         "curves": [

@@ -1,7 +1,7 @@
 """Assembles the report of a run."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,12 @@ import yaml
 
 from jaxstack.files import write_file
 from jaxstack.observe.environment import read_environment
+from jaxstack.observe.noise_scale import KEYS as NOISE_KEYS
 from jaxstack.observe.report.chart import Chart, Curve, render_chart
+from jaxstack.observe.report.energy import KEYS as ENERGY_KEYS
+from jaxstack.observe.report.energy import energy_charts, energy_tiles
+from jaxstack.observe.report.forecast import render_forecast
+from jaxstack.observe.report.roofline import render_roofline
 from jaxstack.observe.report.series import Series, make_series, read_metrics, smooth
 from jaxstack.observe.report.sharding_pictures import render_sharding
 from jaxstack.observe.report.style import CSS, SCRIPT
@@ -18,6 +23,8 @@ from jaxstack.observe.report.tables import render_value
 from jaxstack.observe.report.timeline import render_timeline
 from jaxstack.observe.units import byte_size, duration, short_number
 
+Tile = tuple[str, str, str] | None
+"""Label, value and note of a tile."""
 _MAX_TEXT = 200_000  # characters of configuration shown, so that the page stays small
 _MAX_OTHER_CHARTS = 12
 # Shown in a chart or a tile of their own; every other number that a run logs gets a plain chart.
@@ -39,7 +46,10 @@ _NOT_PLAIN = {
     "data_wait_fraction",
     "train_seconds",
     "goodput",
+    *ENERGY_KEYS,
+    *NOISE_KEYS,
 }
+_SHOWN_ELSEWHERE = ("ran", "schedule", "forecast", "roofline")  # sections of environment.json
 _SECTION_TITLES = {
     "attention": "Attention backends",
     "matmuls": "Matmuls of the compiled step",
@@ -68,13 +78,16 @@ def write_report(run_dir: str | Path) -> Path:
     name = str(_section(config, "run").get("name") or run_dir.resolve().name)
     page = "\n".join(
         [
-            _head(name),
+            page_head(name),
             f"<h1>{html.escape(name)}</h1>",
             f'<p class="lead">{html.escape(_lead(environment, metrics))}</p>',
             _ending(environment),
             _tiles(metrics, config, environment),
+            render_forecast(environment.get("forecast"), metrics),
             _charts(metrics, environment),
+            render_forecast(environment.get("forecast"), metrics),
             _sections("What actually ran", environment.get("ran")),
+            _roofline(environment.get("roofline")),
             _details(config_text, environment),
             _FOOTER,
             f"</main><script>{SCRIPT}</script></body></html>",
@@ -92,7 +105,8 @@ _FOOTER = (
 )
 
 
-def _head(name: str) -> str:
+def page_head(name: str) -> str:
+    """Return the beginning of a page, up to its `<main>`, with the style sheet of all reports."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -150,16 +164,23 @@ def _ending(environment: Mapping[str, Any]) -> str:
 
 def _tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     """Return the tiles with the final figures."""
-    tiles = [tile for tile in (*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)) if tile]
+    return render_tiles(_all_tiles(metrics, config, environment))
+
+
+def render_tiles(tiles: Sequence[Tile]) -> str:
+    """Return tiles (label, value, note) as HTML; a tile of None is left out."""
+    shown = [tile for tile in tiles if tile]
     cells = (
         f'<div class="tile"><span>{html.escape(label)}</span><b>{html.escape(value)}</b>'
         f"<small>{html.escape(note)}</small></div>"
-        for label, value, note in tiles
+        for label, value, note in shown
     )
-    return f'<div class="tiles">{"".join(cells)}</div>' if tiles else ""
+    return f'<div class="tiles">{"".join(cells)}</div>' if shown else ""
 
 
-Tile = tuple[str, str, str] | None
+def _all_tiles(metrics: Mapping[str, Series], config: Mapping[str, Any], environment: Mapping[str, Any]) -> list[Tile]:
+    tiles = [*_result_tiles(metrics, config, environment), *_speed_tiles(metrics)]
+    return [*tiles, *energy_tiles(metrics, environment.get("energy"))]
 
 
 def _result_tiles(
@@ -220,7 +241,7 @@ def _median(metrics: Mapping[str, Series], key: str) -> float | None:
 
 def _charts(metrics: Mapping[str, Series], environment: Mapping[str, Any]) -> str:
     schedule = _schedule(environment.get("schedule"))
-    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule)]
+    charts = [_loss_chart(metrics), *_known_charts(metrics, schedule), *energy_charts(metrics)]
     others = [key for key in metrics if key not in _NOT_PLAIN]
     charts += [Chart(key, [Curve(key, metrics[key])]) for key in others[:_MAX_OTHER_CHARTS]]
     figures = [figure for figure in map(render_chart, charts) if figure]
@@ -246,8 +267,8 @@ def _loss_chart(metrics: Mapping[str, Series]) -> Chart:
 def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart]:
     empty = make_series([])
 
-    def curve(key: str, label: str, factor: float = 1.0) -> Curve:
-        return Curve(label, metrics.get(key, empty).scaled(factor))
+    def curve(key: str, label: str, factor: float = 1.0, look: str = "first") -> Curve:
+        return Curve(label, metrics.get(key, empty).scaled(factor), look)
 
     memory = metrics.get("peak_memory_bytes", empty)
     large = memory.finite.size and memory.finite.max() >= 2**30
@@ -258,6 +279,8 @@ def _known_charts(metrics: Mapping[str, Series], schedule: Series) -> list[Chart
         Chart("Held-out bits per byte", [curve("eval_bits_per_byte", "held-out")]),
         Chart("Learning rate", rates, from_zero=True),
         Chart("Gradient norm", [curve("grad_norm", "norm")]),
+        Chart("Gradient noise scale", [curve("noise_scale", "noise scale")], "tokens"),
+        Chart("Gradient noise", [curve("gradient_signal", "|G|²"), curve("gradient_noise", "S", 1.0, "second")]),
         Chart("Throughput", [curve("tokens_per_second", "all devices")], "tokens/s", from_zero=True),
         Chart("Model FLOPs utilisation", [curve("mfu", "MFU", 100)], "%", from_zero=True),
         Chart("Step time", [curve("step_time_seconds", "step")], "s", from_zero=True),
@@ -281,13 +304,23 @@ def _sections(title: str, sections: object) -> str:
     return f"<h2>{html.escape(title)}</h2>{''.join(cards)}"
 
 
+def _roofline(record: object) -> str:
+    """Return the picture of the operators on the roofline; empty if there is no such record, or a damaged one."""
+    if not isinstance(record, Mapping):
+        return ""
+    try:
+        return f'<h2>Roofline</h2><div class="card">{render_roofline(record)}</div>'
+    except (KeyError, TypeError, ValueError, ZeroDivisionError, OverflowError):
+        return ""
+
+
 def _details(config_text: str, environment: Mapping[str, Any]) -> str:
     parts = []
     if config_text:
         shown = html.escape(config_text[:_MAX_TEXT]) + ("\n..." if len(config_text) > _MAX_TEXT else "")
         summary = "<summary>Configuration (config.yaml)</summary>"
         parts.append(f'<details class="card" open>{summary}<pre>{shown}</pre></details>')
-    known = {key: value for key, value in environment.items() if key not in ("ran", "schedule")}
+    known = {key: value for key, value in environment.items() if key not in _SHOWN_ELSEWHERE}
     if known:
         parts.append(f'<details class="card"><summary>Environment</summary>{render_value(known)}</details>')
     return f"<h2>Configuration and environment</h2>{''.join(parts)}" if parts else ""

@@ -64,6 +64,11 @@ output { display: block; min-height: 20px; font-size: 12.5px; color: var(--soft)
   border: 1.5px solid var(--card); pointer-events: none; }
 .dot.second { background: var(--second); }
 .dot.dashed { background: var(--soft); }
+.still .plot i { position: absolute; width: 8px; height: 8px; margin: -4px; border-radius: 50%; opacity: .75;
+  background: var(--first); } .still .plot i.second { background: var(--second); opacity: 1; z-index: 1; }
+.still .plot i.faint { background: var(--soft); opacity: .45; }
+.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 6px 14px; align-items: center;
+  font-size: 13.5px; } .bars i { display: block; height: 12px; border-radius: 3px; background: var(--first); }
 .card { padding: 14px 16px; margin-bottom: 12px; min-width: 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 13.5px; width: 100%; font-variant-numeric: tabular-nums; }
@@ -103,12 +108,15 @@ pre { margin: 0; padding: 12px 14px; background: var(--code); border-radius: 8px
   text-anchor: middle; } .sharding .name { fill: var(--soft); text-anchor: start; }
 .hue0 rect { fill: #a8c7f7; } .hue1 rect { fill: #f7c39c; } .hue2 rect { fill: #a9d8b2; } .hue3 rect { fill: #d9b8ec; }
 .hue4 rect { fill: #f3d77e; } .hue5 rect { fill: #9fd8dc; } .hue6 rect { fill: #f2b3bb; } .hue7 rect { fill: #c9cdd4; }
+.roofline-figure { margin: 0 0 12px; } .roofline-figure svg { display: block; width: 100%; height: auto; }
+.roofline-figure .roofline text { fill: var(--soft); } .roofline-figure .roofline .name { fill: var(--ink); }
+.roofline-figure .roofline .roof { stroke: var(--ink); } .roofline-figure .roofline .grid { stroke: var(--grid); }
 @media print { .chart, .card { break-inside: avoid; } }
 """
 
 # Pointing at a chart shows the values at the nearest step. Plain DOM; text is set as text, never as markup.
 SCRIPT = """
-document.querySelectorAll('figure.chart').forEach(function (figure) {
+document.querySelectorAll('figure.chart:not(.still)').forEach(function (figure) {
   var data = JSON.parse(figure.querySelector('script').textContent);
   var plot = figure.querySelector('.plot'), output = figure.querySelector('output');
   var rest = output.textContent, marks = [];
@@ -146,11 +154,11 @@ document.querySelectorAll('figure.chart').forEach(function (figure) {
       var i = nearest(curve, at);
       if (i < 0) return;
       var value = curve.values[i], left = (curve.steps[i] - data.x[0]) / width;
-      var apart = curve.steps[i] !== at ? ' (step ' + curve.steps[i] + ')' : '';
+      var apart = curve.steps[i] !== at ? ' (' + data.over + ' ' + curve.steps[i] + ')' : '';
       words.push(curve.label + ' ' + Number(value.toPrecision(5)) + apart);
       if (curve.look !== 'faint') mark('dot ' + curve.look, left, height(value));
     });
-    output.textContent = ['step ' + at].concat(words).join(' \\u00b7 ') + (data.unit ? ' ' + data.unit : '');
+    output.textContent = [data.over + ' ' + at].concat(words).join(' \\u00b7 ') + (data.unit ? ' ' + data.unit : '');
   }
   plot.addEventListener('pointermove', show);
   plot.addEventListener('pointerdown', show);

@@ -7,41 +7,20 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxstack.config.base import PathRule
-from jaxstack.errors import ConfigError
-from jaxstack.optim.base import HasShape, Optimizer, is_matrix
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunFacts
+from jaxstack.optim.matrices import MatrixOptimizer
 from jaxstack.parallel.mesh import spread
-from jaxstack.tree_rules import check_patterns, map_by_path, match
+from jaxstack.tree_rules import map_by_path
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's iteration. Its slope at 0 is so steep that five steps bring singular values of 0.01 to 1
 near 1."""
 
 
-class MatrixRule(PathRule):
-    """The dims of a parameter that form its matrix. The dims before them count matrices: layers, experts."""
-
-    inputs: int = Field(default=1, ge=1)
-    """Number of dims, before the output dims, that are summed over."""
-    outputs: int = Field(default=1, ge=1)
-    """Number of last dims that form the other side of the matrix."""
-    adamw: bool = False
-    """Update these parameters by AdamW, as vectors are."""
-
-
-KNOWN = (
-    MatrixRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
-    MatrixRule(path=r"(^|/)[qkv]_proj/(kernel|adapter/b)$", outputs=2),
-    MatrixRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
-    MatrixRule(path=".*"),
-)
-"""Rules that follow those of the configuration. All heads of an attention projection are one side of one matrix."""
-
-
-class Muon(Optimizer):
+class Muon(MatrixOptimizer):
     """Momentum with equalised singular values (Jordan 2024, https://kellerjordan.github.io/posts/muon).
 
     Updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that AdamW's learning rates and
@@ -49,6 +28,9 @@ class Muon(Optimizer):
     for AdamW's.
     """
 
+    width_powers = ADAM_WIDTH_POWERS
+    # A matrix whose elements have a fixed mean square and whose singular values are equal stretches by sqrt(width).
+    matrix_width_power = -0.5
     name: Literal["muon"] = "muon"
     weight_decay: float = Field(default=0.1, ge=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
@@ -59,45 +41,15 @@ class Muon(Optimizer):
     """Dtype of the operands of these products (float32 on NVIDIA GPUs: TF32)."""
     rms: float = Field(default=0.2, gt=0)
     """Root mean square of a matrix's update, before the learning rate."""
-    b1: float = Field(default=0.9, ge=0, lt=1)
-    b2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    matrices: tuple[MatrixRule, ...] = ()
 
-    def core(self) -> optax.GradientTransformation:
-        muon = optax.chain(
+    def matrix_core(self, run: RunFacts) -> optax.GradientTransformation:
+        return optax.chain(
             optax.trace(self.momentum, nesterov=True),
             optax.stateless(lambda updates, _: map_by_path(self._equalise, updates)),
         )
-        adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)
-
-        def labels(tree: PyTree) -> PyTree:
-            return map_by_path(lambda path, leaf: "muon" if self._is_ours(path, leaf) else "adamw", tree)
-
-        return optax.partition({"muon": muon, "adamw": adamw}, labels)
-
-    def check(self, params: PyTree) -> None:
-        super().check(params)
-        check_patterns([rule.path for rule in self.matrices], params, "optimizer.matrices")
-
-        def fits(path: str, leaf: HasShape) -> None:
-            rule = self._rule(path)
-            if self._is_ours(path, leaf) and len(leaf.shape) < rule.inputs + rule.outputs:
-                raise ConfigError(
-                    f"optimizer.matrices: {rule.path!r} takes {rule.inputs} + {rule.outputs} dims for a matrix, but "
-                    f"{path} has the shape {tuple(leaf.shape)}; lower inputs or outputs, or give it adamw: true."
-                )
-
-        map_by_path(fits, params)
-
-    def _rule(self, path: str) -> MatrixRule:
-        return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
-
-    def _is_ours(self, path: str, leaf: HasShape) -> bool:
-        return is_matrix(path, leaf) and not self._rule(path).adamw
 
     def _equalise(self, path: str, update: jax.Array) -> jax.Array:
-        rule = self._rule(path)
+        rule = self.rule(path)
         cut = update.ndim - rule.outputs
         start = cut - rule.inputs
         sides = math.prod(update.shape[start:cut]), math.prod(update.shape[cut:])

@@ -38,9 +38,8 @@ def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -
     """
     stages, chunks = parallel.pipeline, parallel.virtual_stages
     shards = parallel.data * parallel.fsdp * parallel.expert
-    rows = batch // shards
-    unit = stages if parallel.schedule == "interleaved" else 1
-    fits = [m for m in range(unit, rows + 1, unit) if rows % m == 0]
+    unit = _unit(parallel)
+    fits = fitting_microbatches(parallel, batch)
     wanted = parallel.microbatches or (accumulation if accumulation > 1 else None)
     if parallel.microbatches and accumulation not in (1, parallel.microbatches):
         raise ConfigError(
@@ -57,6 +56,22 @@ def plan_pipeline(parallel: ParallelConfig, batch: int, accumulation: int = 1) -
     if wanted is None:
         wanted = max((m for m in fits if m <= 2 * stages), default=fits[0])
     return PipelinePlan(parallel.schedule, stages, chunks, wanted)
+
+
+def fitting_microbatches(parallel: ParallelConfig, batch: int) -> list[int]:
+    """Return the numbers of microbatches, ascending, that divide the rows of each replica and suit the schedule.
+
+    Args:
+      parallel: degrees and schedule; without a pipeline the microbatches are those of gradient accumulation.
+      batch: rows of a global batch.
+    """
+    rows, unit = batch // (parallel.data * parallel.fsdp * parallel.expert), _unit(parallel)
+    return [m for m in range(unit, rows + 1, unit) if rows % m == 0]
+
+
+def _unit(parallel: ParallelConfig) -> int:
+    """Return the number of which the microbatches must be a multiple."""
+    return parallel.pipeline if parallel.pipeline > 1 and parallel.schedule == "interleaved" else 1
 
 
 def _ways_out(fits: list[int], wanted: int | None, batch: int, shards: int, unit: int) -> str:

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxstack.errors import ConfigError
+from jaxstack.models.remat import POLICIES
 from jaxstack.parallel import make_mesh
 from jaxstack.trainer import Trainer
 from tests.parallel.test_layouts import assert_trains_as_one_device, train
@@ -97,7 +98,7 @@ def test_alternating_layers_tied_embeddings_and_uneven_stages(overrides):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("remat", ["none", "full", "save_attention", "save_dots", "offload"])
+@pytest.mark.parametrize("remat", POLICIES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_rematerialisation(remat, schedule):
     assert_trains_as_one_device(*pipeline(2, schedule, fsdp=2), f"model.remat={remat}", shape=FOUR)

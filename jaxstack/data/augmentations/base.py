@@ -1,0 +1,111 @@
+"""Base of the augmentations of text, and `Augmenter`, which applies a list of them to rows.
+
+Dimensions: T sequence length.
+"""
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import numpy as np
+
+from jaxstack.config.base import Component
+from jaxstack.data.mixture import source_seed
+from jaxstack.data.token_rows import Row
+from jaxstack.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """Ids that augmentations need to know."""
+
+    document_start: int
+    size: int
+    """Number of ids of the tokenizer; those from here on are free for sentinels."""
+
+
+class TextAugmentation(Component):
+    """A random change to a row of training text. A subclass has a `name` and `apply`, and is listed in the table."""
+
+    changes_text: ClassVar[bool] = True
+    """True if the targets change too, which chats, with their marked answers, do not allow."""
+    needs_packing: ClassVar[bool] = False
+    """True if documents must be kept apart by segment ids."""
+
+    @property
+    def sentinel_count(self) -> int:
+        """Number of sentinel ids that the configuration does not name."""
+        return 0
+
+    def with_sentinels(self, first: int) -> Self:
+        """Return this augmentation with `sentinel_count` ids from `first` on as its sentinels."""
+        return self
+
+    @property
+    def largest_id(self) -> int:
+        """Largest id that the augmentation can add to a row; -1 if it adds none."""
+        return -1
+
+    @abstractmethod
+    def apply(self, row: Row, random: np.random.Generator, vocabulary: Vocabulary) -> Row:
+        """Return the changed row; the given one is not modified.
+
+        Args:
+          row: arrays [T] int32: tokens, labels, and with packing segment_ids and positions.
+          random: the source of all randomness.
+          vocabulary: ids of the tokenizer.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmenter:
+    """Applies augmentations to rows, with random numbers that depend on the seed and the row's global sample only.
+
+    A run therefore has the same rows on any number of processes and workers, and after a resume.
+    """
+
+    augmentations: tuple[TextAugmentation, ...]
+    vocabulary: Vocabulary
+    seed: int
+
+    @classmethod
+    def make(
+        cls, chosen: Sequence[TextAugmentation], vocabulary: Vocabulary, seed: int, *, packing: bool, chats: bool
+    ) -> "Augmenter":
+        """Return the augmenter of a run, with sentinels that are not configured after the tokenizer's ids.
+
+        Args:
+          chosen: the configured augmentations, in their order.
+          vocabulary: ids of the tokenizer.
+          seed: of the run.
+          packing: rows have segment ids.
+          chats: some rows are chats.
+
+        Raises:
+          ConfigError: an augmentation needs packing, or cannot be applied to chats.
+        """
+        complete, free = [], vocabulary.size
+        for one in chosen:
+            name = getattr(one, "name", type(one).__name__)
+            if one.needs_packing and not packing:
+                raise ConfigError(f"data.augmentations: {name} needs data.packing=true, which keeps documents apart")
+            if one.changes_text and chats:
+                raise ConfigError(
+                    f"data.augmentations: {name} rewrites whole documents, but a source has format chat, of which "
+                    "only answers are trained on; leave it out, or train on text"
+                )
+            complete.append(one.with_sentinels(free))
+            free += one.sentinel_count
+        return cls(tuple(complete), vocabulary, source_seed(seed, "augmentations"))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that rows can contain: the tokenizer's and the sentinels."""
+        return max([self.vocabulary.size, *(one.largest_id + 1 for one in self.augmentations)])
+
+    def __call__(self, row: Row, sample: int) -> Row:
+        """Return row of the global sample `sample`, augmented."""
+        for number, one in enumerate(self.augmentations):
+            row = one.apply(row, np.random.default_rng((self.seed, number, sample)), self.vocabulary)
+        return row

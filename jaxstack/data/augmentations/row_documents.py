@@ -1,0 +1,53 @@
+"""Takes rows apart into documents, and joins documents to rows.
+
+Dimensions: T sequence length.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxstack.data.packing import IGNORE
+from jaxstack.data.token_rows import Row
+
+Document = tuple[np.ndarray, np.ndarray]
+"""Tokens [n] and labels [n], int32, of a document or the part of one that is in the row."""
+
+
+def split_row(row: Row, document_start: int) -> list[Document]:
+    """Return the documents of a row, in order; padding comes as documents without labels."""
+    tokens, labels = row["tokens"], row["labels"]
+    if "segment_ids" in row:
+        begins = np.flatnonzero(np.diff(row["segment_ids"])) + 1
+    else:
+        begins = np.flatnonzero(tokens[1:] == document_start) + 1
+    return list(zip(np.split(tokens, begins), np.split(labels, begins), strict=True))
+
+
+def join_documents(documents: Sequence[Document], like: Row, document_start: int) -> Row:
+    """Return the row of `documents`, cut or padded to the length of `like` and with the same arrays."""
+    length = len(like["tokens"])
+    room = length - sum(len(tokens) for tokens, _ in documents)
+    if room > 0:
+        padding = np.full(room, document_start, np.int32), np.full(room, IGNORE, np.int32)
+        documents = [*documents, padding]
+    tokens, labels = (np.concatenate(parts)[:length].astype(np.int32) for parts in zip(*documents, strict=True))
+    row = {"tokens": tokens, "labels": labels}
+    if "segment_ids" in like:
+        sizes = [len(tokens) for tokens, _ in documents]
+        numbers = np.repeat(np.arange(1, len(documents) + 1, dtype=np.int32), sizes)
+        places = np.concatenate([np.arange(size, dtype=np.int32) for size in sizes])
+        row |= {"segment_ids": numbers[:length], "positions": places[:length]}
+    return row
+
+
+def has_targets(document: Document) -> bool:
+    """Return True if something in the document is predicted, which padding is not."""
+    return bool((document[1] != IGNORE).any())
+
+
+def body_of(document: Document, document_start: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the document-start id [0 or 1] that opens the document, and the ids after it."""
+    tokens = document[0]
+    opens = int(len(tokens) > 0 and tokens[0] == document_start)
+    return tokens[:opens], tokens[opens:]

@@ -1,0 +1,88 @@
+"""Maximal update parametrization (muP, Yang et al. 2022, arXiv:2203.03466): the rules of a model's width, by path.
+
+With width / base width = m, the model with m = 1 is that of the standard parametrization. The forward pass has no
+factor of m except in the attention scores: the factor of the logits is part of the head, or of the gains of the final
+norm if the head is the embedding, and that of the router's scores is part of its matrix.
+
+| role | parameters | initial weights |
+|---|---|---|
+| input | embeddings, positions, gains, biases | x 1 |
+| hidden | matrices from width to width | x m^(-1/2) |
+| output | head, routers | x 1/m |
+| final_gain | gains and biases of the final norm, if the head is the embedding | x 1/m |
+
+`jaxstack.optim.mup` has the learning rates of the roles.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from flax import nnx
+
+from jaxstack.models.config import ModelConfig
+from jaxstack.tree_rules import match
+
+Role = Literal["input", "hidden", "output", "final_gain"]
+
+_ROLES: tuple[tuple[str, Role], ...] = (
+    (r"(^|/)head$", "output"),
+    (r"(^|/)router/kernel$", "output"),
+    (r"/kernel$", "hidden"),
+    (r".*", "input"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Width:
+    """The width of a model in muP.
+
+    Attributes:
+      ratio: width / base width.
+      tied: True if the head is the embedding.
+    """
+
+    ratio: float
+    tied: bool
+
+    def role(self, path: str) -> Role:
+        """Return the role of the parameter at this path."""
+        if self.tied and path.startswith("final_norm/"):
+            return "final_gain"
+        return match(path, _ROLES)
+
+
+def width_of(config: ModelConfig) -> Width | None:
+    """Return the model's width in muP; None in the standard parametrization."""
+    if config.parametrization == "standard" or config.base_width is None:
+        return None
+    return Width(config.hidden_size / config.base_width, config.tie_word_embeddings)
+
+
+def initial_factor(config: ModelConfig, width: Width, path: str) -> float:
+    """Return the factor of a parameter's initial value, relative to the standard parametrization."""
+    # 1/sqrt(inputs) of `fan_in` falls with the width as it must.
+    root = 1.0 if config.initialization == "fan_in" else width.ratio**-0.5
+    factors: dict[Role, float] = {
+        "input": 1.0,
+        "hidden": root,
+        "output": root * width.ratio**-0.5,
+        "final_gain": 1 / width.ratio,
+    }
+    return factors[width.role(path)]
+
+
+def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
+    """Scale the weights of a freshly initialized model as its width requires; in the standard parametrization by 1."""
+    width = width_of(config)
+    if width is None:
+        return
+
+    def scale(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
+        name = "/".join(map(str, path))
+        factor = initial_factor(config, width, name)
+        # Gemma's gain is 1 + scale.
+        offset = 1.0 if config.norm == "rms_norm_unit_offset" and name == "final_norm/scale" else 0.0
+        return variable.replace((variable[...] + offset) * factor - offset)
+
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    nnx.update(model, nnx.from_flat_state([(path, scale(path, variable)) for path, variable in flat]))

@@ -1,0 +1,288 @@
+"""Energy, GPU-hours and cost of a run, over all its starts.
+
+Energy is read from the counters of the GPUs, not integrated from samples of their power: the power sensors of recent
+GPUs see only a part of the time (Yang et al. 2023, arXiv:2312.02741).
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from jaxstack.distributed import coordination
+from jaxstack.files import write_file
+
+FILE = "energy.json"
+INTERVAL_SECONDS = 5.0
+"""Time between two reads of the counters, which move about every 0.1 s; one read takes some milliseconds per GPU."""
+_JOULES_PER_KWH = 3.6e6
+
+
+class EnergyCounters(Protocol):
+    """Counters of the energy that the GPUs of this process have used."""
+
+    def read(self) -> Sequence[float]:
+        """Return one value per GPU, in joules since any fixed moment."""
+        ...
+
+
+class NoCountersError(Exception):
+    """The energy of the devices cannot be measured; the message is the reason."""
+
+
+class NvmlCounters:
+    """Energy counters of NVIDIA GPUs since Volta, read from NVML.
+
+    Args:
+      devices: GPUs of this process.
+
+    Raises:
+      NoCountersError: the package nvidia-ml-py or the driver's library is missing, or a GPU has no counter.
+    """
+
+    def __init__(self, devices: Sequence[Any]):
+        if any(device.platform not in ("gpu", "cuda") for device in devices):
+            raise NoCountersError(f"NVML measures NVIDIA GPUs, and the devices are {devices[0].platform}")
+        try:
+            import pynvml  # pyright: ignore[reportMissingImports] - part of jaxstack[cuda]
+        except ImportError:
+            raise NoCountersError("the package nvidia-ml-py is not installed: pip install 'jaxstack[cuda]'") from None
+        self._nvml = pynvml
+        try:
+            pynvml.nvmlInit()
+            self._handles = [self._find(name) for name in nvml_names([_local_number(device) for device in devices])]
+            self.read()
+        except pynvml.NVMLError as error:
+            raise NoCountersError(f"NVML: {error}") from None
+
+    def read(self) -> list[float]:
+        """Return the joules of each GPU since the driver was loaded."""
+        return [self._nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3 for handle in self._handles]
+
+    def _find(self, name: int | str) -> Any:
+        if isinstance(name, int):
+            return self._nvml.nvmlDeviceGetHandleByIndex(name)
+        return self._nvml.nvmlDeviceGetHandleByUUID(name)
+
+
+def _local_number(device: Any) -> int:
+    number = device.local_hardware_id
+    return device.id if number is None else int(number)
+
+
+def nvml_names(numbers: Sequence[int], visible: str | None = None) -> list[int | str]:
+    """Return NVML's name, an index or a UUID, of the GPUs that a process numbers as `numbers`.
+
+    Args:
+      numbers: the process's own numbers, which count visible GPUs.
+      visible: the variable CUDA_VISIBLE_DEVICES; default: that of this process.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible is None else visible
+    entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    names = [entries[number] if number < len(entries) else str(number) for number in numbers]
+    return [int(name) if name.isdigit() else name for name in names]
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Use of GPUs over some time."""
+
+    joules: float = 0.0
+    """Energy of the GPUs that were measured."""
+    gpu_seconds: float = 0.0
+    """Number of GPUs x the time that processes of the run had them."""
+    measured_gpu_seconds: float = 0.0
+    """The part of `gpu_seconds` in which the energy was measured."""
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.joules + other.joules,
+            self.gpu_seconds + other.gpu_seconds,
+            self.measured_gpu_seconds + other.measured_gpu_seconds,
+        )
+
+    @classmethod
+    def from_plain(cls, value: object) -> "Usage":
+        """Return the usage from its plain JSON; zero if that is missing or damaged."""
+        if not isinstance(value, Mapping):
+            return cls()
+        numbers = {field.name: value.get(field.name) for field in dataclasses.fields(cls)}
+        known = {name: float(x) for name, x in numbers.items() if isinstance(x, int | float) and 0 <= x < math.inf}
+        return cls(**known) if len(known) == len(numbers) else cls()
+
+
+@dataclasses.dataclass(frozen=True)
+class EnergyPrices:
+    """Factors from measured energy and time to what a run costs.
+
+    Attributes:
+      pue: power usage effectiveness of the data centre, its energy over that of the machines.
+      per_gpu_hour: price of an hour of one GPU, in the user's currency; None if it is not known.
+    """
+
+    pue: float = 1.0
+    per_gpu_hour: float | None = None
+
+
+class EnergyMeter:
+    """Adds up the energy and the time of the GPUs of a run, in a thread of its own.
+
+    Every process measures its own GPUs. The first one adds up all of them, and keeps the sums in `energy.json`, from
+    which the next start of the run goes on; a crash loses the last seconds at most. Everything counts from the
+    construction on: compiling, saving, evaluating, and steps that are repeated after a crash.
+
+    Args:
+      run_dir: the run directory; None, or a process other than the first: nothing is written.
+      gpus: number of GPUs of this process.
+      counters: energy counters of these GPUs; None: only the time is measured.
+      prices: factors from energy and time to kWh and cost.
+      clock: returns seconds.
+      interval: seconds between two reads; 0: no thread, the caller calls `sample`.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        gpus: int,
+        counters: EnergyCounters | None,
+        prices: EnergyPrices | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        interval: float = INTERVAL_SECONDS,
+    ):
+        self._path = run_dir / FILE if run_dir is not None else None
+        self._gpus, self._counters, self._clock = gpus, counters, clock
+        self._prices = prices or EnergyPrices()
+        self._before, self._own, self._others = read_usage(self._path), Usage(), Usage()
+        self._last_joules, self._last_time = self._read_counters(), clock()
+        self._watts_since = (self._last_time, 0.0)
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(interval,), daemon=True) if interval else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def sample(self) -> None:
+        """Read the counters, exchange sums with the other processes, and write `energy.json`."""
+        with self._lock:
+            now, joules = self._clock(), self._read_counters()
+            seconds, self._last_time = self._gpus * max(0.0, now - self._last_time), now
+            used = 0.0
+            if joules is not None and self._last_joules is not None:
+                # A counter goes back if the driver is loaded again.
+                used = sum(max(0.0, new - old) for new, old in zip(joules, self._last_joules, strict=True))
+            measured = seconds * (joules is not None and self._last_joules is not None)
+            self._last_joules = joules
+            self._own += Usage(used, seconds, measured)
+            self._exchange()
+            self._write()
+
+    def read(self, tokens: float, tokens_per_second: float | None) -> dict[str, float]:
+        """Return the keys of a metrics line; those of energy only if all GPUs of the run were measured at all times.
+
+        Args:
+          tokens: number of tokens of the run so far, without steps that are repeated.
+          tokens_per_second: recent speed of the run, on all devices.
+
+        Returns:
+          `power_watts` (mean of all GPUs since the last call), `joules_per_token` (that, per token of a step),
+          `total_joules_per_token` and `energy_kwh` (of the whole run; the latter times the PUE), `gpu_hours`, and
+          `cost` if a price is set.
+        """
+        with self._lock:
+            start, total = self._own + self._others, self.total
+            values: dict[str, float] = {}
+            if total.gpu_seconds:
+                if total.joules and total.measured_gpu_seconds >= 0.99 * total.gpu_seconds:
+                    values = self._power(start.joules, tokens_per_second)
+                    values["total_joules_per_token"] = total.joules / max(tokens, 1.0)
+                    values["energy_kwh"] = total.joules / _JOULES_PER_KWH * self._prices.pue
+                values["gpu_hours"] = total.gpu_seconds / 3600
+                if self._prices.per_gpu_hour is not None:
+                    values["cost"] = values["gpu_hours"] * self._prices.per_gpu_hour
+            return values
+
+    def _power(self, joules: float, tokens_per_second: float | None) -> dict[str, float]:
+        """Return the mean power since the last call, or nothing if there is no new sample."""
+        since, before = self._watts_since
+        if self._last_time <= since:
+            return {}
+        watts = max(0.0, joules - before) / (self._last_time - since)
+        self._watts_since = (self._last_time, joules)
+        return {"power_watts": watts} | ({"joules_per_token": watts / tokens_per_second} if tokens_per_second else {})
+
+    @property
+    def total(self) -> Usage:
+        """Usage of the whole run, up to the last sample."""
+        return self._before + self._own + self._others
+
+    def close(self) -> None:
+        """Take a last sample, and stop. Further calls do nothing."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(timeout=INTERVAL_SECONDS)
+        self._try_sample()
+
+    def _watch(self, interval: float) -> None:
+        while not self._over.wait(interval):
+            self._try_sample()
+
+    def _try_sample(self) -> None:
+        # A full disk or a lost coordinator must not end the measurement: the next sample has the same sums and more.
+        with contextlib.suppress(OSError, RuntimeError):
+            self.sample()
+
+    def _read_counters(self) -> Sequence[float] | None:
+        """Return the counters, or None if they cannot be read, now or at all."""
+        try:
+            return None if self._counters is None else list(self._counters.read())
+        except Exception:  # NVML has an exception class for each error; a GPU that fell off the bus ends the run itself
+            return None
+
+    def _exchange(self) -> None:
+        index, count = coordination.process_position()
+        if count == 1:
+            return
+        if index:
+            coordination.publish(f"energy/{index}", dataclasses.asdict(self._own))
+            return
+        found = (coordination.try_read(f"energy/{other}") for other in range(1, count))
+        self._others = sum(map(Usage.from_plain, found), Usage())
+
+    def _write(self) -> None:
+        if self._path is not None and self._gpus:
+            write_file(self._path, (json.dumps(dataclasses.asdict(self.total)) + "\n").encode(), durable=False)
+
+
+def read_usage(path: Path | None) -> Usage:
+    """Return the usage of a run's earlier starts from `energy.json`; zero if it is missing or damaged."""
+    try:
+        return Usage.from_plain(json.loads(path.read_text(encoding="utf-8"))) if path is not None else Usage()
+    except (OSError, ValueError, RecursionError):
+        return Usage()
+
+
+def measure_energy(run_dir: Path | None, prices: EnergyPrices, say: Callable[[str], None]) -> EnergyMeter:
+    """Start to measure the GPUs of this process; if it cannot be done, say so once and measure the time only.
+
+    Args:
+      run_dir: directory of `energy.json`; None: nothing is written.
+      prices: factors from energy and time to kWh and cost.
+      say: reports the reason why energy is not measured.
+    """
+    devices = jax.local_devices()
+    gpus = sum(device.platform in ("gpu", "cuda") for device in devices)
+    try:
+        counters = NvmlCounters(devices)
+    except NoCountersError as error:
+        say(f"note: energy is not measured: {error}")
+        counters = None
+    return EnergyMeter(run_dir, gpus, counters, prices)

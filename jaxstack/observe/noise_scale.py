@@ -1,0 +1,66 @@
+"""The gradient noise scale of a run, from the estimates of its steps (McCandlish et al. 2018, arXiv:1812.06162)."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+KEYS = ("noise_scale", "gradient_signal", "gradient_noise")
+"""Keys of a metrics line."""
+_MEMORY = 100
+"""Number of steps that the running means remember: 1 / (1 - 0.99)."""
+
+
+class NoiseScale:
+    """Running means of the signal |G|² and the noise S of the gradients, and their ratio, the noise scale in items.
+
+    A single step's estimates are too noisy for a ratio, so each is averaged first: over all steps while there are few,
+    exponentially with a factor of 0.99 later.
+
+    Args:
+      steps: number of steps before this start of the run.
+      logged: the last logged values before it, from which the means go on.
+    """
+
+    def __init__(self, steps: int = 0, logged: Mapping[str, Any] | None = None):
+        before = [(logged or {}).get(key) for key in KEYS[1:]]
+        known = all(isinstance(value, int | float) and math.isfinite(value) for value in before)
+        self._means = [float(value) for value in before if isinstance(value, int | float)] if known else [0.0, 0.0]
+        self._steps = steps if known else 0
+
+    def follow(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the values of a step with its estimates replaced by the means, and with `noise_scale`.
+
+        Args:
+          values: metrics of the next step; those without estimates are returned as they are.
+        """
+        new = [values[key] for key in KEYS[1:] if key in values]
+        if len(new) < 2:
+            return dict(values)
+        if all(map(math.isfinite, new)):  # a skipped step may have none
+            self._steps += 1
+            share = 1 / min(self._steps, _MEMORY)
+            self._means = [mean + share * (value - mean) for mean, value in zip(self._means, new, strict=True)]
+        signal, noise = self._means
+        ratio = {"noise_scale": noise / signal} if signal > 0 and noise >= 0 else {}
+        return {**values, "gradient_signal": signal, "gradient_noise": noise, **ratio}
+
+
+def noise_problem(microbatches: int, axes: Mapping[str, int]) -> str | None:
+    """Return why the noise scale cannot be measured in a layout, and what to change; None if it can.
+
+    Args:
+      microbatches: number of microbatches of a step.
+      axes: mesh axis -> number of devices.
+    """
+    for axis in ("pipeline", "context"):
+        if axes.get(axis, 1) > 1:
+            return (
+                f"observe.noise_scale does not support parallel.{axis}={axes[axis]}; set parallel.{axis}=1 or "
+                "observe.noise_scale=false."
+            )
+    if microbatches < 2:
+        return (
+            "observe.noise_scale compares microbatches with the whole batch and needs train.gradient_accumulation of "
+            f"at least 2; found {microbatches}; set it to 2 or observe.noise_scale=false."
+        )
+    return None

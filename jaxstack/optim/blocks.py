@@ -1,0 +1,151 @@
+"""Matrices cut into blocks, each with matrices of its own: the state of Shampoo and SOAP, and its refreshes.
+
+A block is cut from the parameter, whatever the layout, so that every layout trains alike. Where the shards of a
+parameter are multiples of the block, a block belongs to one device, which alone refreshes it.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxstack.parallel.rules import state_spec
+
+
+class Blocks(NamedTuple):
+    """The blocks of one parameter of this shape, whose last dims are `inputs` + `outputs` dims of a matrix."""
+
+    shape: tuple[int, ...]
+    inputs: int
+    outputs: int
+    rows: tuple[int, int]
+    """Number of blocks along the matrix's rows, and rows of each."""
+    columns: tuple[int, int]
+    """Number of blocks along the matrix's columns, and columns of each."""
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Dims before the matrix."""
+        return self.shape[: len(self.shape) - self.inputs - self.outputs]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        cut = len(self.shape) - self.outputs
+        return math.prod(self.shape[cut - self.inputs : cut]), math.prod(self.shape[cut:])
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of blocks along each dim of the parameter: that of the rows at the first dim of the inputs."""
+        return (*self.stack, self.rows[0], *(1,) * (self.inputs - 1), self.columns[0], *(1,) * (self.outputs - 1))
+
+    def split(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return the blocks [*grid, rows, columns] of an array of the parameter's shape, padded with zeros."""
+        (m, rows), (n, columns) = self.rows, self.columns
+        height, width = self.sides
+        x = x.reshape(*self.stack, height, width)
+        if (m * rows, n * columns) != (height, width):
+            x = jnp.pad(x, [(0, 0)] * len(self.stack) + [(0, m * rows - height), (0, n * columns - width)])
+        x = jnp.moveaxis(x.reshape(*self.stack, m, rows, n, columns), -3, -2)
+        return x.reshape(*self.grid, rows, columns)
+
+    def join(self, blocks: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Return an array of the parameter's shape from its blocks."""
+        (m, rows), (n, columns) = self.rows, self.columns
+        height, width = self.sides
+        x = jnp.moveaxis(blocks.reshape(*self.stack, m, n, rows, columns), -3, -2)
+        return x.reshape(*self.stack, m * rows, n * columns)[..., :height, :width].reshape(self.shape)
+
+    def due(self, path: str, count: Int[Array, ""], every: int) -> Bool[Array, "..."]:
+        """Return a flag [*grid] for each block: True if it is refreshed at this step.
+
+        A block has its turn every `every` steps. Blocks of a matrix, and the matrices of a layer, take turns; layers do
+        not, as they may be stored in one array or in several.
+        """
+        m, n = self.rows[0], self.columns[0]
+        offset = zlib.crc32("".join(c for c in path if not c.isdigit()).encode()) % every
+        turn = offset + jnp.arange(m)[:, None] * n + jnp.arange(n)
+        flags = (count + turn) % every == 0
+        return jnp.broadcast_to(flags.reshape(self.grid[len(self.stack) :]), self.grid)
+
+
+def cut(shape: Sequence[int], inputs: int, outputs: int, limit: int) -> Blocks:
+    """Return the blocks of a parameter.
+
+    Args:
+      shape: its shape; the last `inputs` + `outputs` dims form its matrix.
+      inputs, outputs: as of `MatrixRule`.
+      limit: largest number of rows and columns of a block. Blocks are equal, and pad a matrix only where no number of
+        blocks up to twice the smallest divides it.
+    """
+    whole = Blocks(tuple(shape), inputs, outputs, (1, 1), (1, 1))
+    height, width = whole.sides
+    return whole._replace(rows=_equal_parts(height, limit), columns=_equal_parts(width, limit))
+
+
+def _equal_parts(size: int, limit: int) -> tuple[int, int]:
+    fewest = -(-size // limit)
+    for count in range(fewest, 2 * fewest + 1):
+        if size % count == 0:
+            return count, size // count
+    return fewest, -(-size // fewest)
+
+
+Refresh = Callable[..., tuple[jax.Array, ...]]
+"""(one block's arrays) -> those of them that are renewed, the last ones."""
+
+
+def refresh(
+    first: Bool[Array, ""],
+    due: Bool[Array, "..."],
+    start: Refresh,
+    renew: Refresh,
+    kept: tuple[jax.Array, ...],
+    renewed: tuple[jax.Array, ...],
+    blocks: Blocks,
+    spec: PartitionSpec | None,
+) -> tuple[jax.Array, ...]:
+    """Renew some arrays of the blocks whose turn it is, on the devices that store them.
+
+    Blocks are renewed one after the other: a batched decomposition is slower on a GPU than a loop over single ones.
+
+    Args:
+      first: True at the first step, at which `start` makes the arrays of every block.
+      due: [*grid], the blocks that `renew` is called for at another step.
+      start, renew: functions of one block's arrays, `kept` and `renewed`, that return new `renewed`.
+      kept: arrays [*grid, ...] that are read only.
+      renewed: arrays [*grid, ...] that are renewed.
+      blocks: the blocks of the parameter.
+      spec: the parameter's PartitionSpec on the mesh in context; None: it is on one device.
+
+    Returns:
+      The new `renewed`.
+    """
+    rank, count = len(blocks.grid), len(kept)
+
+    def local(first: jax.Array, due: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        flat = tuple(x.reshape(-1, *x.shape[rank:]) for x in arrays)
+        case = jnp.where(first, 2, due.reshape(-1).astype(jnp.int32))
+        cases = (lambda *block: block[count:], renew, start)
+        found = jax.lax.map(lambda item: jax.lax.switch(item[0], cases, *item[1]), (case, flat))
+        return tuple(x.reshape(old.shape) for x, old in zip(found, arrays[count:], strict=True))
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if spec is None or mesh.empty or mesh.size == 1:
+        return local(first, due, *kept, *renewed)
+    grid = _grid_spec(mesh, spec, blocks)
+    specs = tuple(grid for _ in (*kept, *renewed))
+    return jax.shard_map(local, in_specs=(PartitionSpec(), grid, *specs), out_specs=specs[count:], check_vma=False)(
+        first, due, *kept, *renewed
+    )
+
+
+def _grid_spec(mesh: jax.sharding.AbstractMesh, spec: PartitionSpec, blocks: Blocks) -> PartitionSpec:
+    """Return how the blocks are spread over the devices: as their state is stored, each block whole."""
+    stored = state_spec(mesh, spec, blocks.shape, (*blocks.grid, blocks.rows[1], blocks.rows[1]))
+    return PartitionSpec(*stored[: len(blocks.grid)])

@@ -1,0 +1,81 @@
+"""The dims of a parameter that form its matrix, and optimizers that treat matrices apart from all other parameters."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import optax
+from jaxtyping import PyTree
+from pydantic import Field
+
+from jaxstack.config.base import PathRule
+from jaxstack.errors import ConfigError
+from jaxstack.optim.base import HasShape, Optimizer, RunFacts, is_matrix
+from jaxstack.tree_rules import check_patterns, map_by_path, match
+
+
+class MatrixRule(PathRule):
+    """The dims of a parameter that form its matrix. The dims before them count matrices: layers, experts."""
+
+    inputs: int = Field(default=1, ge=1)
+    """Number of dims, before the output dims, that are summed over."""
+    outputs: int = Field(default=1, ge=1)
+    """Number of last dims that form the other side of the matrix."""
+    adamw: bool = False
+    """Update these parameters by AdamW, as vectors are."""
+
+
+KNOWN = (
+    MatrixRule(path=r"(^|/)(\w*embed\w*|\w*head)(/|$)", adamw=True),
+    MatrixRule(path=r"(^|/)[qkv]_proj/(kernel|adapter/b)$", outputs=2),
+    MatrixRule(path=r"(^|/)o_proj/(kernel|adapter/a)$", inputs=2),
+    MatrixRule(path=".*"),
+)
+"""Rules that follow those of the configuration. All heads of an attention projection are one side of one matrix."""
+
+
+class MatrixOptimizer(Optimizer):
+    """Base of optimizers of the matrices of hidden layers; embeddings, output head and vectors are updated by AdamW."""
+
+    matrix_width_power: ClassVar[float] = -1.0
+    """The power of the matrices that `matrix_core` updates, in muP; `width_powers` has those of AdamW's parameters."""
+
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    b2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    matrices: tuple[MatrixRule, ...] = ()
+
+    @abstractmethod
+    def matrix_core(self, run: RunFacts) -> optax.GradientTransformation:
+        """Return the transformation of the matrices' gradients; it is given these matrices only."""
+
+    def core(self, run: RunFacts) -> optax.GradientTransformation:
+        adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)
+
+        own = type(self).__name__.lower()
+
+        def labels(tree: PyTree) -> PyTree:
+            return map_by_path(lambda path, leaf: own if self.takes(path, leaf) else "adamw", tree)
+
+        return optax.partition({own: self.matrix_core(run), "adamw": adamw}, labels)
+
+    def check(self, params: PyTree) -> None:
+        super().check(params)
+        check_patterns([rule.path for rule in self.matrices], params, "optimizer.matrices")
+
+        def fits(path: str, leaf: HasShape) -> None:
+            rule = self.rule(path)
+            if self.takes(path, leaf) and len(leaf.shape) < rule.inputs + rule.outputs:
+                raise ConfigError(
+                    f"optimizer.matrices: {rule.path!r} takes {rule.inputs} + {rule.outputs} dims for a matrix, but "
+                    f"{path} has the shape {tuple(leaf.shape)}; lower inputs or outputs, or give it adamw: true."
+                )
+
+        map_by_path(fits, params)
+
+    def rule(self, path: str) -> MatrixRule:
+        """Return the rule of the parameter at this path."""
+        return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
+
+    def takes(self, path: str, leaf: HasShape) -> bool:
+        """Return True if `matrix_core` updates the parameter, False if AdamW does."""
+        return is_matrix(path, leaf) and not self.rule(path).adamw

@@ -1,0 +1,130 @@
+"""Descriptions of clusters: the peaks, memory and links of a kind of GPU, and how many there are."""
+
+import math
+import re
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.errors import ConfigError, nearest
+
+_DIRECTORY = Path(__file__).with_name("clusters")
+_FORM = re.compile(r"(?:(?P<hosts>\d+)\s*x\s*)?(?:(?P<gpus>\d+)\s*x?\s+)?(?P<kind>\S.*)")
+
+
+class Peaks(Component):
+    """Dense peak TFLOP/s of one GPU by the dtype of a matmul's operands."""
+
+    float32: float = Field(gt=0)
+    bfloat16: float = Field(gt=0)
+    float8: float | None = Field(default=None, gt=0)
+    """Left out: the GPU has no FP8 tensor cores."""
+
+
+class Cluster(Component):
+    """A number of equal hosts with equal GPUs. Bandwidths are in bytes per second and one direction."""
+
+    name: str
+    """Name in tables."""
+    device_kind: str | None = None
+    """Regular expression that jax's `device_kind` of this GPU matches; left out: it is never chosen by itself."""
+    hosts: int = Field(default=1, ge=1, le=100_000)
+    """Number of hosts."""
+    gpus_per_host: int = Field(ge=1, le=1024)
+    """GPUs of a host, that is, GPUs between which the fast links are."""
+    memory_bytes: int = Field(ge=2**30, le=2**43)
+    """Memory of one GPU."""
+    peak_tflops: Peaks
+    """Dense peaks of one GPU."""
+    memory_bandwidth: float = Field(ge=1e10, le=1e15)
+    """Bandwidth of a GPU's memory."""
+    link_bandwidth: float = Field(ge=1e8, le=1e14)
+    """Bandwidth of one GPU to the others of its host."""
+    link_latency: float = Field(gt=0, le=1e-2)
+    """Seconds of one hop within a host."""
+    network_bandwidth: float = Field(ge=1e8, le=1e14)
+    """Bandwidth between hosts for each GPU."""
+    network_latency: float = Field(gt=0, le=1e-2)
+    """Seconds of one hop between hosts."""
+    host_bandwidth: float = Field(ge=1e8, le=1e13)
+    """Bandwidth of one GPU to the memory of its host."""
+    watts: float = Field(gt=0, le=1e5)
+    """Power of one GPU under load."""
+    price_per_gpu_hour: float | None = Field(default=None, ge=0)
+    """Price of one GPU for an hour, in any currency; left out: no cost is shown."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Cluster":
+        if self.hosts > 1 and self.network_bandwidth > self.link_bandwidth:
+            raise ValueError(
+                f"network_bandwidth ({self.network_bandwidth:g} bytes/s for each GPU) must not exceed link_bandwidth "
+                f"({self.link_bandwidth:g}); if all GPUs are equally near, give one host with more gpus_per_host."
+            )
+        return self
+
+    @property
+    def devices(self) -> int:
+        """Number of GPUs."""
+        return self.hosts * self.gpus_per_host
+
+    @property
+    def title(self) -> str:
+        """Number and kind of the GPUs, such as `8 x 8 H200`."""
+        return f"{self.hosts} x {self.gpus_per_host} {self.name}"
+
+
+def cluster_names() -> list[str]:
+    """Return the names of the shipped clusters, sorted."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Return the cluster that a text such as `8 x 8 h200` describes.
+
+    Args:
+      text: `HOSTS x GPUS KIND`, `GPUS KIND` (one host) or `KIND` (one whole host). KIND is a shipped name, or the path
+        of a YAML file with the fields of `Cluster`.
+
+    Raises:
+      ConfigError: the text or a value of the file is wrong.
+    """
+    found = _FORM.fullmatch(text.strip())
+    if found is None:
+        raise ConfigError(f"--cluster {text!r} must be like '8 x 8 h200' (hosts x GPUs of each), '4 h200' or 'h200'.")
+    kind = found["kind"].strip()
+    is_file = kind.endswith((".yaml", ".yml")) or "/" in kind
+    if not is_file and kind.lower() not in cluster_names():
+        raise ConfigError(
+            f"--cluster {text!r}: there is no cluster file {kind!r}; {nearest(kind.lower(), cluster_names())} Or give "
+            "the path of a YAML file of your own; those in jaxstack/plan/clusters show its fields."
+        )
+    tree = load_yaml(kind if is_file else _DIRECTORY / f"{kind.lower()}.yaml")
+    if found["gpus"] or found["hosts"]:
+        hosts, gpus = found["hosts"], found["gpus"]
+        # `8 x h200` has one number, which counts GPUs of one host.
+        tree |= {"hosts": int(hosts or 1), "gpus_per_host": int(gpus)} if gpus else {"gpus_per_host": int(hosts)}
+    return build_component(Cluster, tree, f"cluster {kind}")
+
+
+def cluster_of_devices(device_kind: str, devices: int, *, one_host: bool) -> Cluster | None:
+    """Return the shipped cluster whose `device_kind` matches, with this number of devices.
+
+    Args:
+      device_kind: jax's name of the device.
+      devices: number of devices in all hosts.
+      one_host: True if they are in one host; otherwise hosts are as large as the file says, where that divides.
+
+    Returns:
+      The cluster, or None if no file describes this device.
+    """
+    files = (load_yaml(_DIRECTORY / f"{name}.yaml") for name in cluster_names())
+    tree = next((t for t in files if re.search(rf"\b{t['device_kind']}\b", device_kind)), None)
+    return None if tree is None else resized(build_component(Cluster, tree, device_kind), devices, one_host=one_host)
+
+
+def resized(cluster: Cluster, devices: int, *, one_host: bool = False) -> Cluster:
+    """Return the cluster with this number of devices, in whole hosts where they divide it."""
+    per_host = devices if one_host else math.gcd(devices, cluster.gpus_per_host)
+    return cluster.model_copy(update={"hosts": devices // per_host, "gpus_per_host": per_host})

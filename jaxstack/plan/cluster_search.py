@@ -1,0 +1,196 @@
+"""The search of `jaxstack plan --cluster`: options of the command, budgets, verification and the written result."""
+
+import dataclasses
+from pathlib import Path
+
+from jaxstack.config.loader import dump_yaml
+from jaxstack.errors import ConfigError, cannot_write
+from jaxstack.files import write_file
+from jaxstack.models import count_parameters, model_flops_per_token
+from jaxstack.observe.units import short_number
+from jaxstack.plan.cluster import parse_cluster
+from jaxstack.plan.forecast import CHINCHILLA_TOKENS, Forecast, compute_optimal, training_budget
+from jaxstack.plan.rehearsal import Rehearsal, rehearse
+from jaxstack.plan.resolve import resolve_vocabulary
+from jaxstack.plan.search import SearchResult, describe_degrees, search_layouts
+from jaxstack.plan.table import draw_search
+from jaxstack.plan.tensor_first import tensor_first_layout
+from jaxstack.run_config import RunConfig
+
+FP8_RECIPES = ("none", "delayed", "current")
+"""Values of `precision.fp8` that `--fp8` tries."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchOptions:
+    """Options of a search on the command line.
+
+    Attributes:
+      cluster: text for `parse_cluster`.
+      top: number of layouts to show.
+      tokens: number of tokens to train on, `chinchilla`, or None.
+      policy: `fastest` or `tensor-first`.
+      price: price of one GPU for an hour; None: the cluster's.
+      max_days: limit of the days that `tokens` may take; None: no limit.
+      max_cost: limit of their cost; None: no limit.
+      fp8: True tries FP8 recipes too, which change the numerics.
+      verify: number of layouts to compile for their memory.
+      output: file that the best layout's configuration is written to; None: none.
+    """
+
+    cluster: str
+    top: int = 10
+    tokens: str | None = None
+    policy: str = "fastest"
+    price: float | None = None
+    max_days: float | None = None
+    max_cost: float | None = None
+    fp8: bool = False
+    verify: int = 0
+    output: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterSearch:
+    """Result of a search on the command line.
+
+    Attributes:
+      found: the ranked layouts.
+      tokens: number of tokens to train on, or None.
+      verified: compiled memory of the first layouts.
+      notes: lines for people.
+    """
+
+    found: SearchResult
+    tokens: float | None
+    verified: list[Rehearsal]
+    notes: list[str]
+
+    def draw(self) -> str:
+        """Return the result as text for a terminal."""
+        return draw_search(self.found, tokens=self.tokens, verified=self.verified, notes=self.notes)
+
+    def describe(self) -> dict[str, object]:
+        """Return the result as plain JSON."""
+        layouts = [
+            {"layout": describe_degrees(one.config), **one.describe(), **self._budget(one)}
+            for one in self.found.forecasts
+        ]
+        return {
+            "tried": self.found.tried,
+            "fitting": self.found.fitting,
+            "search_seconds": self.found.seconds,
+            "refused": dict(self.found.refused),
+            "layouts": layouts,
+            "rehearsals": list(self.verified),
+        }
+
+    def _budget(self, one: Forecast) -> dict[str, object]:
+        return {} if self.tokens is None else {"budget": dataclasses.asdict(training_budget(one, self.tokens))}
+
+
+def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
+    """Search the layouts of a configuration on a cluster, as the command does.
+
+    Raises:
+      ConfigError: an option, the cluster or the budget is wrong, or no layout fits.
+    """
+    cluster = parse_cluster(options.cluster)
+    if options.price is not None:
+        cluster = cluster.model_copy(update={"price_per_gpu_hour": options.price})
+    model, assumed = resolve_vocabulary(config)
+    known = config.model_copy(update={"model": model})
+    tokens, notes = parse_tokens(options.tokens, known), []
+    if assumed:
+        notes.append("(assuming the vocabulary of the tokenizer that the run would train)")
+    recipes = tuple(dict.fromkeys((config.precision.fp8, *FP8_RECIPES))) if options.fp8 else None
+    if options.fp8 and cluster.peak_tflops.float8 is None:
+        raise ConfigError(
+            f"--fp8 needs FP8 tensor cores, which {cluster.name} has not (peak_tflops.float8); leave it out."
+        )
+    found = search_layouts(known, cluster, top=options.top, recipes=recipes)
+    if options.policy == "tensor-first":
+        found = dataclasses.replace(found, forecasts=[tensor_first_layout(known, cluster)])
+        notes.append("policy tensor-first: the smallest tensor x pipeline that fits")
+    notes += _check_budget(found.best, tokens, options)
+    if options.verify and cluster.name != "H200":
+        raise ConfigError(f"--verify compiles for H200s only, and the cluster has {cluster.name}; leave it out.")
+    count = min(options.verify, len(found.forecasts))
+    verified = [rehearse(one.config, cluster.devices) for one in found.forecasts[:count]]
+    if options.output is not None:
+        write_configuration(found.best, config, options.output)
+        notes.append(f"wrote the first layout to {options.output}: python -m jaxstack.train --config {options.output}")
+    return ClusterSearch(found, tokens, verified, notes)
+
+
+def parse_tokens(text: str | None, config: RunConfig) -> float | None:
+    """Return the number of tokens that a text names: a number, or `chinchilla` for 20 per parameter.
+
+    Raises:
+      ConfigError: the text is neither.
+    """
+    if text is None:
+        return None
+    if text == "chinchilla":
+        return float(CHINCHILLA_TOKENS * count_parameters(config.model).total)
+    try:
+        tokens = float(text)
+    except ValueError:
+        tokens = 0.0
+    if not 1 <= tokens < 1e18:
+        raise ConfigError(f"--tokens must be a number such as 3e11, or chinchilla (20 per parameter); found {text!r}.")
+    return tokens
+
+
+def _check_budget(best: Forecast, tokens: float | None, options: SearchOptions) -> list[str]:
+    """Return lines about the budget's limits.
+
+    Raises:
+      ConfigError: the tokens take longer or cost more than the limits; the message says what the limits allow.
+    """
+    limits = {"--max-days": options.max_days, "--max-cost": options.max_cost}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    if not given:
+        return []
+    if tokens is None:
+        raise ConfigError(f"{' and '.join(given)} limits the training on --tokens, which is missing; add --tokens.")
+    budget = training_budget(best, tokens)
+    if options.max_cost is not None and budget.cost is None:
+        raise ConfigError("--max-cost needs a price: add --price, or price_per_gpu_hour to the cluster's file.")
+    needed = {"--max-days": budget.days, "--max-cost": budget.cost or 0.0}
+    shares = {name: limit / needed[name] for name, limit in given.items()}
+    tightest = min(shares, key=lambda name: shares[name])
+    share = shares[tightest]
+    flops = model_flops_per_token(best.config.model, best.config.train.sequence_length) * tokens * share
+    parameters, optimum = compute_optimal(flops)
+    advice = (
+        f"the limit allows {short_number(tokens * share)} tokens of this model, or best a model of "
+        f"{short_number(parameters)} parameters on {short_number(optimum)} tokens (Chinchilla)"
+    )
+    if share >= 1:
+        return [f"within {tightest} {short_number(given[tightest])}: {advice}"]
+    more = "" if tightest == "--max-cost" else f"; about {short_number(best.devices / share)} such GPUs would do"
+    raise ConfigError(
+        f"{short_number(tokens)} tokens take {short_number(budget.days)} days"
+        + (f" and cost {budget.cost:,.0f}" if budget.cost is not None else "")
+        + f" with the fastest layout ({describe_degrees(best.config)}), more than {tightest} "
+        f"{short_number(given[tightest])}: {advice}{more}."
+    )
+
+
+def write_configuration(best: Forecast, config: RunConfig, path: str) -> None:
+    """Write the configuration with the layout of a forecast, with the vocabulary as `config` gives it.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    model = best.config.model.model_copy(update={"vocab_size": config.model.vocab_size})
+    text = (
+        f"# {describe_degrees(best.config)} on {best.cluster.title}, chosen by `jaxstack plan`.\n"
+        f"# Predicted: {best.step_seconds:.3f} s a step, {best.tokens_per_second:,.0f} tokens/s, "
+        f"{best.memory_bytes / 2**30:.1f} GiB on each GPU.\n"
+    )
+    try:
+        write_file(Path(path), (text + dump_yaml(best.config.model_copy(update={"model": model}))).encode())
+    except OSError as error:
+        raise cannot_write(f"--output {path}", error) from None

@@ -1,0 +1,54 @@
+"""Fractions of a device's peaks that training achieves, measured on rows of `benchmarks/results`.
+
+`benchmarks/calibrate_planner.py` writes them to `efficiency.json`, each with the rows that it comes from.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+from pydantic import Field
+
+from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component
+
+FILE = Path(__file__).with_name("efficiency.json")
+
+
+class Efficiency(Component):
+    """Achieved over nominal rates, and fixed times. All were measured on H200s; other GPUs use the same fractions."""
+
+    matmul: float = Field(gt=0, le=1)
+    """Dense matmuls in bfloat16 within a training step, relative to the peak."""
+    matmul_fp8: float = Field(gt=0, le=1)
+    """Matmuls with FP8 operands within a training step, relative to the FP8 peak."""
+    attention_64: float = Field(gt=0, le=1)
+    """Attention forward and backward at head_dim 64 and long sequences, relative to the bfloat16 peak."""
+    attention_128: float = Field(gt=0, le=1)
+    """The same at head_dim 128 and above."""
+    attention_half_length: float = Field(ge=0)
+    """Sequence length in tokens at which attention reaches half of its rate for long sequences."""
+    elementwise: float = Field(gt=0, le=2)
+    """Elementwise passes between the matmuls, relative to the memory bandwidth, by the planner's count of bytes."""
+    copy_rate: float = Field(gt=0, le=1)
+    """Reading and writing large arrays, as the optimizer does, relative to the memory bandwidth."""
+    scan_passes: float = Field(ge=0)
+    """Passes over the saved activations that a scan of layers adds, to stack and to slice them."""
+    layer_seconds: float = Field(ge=0)
+    """Seconds between kernels, for each layer and microbatch."""
+    link: float = Field(gt=0, le=1)
+    """Collectives of large arrays within a host, relative to the links' bandwidth."""
+    network: float = Field(gt=0, le=1)
+    """Collectives of large arrays between hosts, relative to the network's bandwidth."""
+    overlap: float = Field(ge=0, le=1)
+    """Share of the transfers of weights and gradients that unrolled layers hide behind computation."""
+    overlap_scanned: float = Field(ge=0, le=1)
+    """The same in a scan of layers, which gathers a layer as it begins."""
+    tick_seconds: float = Field(ge=0)
+    """Seconds that each tick of a pipeline adds: a conditional waits for the host."""
+
+
+@functools.cache
+def load_efficiency() -> Efficiency:
+    """Return the measured efficiencies."""
+    return build_component(Efficiency, json.loads(FILE.read_text())["values"], str(FILE))

@@ -1,0 +1,189 @@
+"""Forecasts of layouts: memory, time of a step, throughput, and the days, money and energy of a number of tokens."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxstack.distributed.devices import DEVICE_FRACTION
+from jaxstack.models.count import model_flops_per_token
+from jaxstack.plan.cluster import Cluster
+from jaxstack.plan.efficiency import Efficiency, load_efficiency
+from jaxstack.plan.layouts import Floats, Layouts, count_tokens, layout_of
+from jaxstack.plan.memory import memory_parts
+from jaxstack.plan.model_shape import ModelShape, model_shape
+from jaxstack.plan.optimizer_state import optimizer_bytes
+from jaxstack.plan.step_time import StepModel
+from jaxstack.run_config import RunConfig
+
+MARGIN = 0.95
+"""Share of the usable memory that a predicted layout may take; the rest is for the formulas' error."""
+CHINCHILLA_TOKENS = 20
+"""Training tokens for each parameter at which a budget of FLOPs is used best (Hoffmann et al. 2022)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """The prediction for one layout on one cluster.
+
+    Attributes:
+      config: the configuration, with the layout's degrees.
+      cluster: the devices.
+      memory: bytes on each device by part.
+      seconds: seconds of a step by part.
+    """
+
+    config: RunConfig
+    cluster: Cluster
+    memory: Mapping[str, float]
+    seconds: Mapping[str, float]
+
+    @property
+    def memory_bytes(self) -> float:
+        """Predicted bytes on each device."""
+        return sum(self.memory.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of the layout."""
+        return math.prod(self.config.parallel.degrees.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of all devices."""
+        return count_tokens(self.config) / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over the dense bfloat16 peak, as a fraction of 1; for FP8 too."""
+        flops = model_flops_per_token(self.config.model, self.config.train.sequence_length)
+        return self.tokens_per_second * flops / self.devices / (1e12 * self.cluster.peak_tflops.bfloat16)
+
+    def describe(self) -> dict[str, object]:
+        """Return the forecast as plain JSON, for `environment.json` and `--json`."""
+        return {
+            "cluster": self.cluster.title,
+            "step_seconds": self.step_seconds,
+            "seconds": dict(self.seconds),
+            "predicted_bytes": self.memory_bytes,
+            "memory_bytes": dict(self.memory),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingBudget:
+    """Time, money and energy of training on a number of tokens.
+
+    Attributes:
+      tokens: number of tokens.
+      days: days of the whole cluster.
+      gpu_hours: hours of all GPUs together.
+      cost: in the currency of the cluster's price; None without a price.
+      kilowatt_hours: energy of the GPUs, without the rest of the data center.
+    """
+
+    tokens: float
+    days: float
+    gpu_hours: float
+    cost: float | None
+    kilowatt_hours: float
+
+
+def training_budget(forecast: Forecast, tokens: float) -> TrainingBudget:
+    """Return what training on `tokens` takes at the predicted speed, without interruptions."""
+    hours = tokens / forecast.tokens_per_second / 3600
+    gpu_hours, price = hours * forecast.devices, forecast.cluster.price_per_gpu_hour
+    energy = gpu_hours * forecast.cluster.watts / 1000
+    return TrainingBudget(tokens, hours / 24, gpu_hours, None if price is None else gpu_hours * price, energy)
+
+
+def compute_optimal(flops: float) -> tuple[float, float]:
+    """Return parameters and tokens that use a budget of FLOPs best: C = 6 N D with D = 20 N (Hoffmann et al. 2022)."""
+    parameters = math.sqrt(flops / (6 * CHINCHILLA_TOKENS))
+    return parameters, CHINCHILLA_TOKENS * parameters
+
+
+def total(parts: Mapping[str, Floats]) -> Floats:
+    """Return the sum of the parts of each layout's memory or time."""
+    return np.sum(np.stack(list(parts.values())), axis=0)
+
+
+class LayoutModel:
+    """Computes memory and time of any layouts of one configuration on one cluster.
+
+    Args:
+      config: model, batch and settings; its vocabulary must be set. Degrees are ignored.
+      cluster: the devices.
+      efficiency: measured rates; default: those of the installed `efficiency.json`.
+    """
+
+    def __init__(self, config: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None):
+        self.config, self.cluster = config, cluster
+        self.shape: ModelShape = model_shape(config.model)
+        self.optimizer_bytes = optimizer_bytes(config.optimizer, self.shape)
+        length, model = config.train.sequence_length, config.model
+        self.time = StepModel(
+            shape=self.shape,
+            cluster=cluster,
+            efficiency=efficiency or load_efficiency(),
+            tokens=count_tokens(config),
+            length=length,
+            attention_flops=sum(model.attention.flops_per_token(model.heads(w), length) for w in model.windows()),
+            optimizer_bytes=self.optimizer_bytes,
+            reduce_bytes=2 if config.precision.reduce == "bfloat16" else 4,
+            rotates=config.model.positions == "rope",
+            scanned=config.model.scan_layers,
+            prefetch=config.parallel.prefetch,
+            copies=config.parallel.copy_engines != "never",
+        )
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a device that a predicted layout may take."""
+        return MARGIN * DEVICE_FRACTION * self.cluster.memory_bytes
+
+    def memory(self, layouts: Layouts) -> dict[str, Floats]:
+        """Return the bytes on each device for each layout, by part."""
+        return memory_parts(
+            self.shape,
+            layouts,
+            tokens=self.time.tokens,
+            optimizer_bytes=self.optimizer_bytes,
+            scanned=self.time.scanned,
+            prefetch=self.time.prefetch,
+        )
+
+    def fits(self, layouts: Layouts) -> np.ndarray:
+        """Return True for each layout whose predicted memory is usable."""
+        return total(self.memory(layouts)) <= self.usable_bytes
+
+    def seconds(self, layouts: Layouts) -> dict[str, Floats]:
+        """Return the seconds of a step for each layout, by part."""
+        return self.time.parts(layouts)
+
+    def forecasts(self, layouts: Layouts) -> list[Forecast]:
+        """Return a forecast for each layout."""
+        memory, seconds = self.memory(layouts), self.seconds(layouts)
+        return [
+            Forecast(
+                layouts.configuration(row, self.config),
+                self.cluster,
+                {name: float(values[row]) for name, values in memory.items()},
+                {name: float(values[row]) for name, values in seconds.items()},
+            )
+            for row in range(len(layouts))
+        ]
+
+
+def forecast(config: RunConfig, cluster: Cluster, efficiency: Efficiency | None = None) -> Forecast:
+    """Return the forecast of a configuration whose degrees and vocabulary are set."""
+    (found,) = LayoutModel(config, cluster, efficiency).forecasts(layout_of(config))
+    return dataclasses.replace(found, config=config)

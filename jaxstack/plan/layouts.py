@@ -1,0 +1,188 @@
+"""Tables of layouts: one NumPy column for each choice, so that formulas compute thousands of layouts at once."""
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from jaxstack.parallel.config import AXES, ParallelConfig
+from jaxstack.parallel.nearest import factorizations
+from jaxstack.parallel.pipeline.plan import fitting_microbatches, plan_pipeline
+from jaxstack.plan.feasibility import layout_problems
+from jaxstack.run_config import RunConfig
+
+Floats = NDArray[np.float64]
+
+REMATS = ("none", "save_dots", "save_attention", "full", "offload", "save_attention_offload")
+"""Values of `model.remat`; a column of `Layouts` has their indices."""
+ON_DEVICE = REMATS[:4]
+"""Policies that store nothing in host memory, from most to least memory."""
+SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble")
+"""Values of `parallel.pipeline_schedule`; `none` without a pipeline."""
+RECIPES = ("none", "delayed", "current", "blockwise")
+"""Values of `precision.fp8`."""
+_COLUMNS = (*AXES, "sequence", "zero", "schedule", "chunks", "microbatches", "remat", "fp8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """Layouts of one model and batch as columns of equal length.
+
+    Attributes:
+      columns: choice -> values, [layouts]; the keys are the mesh axes, `sequence` (0 or 1), `zero`, `schedule` and
+        `remat` and `fp8` (indices in `SCHEDULES`, `REMATS` and `RECIPES`), `chunks` (virtual stages of a device), and
+        `microbatches` (of a pipeline or of gradient accumulation).
+    """
+
+    columns: dict[str, Floats]
+
+    def __len__(self) -> int:
+        return len(self.columns["data"])
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+    def remat_in(self, *names: str) -> NDArray[np.bool_]:
+        """Return True for each layout whose policy is one of these."""
+        return np.isin(self["remat"], [REMATS.index(name) for name in names])
+
+    def schedule_in(self, *names: str) -> NDArray[np.bool_]:
+        """Return True for each layout whose pipeline schedule is one of these."""
+        return np.isin(self["schedule"], [SCHEDULES.index(name) for name in names])
+
+    def select(self, rows: NDArray[Any]) -> "Layouts":
+        """Return the layouts of these row numbers, or for which a mask is True."""
+        return Layouts({name: column[rows] for name, column in self.columns.items()})
+
+    def configuration(self, row: int, config: RunConfig) -> RunConfig:
+        """Return the configuration with the layout of this row, which `jaxstack train` takes."""
+        value = {name: int(column[row]) for name, column in self.columns.items()}
+        stages = value["pipeline"] > 1
+        pipeline = {
+            "microbatches": value["microbatches"],
+            "pipeline_schedule": SCHEDULES[value["schedule"]],
+            "pipeline_virtual_stages": value["chunks"],
+        }
+        parallel = _with_degrees(config.parallel, {axis: value[axis] for axis in AXES}) | {
+            "sequence": bool(value["sequence"]),
+            "zero": value["zero"],
+            **(pipeline if stages else {}),
+        }
+        train = config.train.model_copy(update={"gradient_accumulation": 1 if stages else value["microbatches"]})
+        precision = config.precision.model_copy(update={"fp8": RECIPES[value["fp8"]]})
+        if value["fp8"] == 0:
+            precision = precision.model_copy(update={"fp8_rules": ()})
+        return config.model_copy(
+            update={
+                "parallel": ParallelConfig.model_validate(parallel),
+                "train": train,
+                "model": config.model.model_copy(update={"remat": REMATS[value["remat"]]}),
+                "precision": precision,
+            }
+        )
+
+
+def layout_of(config: RunConfig) -> Layouts:
+    """Return the table with one row: the layout of a configuration whose degrees are given."""
+    parallel, train = config.parallel, config.train
+    stages = parallel.pipeline > 1
+    plan = plan_pipeline(parallel, train.global_batch_size, train.gradient_accumulation) if stages else None
+    row = {
+        **parallel.degrees,
+        "sequence": parallel.sequence,
+        "zero": parallel.zero,
+        "schedule": SCHEDULES.index(plan.schedule) if plan else 0,
+        "chunks": plan.chunks if plan else 1,
+        "microbatches": plan.microbatches if plan else train.gradient_accumulation,
+        "remat": REMATS.index(config.model.remat),
+        "fp8": RECIPES.index(config.precision.fp8),
+    }
+    return Layouts({name: np.array([row[name]], float) for name in _COLUMNS})
+
+
+def enumerate_layouts(
+    config: RunConfig, devices: int, remats: Sequence[str] = ON_DEVICE, recipes: Sequence[str] | None = None
+) -> tuple[Layouts, collections.Counter[str]]:
+    """Return all layouts of a configuration that pass the trainer's rules, and how many break which rule.
+
+    Args:
+      config: model, batch and settings; its degrees are replaced. The vocabulary must be set.
+      devices: product of the degrees.
+      remats: policies of `model.remat` to try.
+      recipes: values of `precision.fp8` to try; default: the configuration's.
+
+    Returns:
+      The layouts, and the counts of refused degrees by the rule that refused them.
+    """
+    recipes = recipes or (config.precision.fp8,)
+    refused: collections.Counter[str] = collections.Counter()
+    rows: list[tuple[float, ...]] = []
+    for degrees in factorizations(devices, len(AXES)):
+        for parallel in _variants(config.parallel, dict(zip(AXES, degrees, strict=True)), refused):
+            trial = config.layout_sections
+            train = config.train.model_copy(update={"gradient_accumulation": 1})
+            problems = layout_problems(dataclasses.replace(trial, parallel=parallel, train=train))
+            if problems:
+                refused[_rule(problems[0])] += 1
+            else:
+                rows.extend(_rows(parallel, config, remats, recipes))
+    table = np.array(rows, float).reshape(-1, len(_COLUMNS))
+    return Layouts({name: table[:, index] for index, name in enumerate(_COLUMNS)}), refused
+
+
+def _variants(
+    base: ParallelConfig, degrees: dict[str, int], refused: collections.Counter[str]
+) -> Iterator[ParallelConfig]:
+    """Yield the configurations with these degrees that differ in the pipeline's schedule."""
+    for schedule in SCHEDULES[1:] if degrees["pipeline"] > 1 else (None,):
+        tree = _with_degrees(base, degrees) | {"sequence": degrees["tensor"] > 1, "pipeline_schedule": schedule}
+        try:
+            yield ParallelConfig.model_validate(tree)
+        except ValidationError as error:
+            refused[_rule(error.errors()[0]["msg"].removeprefix("Value error, "))] += 1
+
+
+def _with_degrees(base: ParallelConfig, degrees: dict[str, int]) -> dict[str, Any]:
+    """Return the fields of `base` with other degrees, without what depends on the former ones."""
+    dependent = {
+        "auto": False,
+        "zero": 0,
+        "sequence": False,
+        "microbatches": None,
+        "pipeline_schedule": None,
+        "pipeline_virtual_stages": None,
+        "prefetch": base.prefetch and degrees["pipeline"] == 1,
+        "context_method": base.context_method if degrees["context"] > 1 else "auto",
+    }
+    return base.model_dump() | degrees | dependent
+
+
+def _rows(
+    parallel: ParallelConfig, config: RunConfig, remats: Sequence[str], recipes: Sequence[str]
+) -> Iterator[tuple[float, ...]]:
+    """Yield a row for each ZeRO stage, number of microbatches, policy and recipe."""
+    schedule = SCHEDULES.index(parallel.schedule) if parallel.pipeline > 1 else 0
+    sequence = (True,) if parallel.tensor > 1 else (False,)
+    zeros = (0, 1, 2) if parallel.data > 1 else (0,)
+    counts = fitting_microbatches(parallel, config.train.global_batch_size)
+    policies = [REMATS.index(name) for name in remats]
+    fp8 = [RECIPES.index(name) for name in recipes]
+    for choice in itertools.product(sequence, zeros, (schedule,), (parallel.virtual_stages,), counts, policies, fp8):
+        yield (*parallel.degrees.values(), *choice)
+
+
+def _rule(message: str) -> str:
+    """Return the rule of a message without its values, so that equal rules are counted together."""
+    rule = re.split(r"[;.:] |, because", message)[0]
+    return re.sub(r"\s*\([^)]*\)|\s+-?\d+\b", "", rule).strip()
+
+
+def count_tokens(config: RunConfig) -> int:
+    """Return the tokens of a step."""
+    return config.train.global_batch_size * config.train.sequence_length

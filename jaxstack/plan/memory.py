@@ -1,0 +1,202 @@
+"""Memory of a train step on each device by part, from formulas.
+
+Widths: D hidden, Q heads x head_dim, K kv_heads x head_dim, F feed-forward, V vocabulary. Between steps a device holds
+float32 weights and the optimizer's state. Within a step come, on top:
+
+- a working copy in the compute dtype: of all weights with ZeRO 1 and 2 (Rajbhandari et al. 2020), of embedding and
+  head, and of the layer that computes;
+- gradients in float32 (in the compute dtype with ZeRO 1), and with gradient accumulation their sums;
+- activations that `model.remat` saves, in the compute dtype, for each token and layer: 4D + 2Q + 2K + 3F values with
+  `none` (2D + 2Q + 2K + 2F where scanned layers gather weights, and recompute elementwise results), 2D + 2Q + 2K + 2F
+  with `save_dots`, D + Q with `save_attention`, D with `full`, Q or none on the device with those that offload
+  (compare Korthikanti et al. 2022). An MLP without a gate has 2F and F in place of 3F and 2F; a mixture of experts with
+  k experts for a token saves 4kD more, 6kD with an `expert` axis; sequence parallelism saves one gathered input, D;
+- the activations and gradients of the one layer that is in its backward pass, and a chunk of logits;
+- buffers: of experts that receive tokens, and of keys and values from the `context` axis.
+
+A pipeline stores the activations of several microbatches: m with `gpipe`, 2p - 1 with `1f1b` and `zero_bubble`,
+(v + 1)p - 1 pieces of 1/v with `interleaved`, but never more than there are.
+"""
+
+import numpy as np
+
+from jaxstack.models.chunks import CHUNK_BYTES
+from jaxstack.plan.layouts import Floats, Layouts
+from jaxstack.plan.model_shape import ModelShape
+
+PARTS = ("weights", "optimizer", "working_copies", "gradients", "activations", "transient", "logits", "buffers")
+"""Parts of the memory, in the order of tables."""
+_COMPUTE = 2
+"""Bytes of a value in the compute dtype of a GPU."""
+_BACKWARD_SET = 1.7
+"""Activations and their gradients that a layer's backward pass holds, relative to one layer's activations."""
+_RECOMPUTED_SET = 0.8
+"""The same where they are recomputed, because few of them are in memory together."""
+
+
+def memory_parts(
+    shape: ModelShape,
+    layouts: Layouts,
+    *,
+    tokens: int,
+    optimizer_bytes: float,
+    scanned: bool = True,
+    prefetch: bool = False,
+) -> dict[str, Floats]:
+    """Return the bytes on each device for each layout, by part; they sum up to the predicted memory.
+
+    Args:
+      shape: the model.
+      layouts: the layouts.
+      tokens: tokens of a global batch.
+      optimizer_bytes: bytes of optimizer state for each parameter.
+      scanned: `model.scan_layers`.
+      prefetch: `parallel.prefetch`.
+    """
+    stored = stored_parameters(shape, layouts, zero_from=1)
+    gradients = _gradients(shape, layouts)
+    activations = saved_values(shape, layouts, scanned=scanned) * _COMPUTE * layers_of_stage(shape, layouts)
+    activations = activations * row_tokens(layouts, tokens) * in_flight(layouts)
+    work = _working_set(shape, layouts, tokens)
+    if not scanned:
+        # Unrolled layers free their activations one by one while their gradients take the place.
+        hidden = np.minimum(np.where(layouts["pipeline"] == 1, gradients, 0), activations)
+        activations = activations - hidden
+    return {
+        "weights": 4 * stored,
+        "optimizer": optimizer_bytes * stored,
+        "working_copies": _working_copies(shape, layouts, prefetch),
+        "gradients": gradients,
+        "activations": activations,
+        "transient": work,
+        "logits": np.minimum(
+            row_tokens(layouts, tokens) * shape.vocabulary * _COMPUTE / layouts["tensor"], CHUNK_BYTES
+        ),
+        "buffers": _buffers(shape, layouts, tokens),
+    }
+
+
+def weight_shards(layouts: Layouts) -> Floats:
+    """Return over how many devices `fsdp` and `context` split every matrix."""
+    return layouts["fsdp"] * layouts["context"]
+
+
+def gathers_weights(layouts: Layouts) -> np.ndarray:
+    """Return True for each layout that gathers layers where they are used."""
+    return weight_shards(layouts) > 1
+
+
+def stored_parameters(shape: ModelShape, layouts: Layouts, *, zero_from: int) -> Floats:
+    """Return the parameters on each device between steps.
+
+    Args:
+      shape: the model.
+      layouts: the layouts.
+      zero_from: smallest ZeRO stage at which `data` splits them: 1 for weights and optimizer state, 2 for gradients.
+    """
+    replicas = np.where(layouts["zero"] >= zero_from, layouts["data"], 1)
+    shards = layouts["tensor"] * layouts["pipeline"] * divided(shape, weight_shards(layouts) * replicas)
+    uneven = layers_of_stage(shape, layouts) * layouts["pipeline"] / shape.layers
+    dense = shape.layer_parameters * uneven + shape.tables
+    return dense / shards + shape.all_experts * uneven / shards / layouts["expert"]
+
+
+def _gradients(shape: ModelShape, layouts: Layouts) -> Floats:
+    """Return the bytes of gradients: float32, except with ZeRO 1, and the sums over microbatches beside those of one.
+
+    In a pipeline the gradients of embedding and head stay whole until the end of the step; where weights are gathered,
+    so do those of one table.
+    """
+    local, whole = stored_parameters(shape, layouts, zero_from=2), shape.tables / layouts["tensor"]
+    several = (layouts["microbatches"] > 1) & (layouts["pipeline"] == 1)
+    one = np.where(layouts["zero"] == 1, 2, 4) * local
+    tables = np.where(layouts["pipeline"] > 1, 4 * whole, np.where(gathers_weights(layouts), whole, 0))
+    return one + np.where(several, 4 * local, 0) + tables
+
+
+def divided(shape: ModelShape, shards: Floats) -> Floats:
+    """Return `shards` where they divide a width of the model's matrices, and 1 where they divide none."""
+    widths = {shape.hidden, shape.feed_forward, shape.expert_width} - {0}
+    return np.where(np.any([width % shards == 0 for width in widths], axis=0), shards, 1)
+
+
+def layers_of_stage(shape: ModelShape, layouts: Layouts) -> Floats:
+    """Return the layers of the stage that has most of them."""
+    pieces = layouts["pipeline"] * layouts["chunks"]
+    return np.ceil(shape.layers / pieces) * layouts["chunks"]
+
+
+def in_flight(layouts: Layouts) -> Floats:
+    """Return the number of microbatches whose activations a stage stores at a time."""
+    stages, chunks, count = layouts["pipeline"], layouts["chunks"], layouts["microbatches"]
+    found = np.where(layouts.schedule_in("gpipe"), count, 2 * stages - 1)
+    found = np.where(layouts.schedule_in("interleaved"), ((chunks + 1) * stages - 1) / chunks, found)
+    return np.where(stages > 1, np.minimum(found, count), 1.0)
+
+
+def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Floats:
+    """Return the values saved on the device for each token and layer, by one of the `tensor` devices."""
+    d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
+    inner = 2 if shape.gated else 1
+    stream = np.where(layouts["sequence"] > 0, layouts["tensor"], 1)
+    tensor = layouts["tensor"]
+    whole = 4 * d / stream + (2 * q + 2 * k + (inner + 1) * f) / tensor
+    dots = 2 * d / stream + (2 * q + 2 * k + inner * f) / tensor
+    attention = (q + 2 * shape.heads) / tensor
+    # Rows at their experts and back; with `expert` also before and after the exchange.
+    routed = np.where(layouts["expert"] > 1, 6, 4) * shape.routed * d * shape.mixtures / shape.layers
+    # Sequence parallelism saves the gathered inputs of matmuls.
+    more = routed + np.where(layouts["sequence"] > 0, d, 0)
+    whole, dots = whole + more, dots + more
+    cases = {
+        "none": np.where(gathers_weights(layouts) & scanned, dots, whole),
+        "save_dots": dots,
+        "save_attention": d / stream + attention,
+        "full": d / stream,
+        "offload": 0 * stream,
+        "save_attention_offload": attention,
+    }
+    found = np.select([layouts.remat_in(name) for name in cases], list(cases.values()))
+    # A weight gradient that waits needs the inputs of the matmuls and the gradients of their results.
+    waiting = np.where(
+        layouts.schedule_in("zero_bubble"), 2 * d / stream + (2 * q + 2 * k + (inner + 1) * f) / tensor, 0
+    )
+    return found + waiting
+
+
+def row_tokens(layouts: Layouts, tokens: int) -> Floats:
+    """Return the tokens of one microbatch on each device."""
+    rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["context"]
+    return tokens / (rows * layouts["microbatches"])
+
+
+def _working_set(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
+    """Return the bytes of activations and gradients of the layer that is in its backward pass."""
+    d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
+    rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
+    stream = np.where(layouts["sequence"] > 0, tensor, 1)
+    narrow = (4 * d / stream + (2 * q + 2 * k) / tensor) * rows * _COMPUTE
+    wide = (3 if shape.gated else 2) * f / tensor * rows * _COMPUTE
+    saved = layouts.remat_in("none", "save_dots")
+    # A recomputed MLP processes the sequence in chunks.
+    wide = np.where(saved, wide, np.minimum(wide, 3 * CHUNK_BYTES))
+    return np.where(saved, _BACKWARD_SET, _RECOMPUTED_SET) * (narrow + wide)
+
+
+def _working_copies(shape: ModelShape, layouts: Layouts, prefetch: bool) -> Floats:
+    """Return the bytes of weights in the compute dtype."""
+    tensor, experts = layouts["tensor"], layouts["expert"]
+    layers = layers_of_stage(shape, layouts)
+    of_layers = (shape.layer_parameters + shape.all_experts / experts) / shape.layers * layers / tensor
+    one = of_layers / layers * (2 if prefetch else 1)
+    gathered = np.where(gathers_weights(layouts), one, np.where(layouts["zero"] > 0, of_layers, one))
+    return _COMPUTE * (gathered + shape.tables / tensor)
+
+
+def _buffers(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
+    """Return the bytes of tokens at their experts, and of keys and values of other devices."""
+    rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
+    copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2
+    experts = copies * rows * _COMPUTE * (shape.mixtures > 0)
+    keys = np.where(layouts["context"] > 1, 2 * shape.key * 2 * (_COMPUTE + 4) * rows / tensor, 0)
+    return experts + keys

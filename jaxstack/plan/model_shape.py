@@ -1,0 +1,132 @@
+"""Sizes of a model that the planner's formulas need: widths, parameters by kind, and FLOPs of the attention."""
+
+import dataclasses
+
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.count import count_parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """Widths and numbers of parameters of a model.
+
+    Attributes:
+      layers: number of layers.
+      mixtures: number of layers with a mixture of experts.
+      hidden: width of the residual stream.
+      query: heads x head_dim.
+      key: kv_heads x head_dim.
+      heads: number of query heads.
+      head_dim: width of a head.
+      feed_forward: width of a dense feed-forward sublayer.
+      gated: True if the feed-forward sublayers have a gate.
+      routed: number of routed experts that compute a token; 0 without experts.
+      expert_width: width of one expert.
+      shared_width: width of all shared experts together.
+      exchange_factor: rows of one all-to-all relative to an even load.
+      vocabulary: rows of the embedding.
+      tied: True if embedding and head are one table.
+      attention_parameters: parameters of the attention's projections in one layer.
+      dense_parameters: parameters of a dense feed-forward sublayer.
+      expert_parameters: parameters of all routed experts of one layer.
+      always_parameters: parameters of router and shared experts of one layer.
+      active_expert_parameters: parameters of the routed experts that compute one token.
+      down_parameters: parameters of the last matmul of a sublayer's MLP that compute one token.
+      total: all parameters.
+      matmul: parameters that multiply a token's activations.
+    """
+
+    layers: int
+    mixtures: int
+    hidden: int
+    query: int
+    key: int
+    heads: int
+    head_dim: int
+    feed_forward: int
+    gated: bool
+    routed: int
+    expert_width: int
+    shared_width: int
+    exchange_factor: float
+    vocabulary: int
+    tied: bool
+    attention_parameters: int
+    dense_parameters: int
+    expert_parameters: int
+    always_parameters: int
+    active_expert_parameters: int
+    down_parameters: float
+    total: int
+    matmul: int
+
+    @property
+    def tables(self) -> int:
+        """Parameters outside of the layers: embedding and head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def dense_layers(self) -> int:
+        """Number of layers without a mixture of experts."""
+        return self.layers - self.mixtures
+
+    @property
+    def all_experts(self) -> int:
+        """Parameters of the routed experts of all layers."""
+        return self.mixtures * self.expert_parameters
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of all layers without the routed experts."""
+        return self.total - self.tables - self.all_experts
+
+    @property
+    def active_width(self) -> float:
+        """Mean over layers of the feed-forward width that computes a token."""
+        mixture = self.routed * self.expert_width + self.shared_width
+        return (self.dense_layers * self.feed_forward + self.mixtures * mixture) / self.layers
+
+    @property
+    def active_layer_parameters(self) -> float:
+        """Mean over layers of the matrix parameters that compute a token."""
+        mixture = self.active_expert_parameters + self.always_parameters
+        feed_forward = self.dense_layers * self.dense_parameters + self.mixtures * mixture
+        return self.attention_parameters + feed_forward / self.layers
+
+
+def model_shape(model: ModelConfig) -> ModelShape:
+    """Return the sizes of a model whose vocabulary is set."""
+    assert model.vocab_size is not None
+    d, inner = model.hidden_size, 3 if model.mlp == "gated" else 2
+    query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))
+    count, moe = count_parameters(model), model.moe
+    mixtures = sum(map(model.is_mixture, range(model.num_layers)))
+    expert = d * model.expert_size * inner if moe else 0
+    shared = moe.n_shared_experts * model.expert_size if moe else 0
+    dense = d * model.feed_forward_size
+    active = (moe.num_experts_per_tok * model.expert_size + shared) * d if moe else 0
+    return ModelShape(
+        layers=model.num_layers,
+        mixtures=mixtures,
+        hidden=d,
+        query=query,
+        key=key,
+        heads=model.num_heads,
+        head_dim=model.width_per_head,
+        feed_forward=model.feed_forward_size,
+        gated=model.mlp == "gated",
+        routed=moe.num_experts_per_tok if moe else 0,
+        expert_width=model.expert_size if moe else 0,
+        shared_width=shared,
+        exchange_factor=moe.exchange_factor if moe else 0.0,
+        vocabulary=model.vocab_size,
+        tied=model.tie_word_embeddings,
+        attention_parameters=d * (query + 2 * key) + query * d,
+        dense_parameters=dense * inner,
+        expert_parameters=moe.num_experts * expert if moe else 0,
+        always_parameters=d * moe.num_experts + shared * d * inner if moe else 0,
+        active_expert_parameters=moe.num_experts_per_tok * expert if moe else 0,
+        down_parameters=((model.num_layers - mixtures) * dense + mixtures * active) / model.num_layers,
+        total=count.total,
+        matmul=count.matmul,
+    )

@@ -1,0 +1,55 @@
+"""Operators with their FLOPs and bytes, and their arithmetic intensity."""
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """An operation of a model, or several of one kind taken together.
+
+    Attributes:
+      name: what it computes.
+      kind: "matmul", "attention", "elementwise" or "gather".
+      flops: floating-point operations of one call.
+      bytes: bytes that one call reads from and writes to the device's memory, each operand once.
+      calls: number of calls.
+    """
+
+    name: str
+    kind: str
+    flops: float
+    bytes: float
+    calls: int = 1
+
+    @property
+    def intensity(self) -> float:
+        """Arithmetic intensity in FLOPs per byte."""
+        return self.flops / self.bytes
+
+    def seconds(self, peak_flops: float, bandwidth: float) -> float:
+        """Return the time of all calls on the roofline, at best: limited by arithmetic or by memory.
+
+        Roofline model: Williams et al. 2009.
+
+        Args:
+          peak_flops: FLOP/s of the device.
+          bandwidth: bytes/s of its memory.
+        """
+        return self.calls * max(self.flops / peak_flops, self.bytes / bandwidth)
+
+
+def total_flops(operators: Iterable[Operator]) -> float:
+    """Return the FLOPs of all calls."""
+    return sum(one.flops * one.calls for one in operators)
+
+
+def total_bytes(operators: Iterable[Operator]) -> float:
+    """Return the bytes of all calls."""
+    return sum(one.bytes * one.calls for one in operators)
+
+
+def total_intensity(operators: Iterable[Operator]) -> float:
+    """Return the arithmetic intensity of all calls taken together, in FLOPs per byte."""
+    listed = list(operators)
+    return total_flops(listed) / total_bytes(listed)

@@ -1,0 +1,272 @@
+"""The roofline of a training step: FLOPs, bytes and arithmetic intensity of each operator on one device.
+
+The counts are those of a step with fused attention, whose scores never reach the memory, and without recomputation:
+each operand of a call is read once, each result written once. Matmuls and attention add up to the model FLOPs that a
+run reports. Communication is not counted.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jaxstack.errors import ConfigError
+from jaxstack.models import count_parameters
+from jaxstack.models.config import ModelConfig
+from jaxstack.observe.throughput import dense_bf16_peak
+from jaxstack.plan.operators import Operator
+from jaxstack.run_config import RunConfig
+
+# Memory bandwidth in GB/s from NVIDIA's data sheets. The first pattern found in the name of the device wins.
+BANDWIDTHS: tuple[tuple[str, float], ...] = (
+    ("GB300|GB200|B300|B200", 8000.0),
+    ("GH200", 4000.0),
+    ("H200", 4800.0),
+    ("H100 PCIE", 2000.0),
+    ("H100 NVL", 3900.0),
+    ("H100|H800", 3350.0),
+    ("H20", 4000.0),
+    ("A100.*40GB", 1555.0),
+    ("A100.*PCIE", 1935.0),
+    ("A100|A800", 2039.0),
+    ("L40S|L40", 864.0),
+    ("A40", 696.0),
+    ("A30", 933.0),
+    ("A10", 600.0),
+    ("L4", 300.0),
+)
+_ADAM_BYTES = 34
+"""Bytes per parameter and step: AdamW reads 16 and writes 12 in float32, a working copy takes 4 + 2."""
+_PASSES = 3
+"""A matmul of the forward pass has two of the same size in the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePeak:
+    """Peak rates of a device: dense bfloat16 FLOP/s, and bytes/s of its memory."""
+
+    name: str
+    flops: float
+    bandwidth: float
+
+
+def find_peak(kind: str) -> DevicePeak | None:
+    """Return the peak rates of a device kind, such as "NVIDIA H200" or "h200"; None if they are not known."""
+    tflops = dense_bf16_peak(kind) or dense_bf16_peak(kind.upper())
+    found = (rate for name, rate in BANDWIDTHS if re.search(rf"\b({name})\b", kind.upper()))
+    bandwidth = next(found, None)
+    return DevicePeak(kind, tflops * 1e12, bandwidth * 1e9) if tflops and bandwidth else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The part of a step that one device computes at once.
+
+    Attributes:
+      rows: sequences of a microbatch on this device.
+      length: tokens of a sequence.
+      microbatches: number of microbatches.
+      context: number of devices that share each sequence.
+      tensor: number of devices that share each matrix.
+      expert: number of devices that share the experts.
+      optimizer_shards: number of devices that share the parameters and the optimizer's state.
+      itemsize: bytes of an activation or a working copy of a weight.
+    """
+
+    rows: int
+    length: int
+    microbatches: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    optimizer_shards: int = 1
+    itemsize: int = 2
+
+    @property
+    def tokens(self) -> float:
+        """Number of tokens that this device computes at once."""
+        return self.rows * self.length / self.context
+
+
+def model_operators(model: ModelConfig, work: Workload) -> list[Operator]:
+    """Return the operators of a training step on one device, forward and backward pass and the update.
+
+    Args:
+      model: with `vocab_size` set.
+      work: the part of the step that one device computes.
+    """
+    layers = model.num_layers * work.microbatches
+    mixtures = sum(map(model.is_mixture, range(model.num_layers))) * work.microbatches
+    return [
+        *_attention_operators(model, work),
+        *(_dense_operators(model, work, layers - mixtures) if layers > mixtures else []),
+        *(_mixture_operators(model, work, mixtures) if mixtures else []),
+        *_elementwise_operators(model, work, layers),
+        *_end_operators(model, work),
+    ]
+
+
+def _matmul(name: str, work: Workload, inputs: float, outputs: float, calls: int, weights: float = 1) -> Operator:
+    """Return a matmul of all tokens with a matrix, and its backward pass.
+
+    Args:
+      name: its name.
+      work: the part of the step that one device computes.
+      inputs: columns of the input.
+      outputs: columns of the output.
+      calls: number of calls.
+      weights: number of matrices of this size that are read.
+    """
+    n, size = work.tokens, work.itemsize
+    traffic = size * (n * inputs + n * outputs + weights * inputs * outputs)
+    return Operator(name, "matmul", _PASSES * 2 * n * inputs * outputs, _PASSES * traffic, calls)
+
+
+def _attention_operators(model: ModelConfig, work: Workload) -> list[Operator]:
+    d, h, parts = model.hidden_size, model.width_per_head, work.tensor
+    heads, kv = model.num_heads / parts, model.kv_heads / min(parts, model.kv_heads)
+    layers = model.num_layers * work.microbatches
+    found = [
+        _matmul("query, key, value projection", work, d, (heads + 2 * kv) * h, layers),
+        _matmul("output projection", work, heads * h, d, layers),
+    ]
+    windows = model.windows()
+    for window in sorted(set(windows), key=lambda window: window or math.inf):
+        flops = model.attention.flops_per_token(model.heads(window), work.length) / parts
+        # Queries, keys, values and outputs; in the backward pass these and the gradients of all four.
+        traffic = _PASSES * work.itemsize * work.tokens * 2 * (heads + kv) * h
+        name = "attention" + (f", window {window}" if window else "")
+        calls = windows.count(window) * work.microbatches
+        found.append(Operator(name, "attention", flops * work.tokens, traffic, calls))
+    return found
+
+
+def _dense_operators(model: ModelConfig, work: Workload, calls: int) -> list[Operator]:
+    d, f = model.hidden_size, model.feed_forward_size / work.tensor
+    inner = 2 if model.mlp == "gated" else 1
+    return [
+        _matmul("feed-forward, gate and up" if inner == 2 else "feed-forward, up", work, d, inner * f, calls),
+        _activation("activation", work, f, inner, calls),
+        _matmul("feed-forward, down", work, f, d, calls),
+    ]
+
+
+def _activation(name: str, work: Workload, width: float, inner: int, calls: int) -> Operator:
+    """Return an activation: about 5 FLOPs per value, and about twice that in the backward pass."""
+    n = work.tokens
+    traffic = work.itemsize * n * width * (inner + 1 + 2 * inner + 1)  # backward: inputs, their gradients, the output's
+    return Operator(name, "elementwise", 15 * n * width, traffic, calls)
+
+
+def _mixture_operators(model: ModelConfig, work: Workload, calls: int) -> list[Operator]:
+    moe = model.moe
+    assert moe is not None
+    d, f, inner = model.hidden_size, model.expert_size / work.tensor, 2 if model.mlp == "gated" else 1
+    chosen, here = moe.num_experts_per_tok, moe.num_experts / work.expert
+    routed = dataclasses.replace(work, rows=work.rows * chosen)
+    found = [
+        _matmul("router", work, d, moe.num_experts, calls),
+        _matmul("experts, gate and up" if inner == 2 else "experts, up", routed, d, inner * f, calls, here),
+        _activation("experts, activation", routed, f, inner, calls),
+        _matmul("experts, down", routed, f, d, calls, here),
+    ]
+    if moe.n_shared_experts:
+        shared = moe.n_shared_experts * f
+        found += [
+            _matmul("shared experts, gate and up", work, d, inner * shared, calls),
+            _matmul("shared experts, down", work, shared, d, calls),
+        ]
+    return found
+
+
+def _elementwise_operators(model: ModelConfig, work: Workload, layers: int) -> list[Operator]:
+    values, size = work.tokens * model.hidden_size, work.itemsize
+    norms = 4 if model.post_norms else 2
+    found = [
+        # Read and write; backward: read the input and the gradient, write a gradient.
+        Operator("norm", "elementwise", 15 * values, 5 * size * values, norms * layers),
+        Operator("residual connection", "elementwise", 2 * values, 5 * size * values, 2 * layers),
+    ]
+    if model.positions == "rope":
+        heads = (model.num_heads + model.kv_heads) / work.tensor
+        turned = work.tokens * heads * model.width_per_head
+        found.append(Operator("rotary positions", "elementwise", 6 * turned, 4 * size * turned, layers))
+    return found
+
+
+def _end_operators(model: ModelConfig, work: Workload) -> list[Operator]:
+    """Return what runs once per microbatch, or once per step: embedding, head with the loss, the optimizer."""
+    d, size = model.hidden_size, work.itemsize
+    assert model.vocab_size is not None
+    vocabulary = model.vocab_size / work.tensor
+    n = work.tokens
+    # The logits are computed in chunks and not kept.
+    head = size * _PASSES * (n * d + vocabulary * d)
+    parameters = count_parameters(model).total / work.optimizer_shards
+    return [
+        Operator("embedding", "gather", n * d, (2 * size + 4 + 2 * size) * n * d, work.microbatches),
+        Operator("final norm", "elementwise", 15 * n * d, 5 * size * n * d, work.microbatches),
+        Operator("head and loss", "matmul", _PASSES * 2 * n * d * vocabulary, head, work.microbatches),
+        Operator("optimizer", "elementwise", 15 * parameters, _ADAM_BYTES * parameters),
+    ]
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """Return the part of a step of this run that one device computes.
+
+    Raises:
+      ConfigError: a degree is -1, so that the number of devices is not known.
+    """
+    degrees = config.parallel.degrees
+    if -1 in degrees.values():
+        raise ConfigError("a degree of parallel is -1: give the number of devices with --devices.")
+    batch = config.train.global_batch_size // config.train.gradient_accumulation
+    sharing = degrees["data"] * degrees["fsdp"] * degrees["expert"]
+    shards = degrees["fsdp"] * degrees["tensor"] * degrees["pipeline"]
+    return Workload(
+        rows=max(1, batch // sharing),
+        length=config.train.sequence_length,
+        microbatches=config.train.gradient_accumulation,
+        context=degrees["context"],
+        tensor=degrees["tensor"],
+        expert=degrees["expert"],
+        optimizer_shards=shards * (degrees["data"] if config.parallel.zero else 1),
+    )
+
+
+def describe_roofline(config: RunConfig, peak: DevicePeak) -> dict[str, Any]:
+    """Return the operators of a run on the roofline of a device, as plain JSON for `render_roofline`.
+
+    With a pipeline the operators are those of all stages, on one device of each.
+    """
+    operators = model_operators(config.model, workload_of(config))
+    return describe_operators(operators, peak)
+
+
+def describe_operators(operators: Sequence[Operator], peak: DevicePeak) -> dict[str, Any]:
+    """Return operators on the roofline of a device, as plain JSON."""
+    times = [one.seconds(peak.flops, peak.bandwidth) for one in operators]
+    ridge = peak.flops / peak.bandwidth
+    rows = [
+        {
+            "operator": one.name,
+            "kind": one.kind,
+            "calls": one.calls,
+            "flops": one.flops * one.calls,
+            "traffic_bytes": one.bytes * one.calls,
+            "intensity": one.intensity,
+            "limit": "arithmetic" if one.intensity >= ridge else "memory",
+            "seconds": seconds,
+            "share": seconds / sum(times),
+        }
+        for one, seconds in zip(operators, times, strict=True)
+    ]
+    return {
+        "device": peak.name,
+        "peak_flops": peak.flops,
+        "bandwidth": peak.bandwidth,
+        "ridge": ridge,
+        "seconds": sum(times),
+        "operators": rows,
+    }

@@ -1,0 +1,145 @@
+"""Search for the fastest layout of a configuration on a cluster: enumerate, refuse, predict, rank."""
+
+import collections
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxstack.errors import ConfigError
+from jaxstack.observe.units import byte_size
+from jaxstack.plan.cluster import Cluster
+from jaxstack.plan.forecast import Forecast, LayoutModel, total
+from jaxstack.plan.layouts import ON_DEVICE, Floats, Layouts, enumerate_layouts
+from jaxstack.plan.memory import PARTS
+from jaxstack.run_config import RunConfig
+
+_MORE_HOSTS = (2, 4, 8, 16, 32, 64)
+"""Factors of the number of devices that are tried for a model that does not fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """The ranked layouts of a search.
+
+    Attributes:
+      forecasts: the fastest layouts that fit, fastest first.
+      tried: number of layouts that pass the trainer's rules.
+      fitting: number of those that fit the memory.
+      refused: rule or part of the memory -> number of layouts that it refused.
+      seconds: duration of the search.
+    """
+
+    forecasts: Sequence[Forecast]
+    tried: int
+    fitting: int
+    refused: collections.Counter[str]
+    seconds: float
+
+    @property
+    def best(self) -> Forecast:
+        """The fastest layout."""
+        return self.forecasts[0]
+
+
+def search_layouts(
+    config: RunConfig, cluster: Cluster, *, top: int = 10, recipes: Sequence[str] | None = None
+) -> SearchResult:
+    """Return the fastest layouts of a configuration that fit a cluster.
+
+    Tries all degrees of parallelism, ZeRO stages, pipeline schedules, numbers of microbatches and rematerialisation
+    policies. The global batch, the model and everything else stay those of the configuration.
+
+    Args:
+      config: model, batch and settings; its vocabulary must be set.
+      cluster: the devices.
+      top: number of layouts to return.
+      recipes: values of `precision.fp8` to try; default: the configuration's.
+
+    Raises:
+      ConfigError: no layout passes the rules, or none fits; the message names the nearest way out.
+    """
+    began = time.perf_counter()
+    remats = tuple(dict.fromkeys((*ON_DEVICE, config.model.remat)))
+    layouts, refused = enumerate_layouts(config, cluster.devices, remats, recipes)
+    if not len(layouts):
+        rules = "; ".join(f"{rule} ({count:,} layouts)" for rule, count in refused.most_common(3))
+        raise ConfigError(
+            f"no layout of this model and batch has {cluster.devices} devices: {rules}. Change train.global_batch_size "
+            f"({config.train.global_batch_size}) to a multiple of {cluster.devices}, or use another number of devices."
+        )
+    model = LayoutModel(config, cluster)
+    memory = model.memory(layouts)
+    fits = total(memory) <= model.usable_bytes
+    if not fits.any():
+        raise ConfigError(_nothing_fits(model, layouts, memory))
+    refused.update(_largest_parts(layouts.select(~fits), {name: part[~fits] for name, part in memory.items()}))
+    fitting = layouts.select(fits)
+    order = _ranking(fitting, total(model.seconds(fitting)))[:top]
+    found = model.forecasts(fitting.select(order))
+    return SearchResult(found, len(layouts), len(fitting), refused, time.perf_counter() - began)
+
+
+def _ranking(layouts: Layouts, seconds: Floats) -> np.ndarray:
+    """Return row numbers from fastest to slowest; among equally fast layouts the simpler first.
+
+    Times that differ by less than a thousandth count as equal.
+    """
+    rounded = np.round(np.log(seconds), 3)
+    axes = sum((layouts[axis] > 1).astype(int) for axis in ("pipeline", "tensor", "context", "expert", "fsdp"))
+    return np.lexsort((seconds, layouts["remat"], layouts["zero"], axes, rounded))
+
+
+def _largest_parts(layouts: Layouts, memory: dict[str, Floats]) -> collections.Counter[str]:
+    """Return how many layouts do not fit, by the largest part of their memory."""
+    if not len(layouts):
+        return collections.Counter()
+    largest = np.argmax(np.stack([memory[name] for name in PARTS]), axis=0)
+    counts = np.bincount(largest, minlength=len(PARTS))
+    named = zip(PARTS, counts, strict=True)
+    return collections.Counter({f"memory, most of it {name.replace('_', ' ')}": int(n) for name, n in named if n})
+
+
+def _nothing_fits(model: LayoutModel, layouts: Layouts, memory: dict[str, Floats]) -> str:
+    """Return the message for a model that fits nowhere on the cluster, with the nearest way out."""
+    sizes = total(memory)
+    row = int(np.argmin(sizes))
+    parts = sorted(((float(memory[name][row]), name) for name in PARTS), reverse=True)[:2]
+    shown = ", ".join(f"{byte_size(size)} of {name.replace('_', ' ')}" for size, name in parts)
+    smallest = describe_degrees(layouts.configuration(row, model.config))
+    return (
+        f"no layout of this model fits {model.cluster.title}: the smallest ({smallest}) needs "
+        f"{byte_size(sizes[row])} on each GPU ({shown}), and {byte_size(model.usable_bytes)} are usable. "
+        f"{_way_out(model)}"
+    )
+
+
+def _way_out(model: LayoutModel) -> str:
+    """Return a sentence with the smallest tried cluster of the same GPUs that the model fits, or a smaller model."""
+    cluster, config = model.cluster, model.config
+    for factor in _MORE_HOSTS:
+        larger = cluster.model_copy(update={"hosts": cluster.hosts * factor})
+        layouts, _ = enumerate_layouts(config, larger.devices, ("full",))
+        if len(layouts) and model.fits(layouts).any():
+            return f"It fits {larger.title}."
+    return (
+        "No larger number of these GPUs helps, as the batch is too small to be split further: lower "
+        "train.sequence_length or the model's size, raise train.global_batch_size, or use GPUs with more memory."
+    )
+
+
+def describe_degrees(config: RunConfig) -> str:
+    """Return the layout of a configuration in one line, such as `fsdp 4 x tensor 2, remat full, microbatches 4`."""
+    parallel = config.parallel
+    degrees = " x ".join(f"{axis} {degree}" for axis, degree in parallel.degrees.items() if degree > 1)
+    parts = [degrees or "one device"]
+    parts += [f"zero {parallel.zero}"] if parallel.zero else []
+    if parallel.pipeline > 1:
+        chunks = f" of {parallel.virtual_stages} virtual stages" if parallel.virtual_stages > 1 else ""
+        parts += [f"{parallel.schedule}{chunks}", f"{parallel.microbatches} microbatches"]
+    elif config.train.gradient_accumulation > 1:
+        parts += [f"{config.train.gradient_accumulation} microbatches"]
+    parts += [f"remat {config.model.remat}"] if config.model.remat != "none" else []
+    parts += [f"FP8 {config.precision.fp8}"] if config.precision.fp8 != "none" else []
+    return ", ".join(parts)

@@ -1,0 +1,293 @@
+"""Time of a train step by part, from FLOPs, bytes and collectives.
+
+Per microbatch and device, with n tokens of which t devices share a layer:
+
+- matmuls: 2 FLOPs a parameter and token forward and 4 backward, and what `model.remat` computes again, over the rate
+  that GEMMs reach; small dims reach less of it, and reading the weights is a lower bound;
+- attention: the kind's own FLOPs (Dao 2023 for causal flash attention), of which 2/7 are forward, over the rate of the
+  kernels at this head_dim and length;
+- elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
+  (read weight, gradient and state, write weight and state), and the gaps between kernels;
+- communication: see `jaxstack.plan.communication`; what is not hidden behind computation counts;
+- bubble: (p - 1)/m of the work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al. 2021),
+  (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
+
+The parts add up to the time of the step.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jaxstack.plan.cluster import Cluster
+from jaxstack.plan.communication import CollectiveModel, Group, group_of, joined
+from jaxstack.plan.efficiency import Efficiency
+from jaxstack.plan.layouts import Floats, Layouts
+from jaxstack.plan.memory import (
+    layers_of_stage,
+    row_tokens,
+    saved_values,
+    stored_parameters,
+)
+from jaxstack.plan.model_shape import ModelShape
+
+PARTS = ("matmul", "attention", "elementwise", "exposed_communication", "bubble")
+"""Parts of the time, in the order of tables."""
+_FORWARD_SHARE = 2 / 7
+"""Forward part of an attention's time: two of the seven matmuls of flash attention."""
+_SMALL_DIM = 32
+"""A matmul whose smallest dim is this wide reaches half of its rate."""
+_LOGIT_PASSES = 4
+"""Passes over the logits in the compute dtype, forward and backward."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepModel:
+    """Predicts the time of train steps of one model on one cluster.
+
+    Attributes:
+      shape: the model.
+      cluster: the devices.
+      efficiency: measured rates.
+      tokens: tokens of a global batch.
+      length: tokens of a sequence.
+      attention_flops: FLOPs of all layers' attention for each token, forward and backward.
+      optimizer_bytes: bytes of optimizer state for each parameter.
+      reduce_bytes: bytes of a gradient in the dtype in which it is summed.
+      rotates: True if queries and keys are rotated by their positions.
+      scanned: `model.scan_layers`.
+      prefetch: `parallel.prefetch`.
+      copies: True if copy engines may move the weights and gradients of unrolled layers.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    efficiency: Efficiency
+    tokens: int
+    length: int
+    attention_flops: float
+    optimizer_bytes: float
+    reduce_bytes: int
+    rotates: bool
+    scanned: bool
+    prefetch: bool
+    copies: bool
+
+    def parts(self, layouts: Layouts) -> dict[str, Floats]:
+        """Return the seconds of a step for each layout, by part."""
+        count = layouts["microbatches"]
+        layer = self._layer_seconds(layouts)
+        head = self._head_seconds(layouts)
+        matmul, attention = count * (layer["matmul"] + head["matmul"]), count * layer["attention"]
+        elementwise = count * (layer["elementwise"] + head["elementwise"])
+        each = self._exposed_each(layouts, layer["matmul"] + layer["attention"] + layer["elementwise"])
+        work = matmul + attention + elementwise + count * each
+        once = self._update_seconds(layouts)
+        bubble = work * bubble_of_work(layouts) + self._ticks(layouts) * self.efficiency.tick_seconds
+        backward = (matmul + attention + elementwise) * 2 / 3
+        return {
+            "matmul": matmul,
+            "attention": attention,
+            "elementwise": elementwise + once,
+            "exposed_communication": count * each + self._exposed_once(layouts, backward),
+            "bubble": bubble,
+        }
+
+    def _layer_seconds(self, layouts: Layouts) -> dict[str, Floats]:
+        """Return the seconds of a stage's layers for one microbatch, forward and backward, by part."""
+        shape, tensor = self.shape, layouts["tensor"]
+        rows, layers = row_tokens(layouts, self.tokens), layers_of_stage(shape, layouts)
+        again, attention_again = self._recomputed(layouts)
+        flops = 2 * shape.active_layer_parameters * rows / tensor
+        narrow = np.minimum(shape.expert_width or shape.feed_forward, min(shape.hidden, shape.query)) / tensor
+        matmul = flops * (3 + again) / self._rate(layouts, np.minimum(narrow, rows))
+        weights = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / tensor
+        matmul = np.maximum(matmul, weights * 2 * (3 + again) / self._memory_rate)
+        attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate()
+        attention = attention * (1 + _FORWARD_SHARE * attention_again)
+        # All policies but `none` repeat the forward part of the elementwise operations.
+        repeated = np.where(layouts.remat_in("none"), 0, 1 / 3)
+        moved = self._layer_bytes(layouts) * rows * (1 + repeated)
+        elementwise = moved / (self.cluster.memory_bandwidth * self.efficiency.elementwise)
+        casts = 6 * weights * 2 / self._memory_rate
+        elementwise = elementwise + casts + self.efficiency.layer_seconds
+        if self.scanned:
+            stacked = saved_values(shape, layouts, scanned=True) * 2 * rows * self.efficiency.scan_passes
+            elementwise = elementwise + stacked / self._memory_rate
+        found = {"matmul": matmul, "attention": attention, "elementwise": elementwise}
+        return {name: layers * seconds for name, seconds in found.items()}
+
+    def _head_seconds(self, layouts: Layouts) -> dict[str, Floats]:
+        """Return the seconds of embedding, head and loss for one microbatch; all stages wait for the last."""
+        shape, rows = self.shape, row_tokens(layouts, self.tokens) / layouts["tensor"]
+        rate = self._rate(layouts, np.minimum(shape.hidden, rows * layouts["tensor"]), bf16=True)
+        moved = (_LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
+        return {"matmul": 6 * shape.vocabulary * shape.hidden * rows / rate, "elementwise": moved / self._memory_rate}
+
+    def _rate(self, layouts: Layouts, narrow: Floats, *, bf16: bool = False) -> Floats:
+        """Return FLOP/s of matmuls whose smallest dim is `narrow`."""
+        peaks, efficiency = self.cluster.peak_tflops, self.efficiency
+        wide = peaks.bfloat16 * efficiency.matmul
+        fast = wide if peaks.float8 is None else peaks.float8 * efficiency.matmul_fp8
+        rate = np.where((layouts["fp8"] > 0) & (not bf16), fast, wide)
+        return 1e12 * rate * narrow / (narrow + _SMALL_DIM)
+
+    def _attention_rate(self) -> float:
+        """Return FLOP/s of the attention, interpolated between the measured widths of heads."""
+        efficiency = self.efficiency
+        wide = np.interp(self.shape.head_dim, [64, 128], [efficiency.attention_64, efficiency.attention_128])
+        share = self.length / (self.length + efficiency.attention_half_length)
+        return float(1e12 * self.cluster.peak_tflops.bfloat16 * wide * share)
+
+    @property
+    def _memory_rate(self) -> float:
+        return self.cluster.memory_bandwidth * self.efficiency.copy_rate
+
+    def _recomputed(self, layouts: Layouts) -> tuple[Floats, Floats]:
+        """Return which share of a layer's forward matmuls, and of its attention, is computed again."""
+        shape = self.shape
+        # The last matmul of the MLP is not needed: its result is only added.
+        share = 1 - shape.down_parameters / shape.active_layer_parameters
+        matmuls = np.where(layouts.remat_in("none", "save_dots"), 0.0, share)
+        return matmuls, np.where(layouts.remat_in("full", "offload"), 1.0, 0.0)
+
+    def _layer_bytes(self, layouts: Layouts) -> Floats:
+        """Return the bytes that a layer's elementwise operations move for each token, forward and backward."""
+        shape, tensor = self.shape, layouts["tensor"]
+        stream = np.where(layouts["sequence"] > 0, tensor, 1)
+        # A plain MLP's bias and activation are computed in the epilogues of its matmuls.
+        passes, turns = 11 if shape.gated else 3, 6 if self.rotates else 2
+        values = 24 * shape.hidden / stream
+        values = values + (passes * shape.active_width + turns * (shape.query + 2 * shape.key)) / tensor
+        # Each token is copied to its experts and back, forward and backward.
+        values = values + 6 * shape.routed * shape.hidden * shape.mixtures / shape.layers
+        return 2 * values
+
+    def _update_seconds(self, layouts: Layouts) -> Floats:
+        """Return the seconds of the optimizer's update, and of adding up gradients over microbatches."""
+        local = stored_parameters(self.shape, layouts, zero_from=1)
+        moved = (16 + 2 * self.optimizer_bytes - 4) * local
+        several = (layouts["microbatches"] > 1) & (layouts["pipeline"] == 1)
+        sums = stored_parameters(self.shape, layouts, zero_from=2) * 12 * layouts["microbatches"]
+        return (moved + np.where(several, sums, 0)) / self._memory_rate
+
+    # Communication
+
+    @property
+    def _collectives(self) -> CollectiveModel:
+        return CollectiveModel(self.cluster, self.efficiency.link, self.efficiency.network)
+
+    def _groups(self, layouts: Layouts) -> dict[str, Group]:
+        """Return the group of each mesh axis; `tensor` are neighbours, `pipeline` the farthest apart."""
+        found, stride = {}, np.ones(len(layouts))
+        for axis in ("tensor", "context", "expert", "fsdp", "data", "pipeline"):
+            found[axis] = group_of(layouts[axis], stride, self.cluster.gpus_per_host)
+            stride = stride * layouts[axis]
+        return found
+
+    def _exposed_each(self, layouts: Layouts, compute: Floats) -> Floats:
+        """Return the seconds of communication in one microbatch that nothing hides."""
+        layers = layers_of_stage(self.shape, layouts)
+        groups = self._groups(layouts)
+        weights = layers * self._weight_seconds(layouts, groups)
+        hidden = self.efficiency.overlap if not self.scanned or self.prefetch else self.efficiency.overlap_scanned
+        exposed = weights - np.minimum(weights, compute) * hidden
+        exposed = exposed + layers * self._tensor_seconds(layouts, groups)
+        exposed = exposed + layers * self._context_seconds(layouts, groups, compute / layers)
+        exposed = exposed + self._expert_seconds(layouts, groups)
+        offloaded = layouts.remat_in("offload", "save_attention_offload") * layers * self.shape.hidden
+        copied = 4 * offloaded * row_tokens(layouts, self.tokens) / self.cluster.host_bandwidth
+        exposed = exposed + np.maximum(copied - compute, 0)
+        boundary = row_tokens(layouts, self.tokens) * self.shape.hidden * 2 / layouts["tensor"]
+        return exposed + 2 * layouts["chunks"] * self._collectives.send(boundary, groups["pipeline"])
+
+    def _weight_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:
+        """Return the seconds to gather one layer twice and to reduce-scatter its gradient, in each microbatch."""
+        shape, model, group = self.shape, self._collectives, joined(groups["fsdp"], groups["context"])
+        size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
+        byte = np.where(layouts["fp8"] > 0, 1, 2)
+        # Copy engines send gradients as they were computed.
+        others = layouts["tensor"] * layouts["expert"] * layouts["pipeline"]
+        copied = self.copies and not self.scanned and self.cluster.hosts == 1
+        reduced = np.where(copied & (others == 1), 2, self.reduce_bytes)
+        gathered = 2 * model.all_gather(byte * size, group) + model.reduce_scatter(reduced * size, group)
+        # ZeRO 2 reduce-scatters each layer's gradient over `data` in each microbatch.
+        local = size / group.size
+        scattered = model.reduce_scatter(self.reduce_bytes * local, groups["data"])
+        return gathered + np.where(layouts["zero"] == 2, scattered, 0)
+
+    def _exposed_once(self, layouts: Layouts, backward: Floats) -> Floats:
+        """Return the seconds of communication once a step that nothing hides.
+
+        `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
+        """
+        shape, model, groups = self.shape, self._collectives, self._groups(layouts)
+        tensor, experts = layouts["tensor"], layouts["expert"]
+        weights = joined(groups["fsdp"], groups["context"])
+        per_stage = layers_of_stage(shape, layouts) / shape.layers
+        local = (shape.layer_parameters + shape.all_experts / experts) * per_stage / tensor / weights.size
+        summed = model.all_reduce(self.reduce_bytes * local, groups["data"])
+        scattered = model.reduce_scatter(self.reduce_bytes * local, groups["data"])
+        copies = model.all_gather(2 * local, groups["data"])
+        sums = np.select([layouts["zero"] == 0, layouts["zero"] == 1], [summed, scattered], 0.0)
+        early = (layouts["microbatches"] == 1) & (layouts["zero"] == 0)
+        hidden = np.where(early, self.efficiency.overlap, 0.0)
+        exposed = sums - np.minimum(sums, backward) * hidden + np.where(layouts["zero"] > 0, copies, 0)
+        dense = shape.layer_parameters * per_stage / tensor / weights.size
+        exposed = exposed + model.all_reduce(self.reduce_bytes * dense, groups["expert"])
+        return exposed + self._table_seconds(layouts, groups, weights)
+
+    def _table_seconds(self, layouts: Layouts, groups: dict[str, Group], weights: Group) -> Floats:
+        """Return the seconds to gather embedding and head once and to sum their gradients."""
+        model, size = self._collectives, self.shape.tables / layouts["tensor"]
+        across = joined(weights, groups["pipeline"])
+        seconds = model.all_gather(2 * size, across) + model.reduce_scatter(self.reduce_bytes * size, across)
+        summed = model.all_reduce(self.reduce_bytes * size / across.size, joined(groups["data"], groups["expert"]))
+        return seconds + summed
+
+    def _tensor_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:
+        """Return the seconds of a layer's tensor-parallel collectives: two of each kind forward, two backward."""
+        model, group = self._collectives, groups["tensor"]
+        size = row_tokens(layouts, self.tokens) * self.shape.hidden * 2
+        again = np.where(layouts.remat_in("none", "save_dots"), 0, 1)
+        pairs = model.all_gather(size, group) + model.reduce_scatter(size, group)
+        split = 4 * pairs + again * (2 * model.all_gather(size, group) + model.reduce_scatter(size, group))
+        whole = (4 + again) * model.all_reduce(size, group)
+        return np.where(layouts["sequence"] > 0, split, whole)
+
+    def _context_seconds(self, layouts: Layouts, groups: dict[str, Group], compute: Floats) -> Floats:
+        """Return the seconds that one layer waits for keys and values of other devices: a ring, hop by hop.
+
+        Forward and backward each pass keys and values on; the backward also their gradients in float32. A hop is hidden
+        behind the attention to the keys before it (Liu et al. 2023).
+        """
+        rows, group = row_tokens(layouts, self.tokens), groups["context"]
+        keys = rows * 2 * self.shape.key / layouts["tensor"]
+        hops = np.maximum(group.size - 1, 0)
+        sent = hops * (2 * self._collectives.send(2 * keys, group) + self._collectives.send(4 * keys, group))
+        return np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
+
+    def _expert_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:
+        """Return the seconds of the all-to-all of a stage's mixtures: two forward, two backward, one if recomputed."""
+        shape, rows = self.shape, row_tokens(layouts, self.tokens)
+        if not shape.mixtures:
+            return np.zeros(len(layouts))
+        size = rows * shape.routed * shape.hidden * 2 * shape.exchange_factor
+        times = np.where(layouts.remat_in("none", "save_dots"), 4, 5)
+        mixtures = layers_of_stage(shape, layouts) * shape.mixtures / shape.layers
+        return mixtures * times * self._collectives.all_to_all(size, groups["expert"])
+
+    def _ticks(self, layouts: Layouts) -> Floats:
+        """Return the number of slots of the pipeline's schedule, forward and backward."""
+        stages, chunks = layouts["pipeline"], layouts["chunks"]
+        slots = 2 * (layouts["microbatches"] * chunks + (chunks + 1) * stages - 2)
+        return np.where(stages > 1, slots * np.where(layouts.schedule_in("zero_bubble"), 1.5, 1.0), 0)
+
+
+def bubble_of_work(layouts: Layouts) -> Floats:
+    """Return the time in which a stage waits, relative to the time in which it works."""
+    stages, count, chunks = layouts["pipeline"], layouts["microbatches"], layouts["chunks"]
+    plain = (stages - 1) / count
+    # ZB-H1 fills the bubble with weight gradients of enough microbatches, and not with those that recompute a layer.
+    fills = layouts.schedule_in("zero_bubble") & (count >= 2 * stages - 1) & layouts.remat_in("none", "save_dots")
+    return np.select([fills, layouts.schedule_in("interleaved")], [plain / 3, plain / chunks], plain)

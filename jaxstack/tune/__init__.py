@@ -1,0 +1,1 @@
+"""Studies over runs: Bayesian search of a configuration's values, and a learning-rate finder."""

@@ -1,0 +1,227 @@
+"""The learning-rate finder: the loss while the learning rate rises exponentially from step to step."""
+
+import contextlib
+import dataclasses
+import html
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+import optax
+
+from jaxstack.data.build_shards import available_cores
+from jaxstack.data.loader import open_data
+from jaxstack.distributed.devices import cache_compilations, start_devices
+from jaxstack.errors import ConfigError, JaxstackError, cannot_write
+from jaxstack.files import write_file
+from jaxstack.observe.report.page import page_head, render_tiles
+from jaxstack.observe.report.scatter import Point, Scatter, render_scatter
+from jaxstack.optim.schedules import Schedule
+from jaxstack.plan.choose import training_layout
+from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.init_from import initial_parameters
+from jaxstack.run.memory import check_memory
+from jaxstack.run_config import RunConfig
+from jaxstack.trainer import Trainer
+
+_DECAY = 0.98
+"""Weight of the past in the moving average of the losses."""
+_DIVERGED = 4.0
+"""Multiple of the smallest averaged loss at which the search stops."""
+_LEAST_STEPS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class RateRange:
+    """Learning rates from `low` to `high`, one a step, at equal ratios.
+
+    Raises:
+      ConfigError: the range is empty, or has too few steps.
+    """
+
+    low: float = 1e-7
+    high: float = 1.0
+    steps: int = 150
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low < self.high < math.inf:
+            raise ConfigError(f"--low ({self.low}) must be more than 0 and less than --high ({self.high}).")
+        if not _LEAST_STEPS <= self.steps <= 100_000:
+            raise ConfigError(f"--steps must be from {_LEAST_STEPS} to 100,000; found {self.steps}.")
+
+    def rates(self) -> np.ndarray:
+        """Return the learning rate of each step, float64 [steps]."""
+        return np.geomspace(self.low, self.high, self.steps)
+
+
+class ExponentialRise(Schedule):
+    """A rise from `initial_fraction` of the peak to the peak, by the same factor at every step."""
+
+    name: Literal["exponential_rise"] = "exponential_rise"
+    initial_fraction: float
+
+    def decay(self, steps: int) -> optax.Schedule:
+        ratio = self.initial_fraction ** (-1.0 / max(steps - 1, 1))
+        return lambda step: self.initial_fraction * ratio ** jax.numpy.asarray(step, jax.numpy.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class RateFinding:
+    """Result of the learning-rate finder.
+
+    Attributes:
+      rates: learning rate of each step that was taken, float64 [steps].
+      losses: training loss of each step, float64 [steps].
+      averages: exponential moving average of the losses with bias correction, float64 [steps].
+      steepest: learning rate at which the average falls fastest over the logarithm of the rate.
+      tenth_of_minimum: a tenth of the learning rate with the smallest average.
+      page: the written HTML page; None: none was written.
+    """
+
+    rates: np.ndarray
+    losses: np.ndarray
+    averages: np.ndarray
+    steepest: float
+    tenth_of_minimum: float
+    page: Path | None = None
+
+    @property
+    def suggestion(self) -> float:
+        """The geometric mean of the two."""
+        return math.sqrt(self.steepest * self.tenth_of_minimum)
+
+
+def find_learning_rate(
+    config: RunConfig, rates: RateRange | None = None, *, report: Callable[[str], None] = print
+) -> RateFinding:
+    """Train a fresh model of the configuration while the learning rate rises, and read a good rate off the losses.
+
+    The warm-up and the schedule of the configuration are not used, its optimizer, batch and data are; checkpoints and
+    metrics of the run are not touched. Writes `learning_rate.html` into the run directory.
+
+    Args:
+      config: the run's configuration.
+      rates: the learning rates to try.
+      report: called with each line of progress.
+
+    Raises:
+      ConfigError: the configuration cannot run here.
+      JaxstackError: the loss is not finite from the first steps on, or never falls.
+    """
+    rates = rates or RateRange()
+    trainer, config = _make_trainer(config, rates, report)
+    report(f"{rates.steps} steps with learning rates from {rates.low:g} to {rates.high:g}")
+    finding = read_losses(rates.rates(), _losses(trainer, rates.steps))
+    taken = len(finding.losses)
+    if taken < rates.steps:
+        report(f"stopped after step {taken}, at {finding.rates[-1]:.3g}: the loss is {_DIVERGED:g} times its minimum")
+    page = config.directory / "learning_rate.html"
+    try:
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_file(page, _render(config, finding).encode(), durable=False)
+    except OSError as error:
+        raise cannot_write(page, error) from None
+    return dataclasses.replace(finding, page=page)
+
+
+def read_losses(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> RateFinding:
+    """Return the finding of a search, up to the step at which the loss diverges.
+
+    Args:
+      rates: learning rate of each step, rising.
+      losses: loss of each step; may be fewer than the rates, as a search stops early.
+
+    Raises:
+      JaxstackError: the averaged loss never falls.
+    """
+    averages = average(np.asarray(losses, np.float64))
+    kept = diverged_at(averages)
+    found, averages = np.asarray(rates, np.float64)[:kept], averages[:kept]
+    lowest = int(np.argmin(averages)) if kept else 0
+    if kept < 3 or lowest == 0:
+        raise JaxstackError("the loss never falls in this range of learning rates; start from a smaller --low.")
+    # The slope is taken where the loss still falls; over the logarithm of the rate, as the steps are.
+    slopes = np.gradient(averages[: lowest + 1], np.log(found[: lowest + 1]))
+    return RateFinding(
+        rates=found,
+        losses=np.asarray(losses, np.float64)[:kept],
+        averages=averages,
+        steepest=float(found[int(np.argmin(slopes))]),
+        tenth_of_minimum=float(found[lowest] / 10),
+    )
+
+
+def average(losses: np.ndarray, decay: float = _DECAY) -> np.ndarray:
+    """Return the exponential moving average with bias correction, float64 [steps]; NaN from the first NaN on."""
+    mean, averages = 0.0, []
+    for count, loss in enumerate(losses, start=1):
+        mean = decay * mean + (1 - decay) * float(loss)
+        averages.append(mean / (1 - decay**count))
+    return np.array(averages, np.float64)
+
+
+def diverged_at(averages: np.ndarray) -> int:
+    """Return the number of steps before the average is not finite or `_DIVERGED` times its smallest value so far."""
+    for index, value in enumerate(averages):
+        if not math.isfinite(value) or (index and value > _DIVERGED * np.min(averages[:index])):
+            return index
+    return len(averages)
+
+
+def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], None]) -> tuple[Trainer, RunConfig]:
+    """Return a trainer of a fresh model with the rising schedule, and the configuration with what was filled in."""
+    config = training_layout(config, start_devices(config.parallel.simulate_devices))
+    cache_compilations()
+    length, seed = config.train.sequence_length, config.run.seed
+    data = open_data(config.data, sequence_length=length, seed=seed, report=report, workers=available_cores())
+    changed = {
+        "model": resolve_model(config.model, data.vocab_size),
+        "optimizer": config.optimizer.model_copy(update={"learning_rate": rates.high}),
+        "schedule": ExponentialRise(initial_fraction=rates.low / rates.high),
+        "train": config.train.model_copy(update={"steps": rates.steps}),
+    }
+    config = config.model_copy(update=changed)
+    trainer = make_trainer(config, data)
+    check_memory(trainer)
+    if config.run.init_from is not None:
+        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
+        trainer.start_from(initial_parameters(config.run.init_from, config.model, wanted, report))
+    return trainer, config
+
+
+def _losses(trainer: Trainer, steps: int) -> list[float]:
+    """Take the steps, and return their losses up to the one that diverges."""
+    losses: list[float] = []
+    with contextlib.closing(trainer.batches(0)) as batches:
+        for _ in range(steps):
+            batch, _ = next(batches, (None, 0.0))
+            if batch is None:
+                raise JaxstackError(f"the data ended after {len(losses)} batches; choose fewer --steps.")
+            losses.append(float(trainer.train_step(batch)["loss"]))
+            if diverged_at(average(np.array(losses))) < len(losses):
+                break
+    return losses
+
+
+def _render(config: RunConfig, finding: RateFinding) -> str:
+    """Return the page: the averaged loss over the learning rate, with the suggestions marked."""
+    name = f"Learning rates of {config.run.name}"
+    marked = {int(np.searchsorted(finding.rates, at)) for at in (finding.steepest, finding.suggestion)}
+    points = [
+        Point(float(rate), float(loss), f"{rate:.3g}: {loss:.4f}", "second" if index in marked else "first")
+        for index, (rate, loss) in enumerate(zip(finding.rates, finding.averages, strict=True))
+    ]
+    low, high = float(finding.rates[0]), float(finding.rates[-1])
+    chart = Scatter("Averaged training loss over the learning rate", points, low, high, True, joined=True, wide=True)
+    tiles = render_tiles(
+        [
+            ("Try", f"{finding.suggestion:.2g}", "between the two below"),
+            ("Steepest descent", f"{finding.steepest:.3g}", ""),
+            ("Minimum / 10", f"{finding.tenth_of_minimum:.3g}", ""),
+        ]
+    )
+    figure = f'<div class="charts">{render_scatter(chart)}</div>'
+    return f"{page_head(name)}<h1>{html.escape(name)}</h1>{tiles}{figure}</main></body></html>"

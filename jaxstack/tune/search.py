@@ -1,0 +1,351 @@
+"""Runs the trials of a study as processes of this host, prunes them, and resumes those that were cut off."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxstack.config.loader import dump_yaml
+from jaxstack.errors import ConfigError, JaxstackError, cannot_write
+from jaxstack.files import FileLock, LockHeld, exclusive, write_file
+from jaxstack.launch.child import Child
+from jaxstack.launch.supervisor import count_gpus
+from jaxstack.observe.report.series import read_metrics
+from jaxstack.resilience.exit_on_signal import signal_name
+from jaxstack.resilience.stop_request import Interrupted, StopRequest
+from jaxstack.run_config import RunConfig, config_from_tree
+from jaxstack.tune.optuna_study import OptunaStudy, Outcome, TrialRecord, best_of, check_packages
+from jaxstack.tune.report import write_report
+from jaxstack.tune.space import read_space
+from jaxstack.tune.study import StudyConfig, load_study
+from jaxstack.tune.trial import LOG, OUTCOME
+
+_POLL_SECONDS = 0.2
+_SAVE_SECONDS = 60.0
+"""Time for the trials to save after a stop signal."""
+_FAILURES_IN_A_ROW = 3
+"""Number of first trials that may all fail before the study gives up."""
+_EVALUATIONS = 10
+"""Held-out evaluations of a trial that the configuration leaves without any."""
+_OTHER_RUNS = ("SLURM_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS")
+"""Beginnings of variables by which a trial would take itself for a process of a larger run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyResult:
+    """A study whose trials have ended.
+
+    Attributes:
+      directory: directory of the study.
+      best: the trial with the smallest held-out loss; None if no trial was complete.
+      records: all trials.
+    """
+
+    directory: Path
+    best: TrialRecord | None
+    records: Sequence[TrialRecord]
+
+
+def run_study(
+    config: str | Path, study: str | Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print
+) -> StudyResult:
+    """Search the values of a configuration, as `python -m jaxstack.tune --config FILE --study STUDY.yaml` does.
+
+    Goes on with a study that was stopped. Several hosts may call it for one study, in one shared storage.
+
+    Args:
+      config: YAML file of the configuration.
+      study: YAML file of the study, see `StudyConfig`.
+      overrides: `section.key=value` strings, laid over the configuration.
+      report: called with each line of progress.
+
+    Raises:
+      ConfigError: the study or its space is wrong, or the directory holds a study of another configuration.
+      JaxstackError: every one of the first trials failed.
+      Interrupted: a signal stopped the study; the same call goes on.
+    """
+    settings = load_study(study)
+    space = read_space(settings.space, config, overrides, str(study))
+    base = space.configuration({})
+    directory = Path(base.run.dir) / settings.name
+    check_packages(settings)
+    try:
+        with exclusive(directory / ".lock", on_wait=lambda: None):
+            stored = OptunaStudy(settings, space, directory, study_identity(base, settings), base.train.steps)
+        search = Search(stored, directory, report)
+        with StopRequest() as stop, contextlib.closing(search):
+            search.run(stop)
+    except OSError as error:
+        raise cannot_write(error.filename or directory, error) from None
+    records = stored.records()
+    return StudyResult(directory, best_of(records), records)
+
+
+def study_identity(base: RunConfig, settings: StudyConfig) -> dict[str, Any]:
+    """Return what makes the trials of a study comparable, as plain data: configuration, space and metric."""
+    tree = base.model_dump(mode="json", by_alias=True)
+    chosen = {name: tree[name] for name in ("model", "train", "optimizer", "schedule", "precision", "adapters")}
+    data = {key: value for key, value in tree["data"].items() if key not in ("cache_dir", "read_ahead")}
+    run = {"seed": base.run.seed, "init_from": base.run.init_from}
+    found: dict[str, Any] = {"run": run, "data": data, **chosen}
+    for key in settings.space:  # these differ from trial to trial
+        *sections, last = key.split(".")
+        functools.reduce(lambda tree, name: tree.get(name) or {}, sections, found).pop(last, None)
+    return {"space": settings.space, "metric": settings.metric, "configuration": found}
+
+
+@dataclasses.dataclass
+class _Running:
+    """A trial that runs on this host."""
+
+    number: int
+    directory: Path
+    child: Child
+    lock: FileLock
+    slot: int
+    config: RunConfig
+    values: Mapping[str, Any]
+    seen: int = 0
+    """Size of the metrics file that was read last."""
+    pruned_at: int | None = None
+
+
+class Search:
+    """The trials of one study on this host.
+
+    Args:
+      study: the study.
+      directory: its directory, which exists.
+      say: called with each line of progress.
+    """
+
+    def __init__(self, study: OptunaStudy, directory: Path, say: Callable[[str], None]):
+        self.study, self.directory, self._say = study, directory, say
+        self._running: list[_Running] = []
+        self._workers = study.config.workers
+        self._gpus = self._split_gpus()
+
+    def _split_gpus(self) -> list[str] | None:
+        """Return CUDA_VISIBLE_DEVICES of each worker; None without GPUs."""
+        count, workers = count_gpus(), self._workers
+        if count == 0:
+            return None
+        if count % workers:
+            raise ConfigError(f"workers ({workers}) must divide the {count} GPUs of this host, which they share.")
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = chosen.split(",") if chosen else [str(index) for index in range(count)]
+        each = count // workers
+        return [",".join(names[i * each : (i + 1) * each]) for i in range(workers)]
+
+    def run(self, stop: StopRequest) -> None:
+        """Start and watch trials until the study has all of them, or a signal arrives."""
+        self._begin()
+        while True:
+            for trial in list(self._running):
+                self._watch(trial)
+            if stop.reached():
+                raise Interrupted(
+                    stop.signum or 0,
+                    f"stopped by {signal_name(stop.signum or 0)}; the same command goes on with the study",
+                )
+            while len(self._running) < self._workers and self._start_next():
+                pass
+            if not self._running:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _begin(self) -> None:
+        done, total = self.study.started(), self.study.config.trials
+        count = f"{total} trials" if not done else f"{done} of {total} trials started before"
+        self._say(f"study {self.study.config.name} in {self.directory}: {count}")
+        self._update_report()
+
+    def close(self) -> None:
+        """Ask the trials that still run to save, and wait for them; the next start resumes them."""
+        deadline = time.monotonic() + _SAVE_SECONDS
+        for trial in self._running:
+            trial.child.send(signal.SIGTERM)
+        for trial in self._running:
+            trial.child.wait(deadline - time.monotonic())
+            _kill(trial.child)
+            trial.lock.release()
+        self._running.clear()
+
+    # --- starting ----------------------------------------------------------------------------------------------------
+
+    def _start_next(self) -> bool:
+        """Resume a trial whose process is gone, or start a new one; return False if there is neither."""
+        with exclusive(self.directory / ".lock", on_wait=lambda: None):
+            for number in self.study.running():
+                if any(trial.number == number for trial in self._running) or not self._place(number).is_dir():
+                    continue
+                lock = self._lock(number)
+                if lock is not None:
+                    self._say(f"trial {number}: going on")
+                    return self._start(number, self.study.values(number), lock)
+            if self.study.started() >= self.study.config.trials:
+                return False
+            number, values = self.study.ask()
+            self._place(number).mkdir(parents=True, exist_ok=True)
+            lock = self._lock(number)
+        if lock is None:
+            raise JaxstackError(f"{self._place(number)} is locked by another process: give each study its own run.dir")
+        return self._start(number, values, lock)
+
+    def _place(self, number: int) -> Path:
+        return self.directory / "trials" / f"{number:04d}"
+
+    def _lock(self, number: int) -> FileLock | None:
+        lock = FileLock(self._place(number) / ".trial")
+        try:
+            lock.acquire()
+        except LockHeld:
+            lock.release()
+            return None
+        return lock
+
+    def _start(self, number: int, values: Mapping[str, Any], lock: FileLock) -> bool:
+        directory = self._place(number)
+        try:
+            config = self._trial_config(number, values)
+        except ConfigError as error:
+            lock.release()
+            self._tell(number, values, Outcome("configuration", reason=str(error)))
+            return True
+        write_file(directory / "config.yaml", dump_yaml(config).encode(), durable=False)
+        (directory / OUTCOME).unlink(missing_ok=True)
+        slot = min(set(range(self._workers)) - {trial.slot for trial in self._running})
+        child = Child(number, trial_command(directory), self._environment(slot), directory, None)
+        self._running.append(_Running(number, directory, child, lock, slot, config, values))
+        return True
+
+    def _trial_config(self, number: int, values: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration of a trial, which has its own run directory and evaluates for the pruner."""
+        tree = self.study.space.configuration(values).model_dump(mode="json", by_alias=True)
+        tree["run"] |= {"dir": str(self.directory / "trials"), "name": f"{number:04d}"}
+        tree["observe"]["trackers"] = ["jsonl"]
+        tree["checkpoint"]["keep"] = 1
+        if self.study.config.pruner != "none" and tree["train"]["eval_every_steps"] is None:
+            tree["train"]["eval_every_steps"] = max(1, tree["train"]["steps"] // _EVALUATIONS)
+        return config_from_tree(tree, f"trial {number}")
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(_OTHER_RUNS)}
+        return kept if self._gpus is None else {**kept, "CUDA_VISIBLE_DEVICES": self._gpus[slot]}
+
+    # --- watching ----------------------------------------------------------------------------------------------------
+
+    def _watch(self, trial: _Running) -> None:
+        """Pass new held-out losses to the pruner, and record the trial's end."""
+        code = trial.child.poll()
+        self._read_curve(trial)
+        if trial.pruned_at is not None:
+            _kill(trial.child)  # without saving: its checkpoints are deleted
+            outcome = Outcome("pruned", reason=f"stopped after step {trial.pruned_at}")
+        elif code is None:
+            return
+        else:
+            outcome = self._outcome(trial, code)
+        self._running.remove(trial)
+        self._tell(trial.number, trial.values, outcome)
+        trial.lock.release()
+
+    def _read_curve(self, trial: _Running) -> None:
+        """Report the held-out losses that are new in the metrics file."""
+        path = trial.directory / "metrics.jsonl"
+        size = path.stat().st_size if path.exists() else 0
+        if size == trial.seen:
+            return
+        trial.seen = size
+        series = read_metrics(path).get(self.study.config.metric)
+        last = trial.config.train.steps
+        for step, loss in zip(series.steps, series.values, strict=True) if series is not None else ():
+            if self.study.report(trial.number, int(step), float(loss)) and step < last:
+                trial.pruned_at = int(step)
+                return
+
+    def _outcome(self, trial: _Running, code: int) -> Outcome:
+        """Return how a process that ended by itself ended."""
+        try:
+            found = json.loads((trial.directory / OUTCOME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+            killed = code == -9  # by the kernel, where the host has no memory left
+            return Outcome("memory" if killed else "failed", reason=f"its process {how}; see {trial.directory / LOG}")
+        excess, reason = found.get("memory_excess"), found.get("reason", "")
+        if found["state"] != "complete":
+            return Outcome(found["state"], None, excess, reason)
+        value = found["metrics"].get(self.study.config.metric)
+        if not isinstance(value, int | float):
+            return Outcome("failed", reason=f"the run has no {self.study.config.metric}: it has no held-out text")
+        if not math.isfinite(value):
+            return Outcome("failed", reason=f"its {self.study.config.metric} is not finite")
+        return Outcome("complete", float(value), excess)
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, number: int, values: Mapping[str, Any], outcome: Outcome) -> None:
+        before = best_of(self.study.records())
+        self.study.tell(number, outcome)
+        records = self.study.records()
+        best = best_of(records)
+        shown = outcome.state if outcome.value is None else f"{self.study.config.metric} {outcome.value:.4f}"
+        reason = f": {outcome.reason}" if outcome.reason else ""
+        mark = ", the best so far" if best is not None and best.number == number else ""
+        self._say(f"trial {number}: {shown}{reason} ({describe_values(values)}){mark}")
+        self._drop_checkpoints(number, before, best)
+        self._update_report()
+        failed = [record for record in records if record.state in ("failed", "configuration")]
+        if best is None and len(failed) >= _FAILURES_IN_A_ROW and len(failed) == len(records) - len(self._running):
+            raise JaxstackError(
+                f"all of the first {len(failed)} trials failed; the last one: {failed[-1].reason}. See "
+                f"{self._place(failed[-1].number) / LOG}"
+            )
+
+    def _drop_checkpoints(self, ended: int, before: TrialRecord | None, best: TrialRecord | None) -> None:
+        """Delete the checkpoints of the ended trial, or those of the one that it beats, as `keep_checkpoints` says."""
+        keep = self.study.config.keep_checkpoints
+        doomed = {ended} | ({before.number} if before is not None else set())
+        if keep == "best" and best is not None:
+            doomed.discard(best.number)
+        for number in () if keep == "all" else doomed:
+            shutil.rmtree(self._place(number) / "checkpoints", ignore_errors=True)
+
+    def _update_report(self) -> None:
+        """Write report.html, and best.yaml if a trial is complete."""
+        records = self.study.records()
+        best = best_of(records)
+        text = ""
+        if best is not None:
+            tree = self.study.space.configuration(best.values).model_dump(mode="json", by_alias=True)
+            tree["run"] |= {"name": f"{self.study.config.name}-best"}
+            text = dump_yaml(config_from_tree(tree, "the best trial"))
+            write_file(self.directory / "best.yaml", text.encode(), durable=False)
+        write_report(self.directory, self.study.config, records, self.study.importance(), self.study.space, text)
+
+
+def trial_command(directory: Path) -> list[str]:
+    """Return the command of a trial's process, which leaves `outcome.json` in the trial's directory."""
+    return [sys.executable, "-m", "jaxstack.tune.trial", str(directory)]
+
+
+def _kill(child: Child) -> None:
+    """End a process and everything that it started at once."""
+    child.send(signal.SIGKILL)
+    child.wait(30)
+
+
+def describe_values(values: Mapping[str, Any]) -> str:
+    """Return the values of a trial on one line."""
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items()
+    )

@@ -1,0 +1,222 @@
+"""The search space of a study: ranges and choices of `section.key` values, checked against the configuration."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel
+
+from jaxstack.config.loader import (
+    Tree,
+    drop_keys_of_replaced,
+    merge_overrides,
+)
+from jaxstack.errors import ConfigError, nearest
+from jaxstack.run_config import RunConfig, config_from_tree, load_tree
+
+Values: TypeAlias = Mapping[str, Any]
+"""`section.key` -> value of one trial."""
+_OF_THE_STUDY = ("run.name", "run.dir", "run.init_from", "run.branch_from", "run.branch_step")
+"""Keys that a study sets itself, or that must be the same for all trials."""
+_RANGE_KEYS = ("low", "high", "log", "step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included.
+
+    Attributes:
+      low: smallest value.
+      high: largest value.
+      log: draw the logarithm uniformly, not the value.
+      step: distance between values; None: any number, or every whole number.
+      whole: the key takes whole numbers.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+    whole: bool = False
+
+    def samples(self) -> list[Any]:
+        """Return the two ends, which the configuration must accept."""
+        return [self.low, self.high]
+
+    def contains(self, value: object) -> bool:
+        """Return True if the value is in the range (and on its grid)."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not self.low <= value <= self.high:
+            return False
+        steps = (value - self.low) / self.step if self.step is not None else 0.0
+        return abs(steps - round(steps)) < 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A list of values, which may be of any type, in no order."""
+
+    values: tuple[Any, ...]
+
+    def samples(self) -> list[Any]:
+        """Return all values."""
+        return list(self.values)
+
+    def contains(self, value: object) -> bool:
+        """Return True if the value is one of the list."""
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.values)
+
+
+Dimension: TypeAlias = Range | Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchSpace:
+    """The dimensions of a study over one configuration.
+
+    Attributes:
+      dimensions: `section.key` -> its range or choices.
+      tree: the configuration as plain data, with the command's overrides and without defaults.
+      origin: name of the configuration in messages.
+    """
+
+    dimensions: Mapping[str, Dimension]
+    tree: Tree
+    origin: str
+
+    def configuration(self, values: Values) -> RunConfig:
+        """Return the configuration with the values of a trial.
+
+        A key that the trial's optimizer, schedule or attention kind (chosen by a `name` in the space) does not have is
+        left out.
+
+        Raises:
+          ConfigError: the values do not fit together.
+        """
+        return _with_values(self.tree, values, self.origin)
+
+    def base_values(self) -> dict[str, Any] | None:
+        """Return the configuration's own values of all dimensions; None if one of them is outside of the space."""
+        base = config_from_tree(self.tree, self.origin)
+        values = {key: _value_at(base, key) for key in self.dimensions}
+        inside = all(dimension.contains(values[key]) for key, dimension in self.dimensions.items())
+        return values if inside else None
+
+
+def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence[str], study: str) -> SearchSpace:
+    """Check a study's search space against a configuration.
+
+    Args:
+      space: `section.key` -> `{low, high, log, step}` or a list, from the study file.
+      config: the YAML file of the configuration.
+      overrides: `section.key=value` strings, laid over the file.
+      study: name of the study file in messages.
+
+    Raises:
+      ConfigError: a key is unknown or fixed by an override, a range is empty, or the configuration refuses its ends.
+    """
+    tree = load_tree(config, overrides)
+    config_from_tree(tree, str(config), overrides)  # tells what is wrong with the configuration itself
+    fixed = {override.partition("=")[0].strip() for override in overrides}
+    dimensions: dict[str, Dimension] = {}
+    for key, text in space.items():
+        where = f"{study}: space.{key}"
+        if key in fixed:
+            raise ConfigError(f"{where} is also set on the command line: remove it from one of the two.")
+        if key in _OF_THE_STUDY:
+            raise ConfigError(f"{where} cannot be searched: it is the same for all trials, or the study sets it.")
+        if len(key.split(".")) < 2:
+            raise ConfigError(f"{where} must have the form section.key, such as optimizer.learning_rate.")
+        dimensions[key] = _read_dimension(text, where)
+    checked = {key: _checked(key, dimensions, tree, f"{study}: space.{key}") for key in dimensions}
+    return SearchSpace(checked, tree, str(config))
+
+
+def _read_dimension(text: object, where: str) -> Dimension:
+    if isinstance(text, list):
+        if len({json.dumps(value) for value in text}) < max(2, len(text)):
+            raise ConfigError(f"{where} must list at least two different choices; found {text}.")
+        return Choice(tuple(text))
+    if not isinstance(text, dict) or not {"low", "high"} <= text.keys():
+        raise ConfigError(f"{where} must be a list of choices or {{low: ..., high: ...}}; found {text!r}.")
+    for name in text:
+        if name not in _RANGE_KEYS:
+            raise ConfigError(f"{where}: unknown key {name!r}; {nearest(name, _RANGE_KEYS)}")
+    low, high = _number(text, "low", where), _number(text, "high", where)
+    step = _number(text, "step", where) if text.get("step") is not None else None
+    log = text.get("log", False)
+    if not isinstance(log, bool):
+        raise ConfigError(f"{where}.log must be true or false; found {log!r}.")
+    if low >= high:
+        raise ConfigError(f"{where}: low ({low}) must be less than high ({high}).")
+    if log and low <= 0:
+        raise ConfigError(f"{where}: low ({low}) must be more than 0 for a logarithmic range.")
+    if step is not None and (step <= 0 or log):
+        raise ConfigError(f"{where}.step must be more than 0, and is not for logarithmic ranges; found {step}.")
+    return Range(low, high, log, step)
+
+
+def _number(text: Mapping[str, object], name: str, where: str) -> float:
+    value = text[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{where}.{name} must be a finite number; found {value!r}.")
+    return value
+
+
+def _checked(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
+    """Return the dimension with the type of its key, after the configuration accepted its ends or choices.
+
+    A value is accepted if it fits together with the configuration, or with a value of one of the other dimensions.
+    """
+    dimension = dimensions[key]
+    others = [{other: value} for other, one in dimensions.items() if other != key for value in one.samples()]
+    contexts: list[Values] = [{}, *others]
+
+    def value_of(value: object) -> object:
+        refused = None
+        for context in contexts:
+            try:
+                return _value_at(_with_values(tree, {**context, key: value}, where, strict=True), key)
+            except ConfigError as error:
+                refused = refused or error
+        raise refused or ConfigError(f"{where} cannot be {value!r}.")
+
+    found = value_of(dimension.samples()[0])
+    if isinstance(dimension, Range):
+        if isinstance(found, bool) or not isinstance(found, int | float):
+            raise ConfigError(f"{where}: {key} is not a number; give a list of choices.")
+        dimension = dataclasses.replace(dimension, whole=isinstance(found, int))
+        if dimension.whole and any(number % 1 for number in (dimension.low, dimension.high, dimension.step or 0)):
+            raise ConfigError(f"{where}: low, high and step must be whole numbers, as {key} is one.")
+    for value in dimension.samples()[1:]:
+        value_of(value)
+    return dimension
+
+
+def _with_values(tree: Tree, values: Values, origin: str, strict: bool = False) -> RunConfig:
+    """Build the configuration with values in place of the tree's; `strict` refuses a key that a `name` lacks."""
+    given = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    names = [f"{key}={value}" for key, value in values.items() if key.endswith(".name") and isinstance(value, str)]
+    named = {name.partition("=")[0] for name in names}
+    rest = [text for text in given if text.partition("=")[0] not in named]
+    if strict:
+        tree, _ = drop_keys_of_replaced(RunConfig, tree, names)
+        tree = merge_overrides(tree, [*names, *rest])
+    else:
+        tree, _ = drop_keys_of_replaced(RunConfig, merge_overrides(tree, rest), names)
+        tree = merge_overrides(tree, names)
+    return config_from_tree(tree, origin)
+
+
+def _value_at(config: RunConfig, key: str) -> Any:
+    """Return the configuration's value of `section.key`, as plain data; None if there is no such key."""
+    found: Any = config
+    for part in key.split("."):
+        if isinstance(found, BaseModel):
+            names = {field.alias or name: name for name, field in type(found).model_fields.items()}
+            found = getattr(found, names[part]) if part in names else None
+        else:
+            found = found.get(part) if isinstance(found, Mapping) else None
+    return found.model_dump(mode="json", by_alias=True) if isinstance(found, BaseModel) else found

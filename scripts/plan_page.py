@@ -1,0 +1,130 @@
+"""Fills the tables of docs/plan.md: the worked examples, and predicted beside measured times and compiled memory.
+
+python scripts/plan_page.py
+
+The examples are searches of the planner. Measured rows come from train_step.jsonl and planner.jsonl of
+benchmarks/results, and compiled memory from tests/plan/data/compiled_memory.jsonl.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
+from jaxstack.plan.cluster_search import SearchOptions, search_cluster
+from jaxstack.plan.forecast import forecast, training_budget
+from jaxstack.plan.search import describe_degrees
+from jaxstack.run_config import load_config
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RESULTS = ROOT / "docs" / "plan.md", ROOT / "benchmarks" / "results"
+COMPILED = ROOT / "tests" / "plan" / "data" / "compiled_memory.jsonl"
+EXAMPLES = {
+    "1b": (["model.preset=llama3-1b", "model.scan_layers=false", "train.global_batch_size=4"], "1 x 1 h200"),
+    "8b": (["model.preset=llama3-8b", "model.scan_layers=false", "train.global_batch_size=64"], "1 x 8 h200"),
+    "70b": (["model.preset=llama3-70b", "train.global_batch_size=1024"], "64 x 8 h200"),
+}
+"""Example -> (configuration, cluster); sequences of 8192 tokens."""
+PARTS = {"matmul": "matmul", "attention": "attention", "elementwise": "elementwise",
+         "exposed_communication": "communication", "bubble": "bubble"}  # fmt: skip
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def example(name: str) -> str:
+    """Return the table of one worked example: the five fastest layouts, and the budget of a Chinchilla run."""
+    overrides, cluster = EXAMPLES[name]
+    config = load_config(None, [*overrides, "train.sequence_length=8192"], report=lambda _: None)
+    result = search_cluster(config, SearchOptions(cluster=cluster, tokens="chinchilla", top=5))
+    rows = []
+    for one in result.found.forecasts:
+        parts = [f"{1e3 * one.seconds[part]:,.0f}" for part in PARTS]
+        speed = f"{one.tokens_per_second / one.devices:,.0f}"
+        rows.append([describe_degrees(one.config), f"{one.memory_bytes / 2**30:.0f}", f"{1e3 * one.step_seconds:,.0f}",
+                     *parts, speed, f"{100 * one.mfu:.1f}"])  # fmt: skip
+    titles = ["layout", "GiB", "step ms", *PARTS.values(), "tokens/s/GPU", "MFU %"]
+    assert result.tokens is not None
+    budget = training_budget(result.found.best, result.tokens)
+    counts = f"{result.found.fitting:,} of {result.found.tried:,} possible layouts fit."
+    cost = f" {budget.cost:,.0f} at the file's price," if budget.cost is not None else ""
+    line = (
+        f"{counts} {budget.tokens / 1e9:,.0f} billion tokens (20 per parameter) with the first: "
+        f"{budget.days:,.1f} days, {budget.gpu_hours:,.0f} GPU-hours,{cost} {budget.kilowatt_hours / 1000:,.1f} MWh."
+    )
+    return f"{table(titles, rows)}\n\n{line}"
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def measured() -> str:
+    """Return predicted beside measured steps: newest rows of ours with complete overrides and without blockwise FP8."""
+    rows = [row for script in ("train_step", "planner") for row in read(RESULTS / f"{script}.jsonl")]
+    ours = [row for row in rows if row["implementation"] == "jaxstack" and "milliseconds" in row]
+    whole = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
+    newest = {(row["work"], row.get("variant")): row for row in whole if "blockwise" not in str(row["overrides"])}
+    lines, errors = [], []
+    for row in newest.values():
+        config = load_config(None, [o for o in row["overrides"] if not o.startswith("xla_")], report=lambda _: None)
+        cluster = cluster_of_devices(row["device"], row["devices"], one_host=True)
+        if cluster is None:
+            continue
+        predicted, real = 1e3 * forecast(config, cluster).step_seconds, row["milliseconds"]
+        errors.append(predicted / real - 1)
+        named = [row["work"], row.get("variant") or "", f"{predicted:,.0f}", f"{real:,.0f}"]
+        lines.append([*named, f"{100 * errors[-1]:+.1f}", str(row["commit"])[:7]])
+    titles = ["work", "variant", "predicted ms", "measured ms", "difference %", "commit"]
+    middle = 100 * median(abs(error) for error in errors)
+    return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %, over {len(errors)} rows."
+
+
+def compiled() -> str:
+    """Return the planner's memory beside the compiler's."""
+    lines, errors = [], []
+    for row in read(COMPILED):
+        config = load_config(None, row["overrides"], report=lambda _: None)
+        found = forecast(config, parse_cluster(f"1 x {row['devices']} h200")).memory_bytes
+        errors.append(found / row["predicted_bytes"] - 1)
+        layers = f" of {config.model.num_layers} layers" if any("num_layers" in o for o in row["overrides"]) else ""
+        shape = f"{config.train.global_batch_size} x {config.train.sequence_length}"
+        scanned = "" if config.model.scan_layers else ", unrolled"
+        named = [f"{config.model.preset}{layers}, {shape}", describe_degrees(config) + scanned]
+        sizes = [f"{size / 2**30:.1f}" for size in (found, row["predicted_bytes"])]
+        lines.append([*named, *sizes, f"{100 * errors[-1]:+.1f}"])
+    titles = ["work", "layout", "planner GiB", "compiler GiB", "difference %"]
+    middle = 100 * median(abs(error) for error in errors)
+    return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %."
+
+
+MAKERS: dict[str, Callable[[], str]] = {
+    **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
+    "measured": measured,
+    "compiled": compiled,
+}
+"""Name of a part of the page -> the function that makes it."""
+
+
+def make_page(page: str) -> str:
+    """Return the page with all its parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"<!-- made: {found[1]} -->\n\n{MAKERS[found[1]]()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- made: ([\w ]+) -->\n.*?<!-- end -->", replaced, page, flags=re.S)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE}")

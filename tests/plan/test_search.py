@@ -1,0 +1,142 @@
+"""The search: what it offers passes the trainer's own checks, fits, is ranked, and says what was refused."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxstack.errors import ConfigError
+from jaxstack.plan.choose import training_layout
+from jaxstack.plan.cluster import parse_cluster
+from jaxstack.plan.feasibility import layout_problems
+from jaxstack.plan.forecast import LayoutModel, compute_optimal, forecast, training_budget
+from jaxstack.plan.layouts import enumerate_layouts, layout_of
+from jaxstack.plan.optimizer_state import optimizer_bytes
+from jaxstack.plan.search import search_layouts
+from jaxstack.run_config import config_from_tree, load_config
+
+DENSE = ["model.preset=llama3-8b", "train.global_batch_size=32", "train.sequence_length=4096"]
+MIXTURE = ["model.preset=qwen3-30b-a3b", "train.global_batch_size=32", "train.sequence_length=4096"]
+
+
+def config_of(*overrides):
+    return load_config(None, list(overrides), report=lambda _: None)
+
+
+@pytest.mark.parametrize("overrides", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_every_offered_layout_passes_the_trainers_checks(overrides):
+    config = config_of(*overrides)
+    layouts, refused = enumerate_layouts(config, 8)
+    assert len(layouts) > 500
+    for row in range(0, len(layouts), 29):
+        one = layouts.configuration(row, config)
+        assert not layout_problems(one.layout_sections)
+        assert training_layout(one, 8) == one
+        assert config_from_tree(one.model_dump(mode="json", by_alias=True)) == one
+        columns = layout_of(one)
+        assert all(columns[name][0] == layouts[name][row] for name in layouts.columns)
+    rules = " ".join(refused)
+    if overrides is DENSE:
+        assert "but this model has none" in rules and (layouts["expert"] == 1).all()
+    else:
+        assert (layouts["expert"] > 1).any()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    heads=st.sampled_from([4, 6, 8]),
+    layers=st.integers(1, 9),
+    batch=st.sampled_from([4, 6, 12, 16]),
+    devices=st.sampled_from([1, 2, 4, 6, 8]),
+    experts=st.sampled_from([None, 4, 6]),
+)
+def test_small_models_of_any_shape(heads, layers, batch, devices, experts):
+    moe = {"moe": {"num_experts": experts}} if experts else {}
+    model = {"vocab_size": 512, "hidden_size": 32 * heads, "num_heads": heads, "num_layers": layers, **moe}
+    config = config_from_tree({"model": model, "train": {"global_batch_size": batch, "sequence_length": 96}})
+    layouts, _ = enumerate_layouts(config, devices)
+    seconds = LayoutModel(config, parse_cluster(f"{devices} h200")).seconds(layouts) if len(layouts) else {}
+    for row in range(0, len(layouts), max(1, len(layouts) // 5)):
+        assert not layout_problems(layouts.configuration(row, config).layout_sections)
+    assert all(np.isfinite(part).all() and (part >= 0).all() for part in seconds.values())
+
+
+def test_thousands_of_layouts_within_seconds():
+    config = config_of("model.preset=llama3-70b", "train.global_batch_size=1024", "train.sequence_length=8192")
+    began = time.process_time()
+    found = search_layouts(config, parse_cluster("64 x 8 h200"), top=5)
+    assert time.process_time() - began < 5
+    assert found.tried > 100_000 and 0 < found.fitting < found.tried
+    times = [one.step_seconds for one in found.forecasts]
+    assert len(times) == 5 and times == pytest.approx(sorted(times), rel=2e-3)
+    model = LayoutModel(config, parse_cluster("64 x 8 h200"))
+    assert all(one.memory_bytes <= model.usable_bytes and one.devices == 512 for one in found.forecasts)
+    assert sum(n for rule, n in found.refused.items() if rule.startswith("memory")) == found.tried - found.fitting
+
+
+def test_the_layout_depends_on_model_and_memory():
+    dense = search_layouts(config_of(*DENSE), parse_cluster("8 h200")).best.config
+    assert dense.parallel.expert == 1
+    small = config_of("model.preset=gpt2-124m", "train.global_batch_size=64", "train.sequence_length=1024")
+    parallel = search_layouts(small, parse_cluster("8 h200")).best.config.parallel
+    assert parallel.data * parallel.fsdp == 8 and small.model.remat == "none"
+    tight = parse_cluster("8 h200").model_copy(update={"memory_bytes": 24 * 2**30})
+    assert search_layouts(config_of(*DENSE), tight).best.config.model.remat != "none"
+
+
+def test_a_model_that_fits_nowhere_gets_a_way_out():
+    config = config_of("model.preset=llama3-70b", "train.global_batch_size=256", "train.sequence_length=4096")
+    with pytest.raises(ConfigError, match=r"needs .* on each GPU \(.*optimizer.*usable.*It fits \d+ x 8 L40S"):
+        search_layouts(config, parse_cluster("8 l40s"))
+    odd = config_of("model.preset=gpt2-124m", "train.global_batch_size=5", "train.sequence_length=1024")
+    with pytest.raises(ConfigError, match="has 13 devices.*train.global_batch_size"):
+        search_layouts(odd, parse_cluster("13 h200"))
+
+
+def test_forecasts_scale_as_they_should():
+    def seconds(cluster, *overrides):
+        return forecast(config_of(*DENSE, "model.remat=full", *overrides), parse_cluster(cluster)).seconds
+
+    one = seconds("8 h200", "parallel.fsdp=8")
+    half = seconds("4 h200", "parallel.fsdp=4")
+    assert half["matmul"] == pytest.approx(2 * one["matmul"], rel=0.01)
+    assert seconds("8 x 1 h200", "parallel.fsdp=8")["exposed_communication"] > 3 * one["exposed_communication"]
+    none = seconds("8 h200", "parallel.fsdp=8", "model.remat=none")
+    assert none["matmul"] < 0.9 * one["matmul"]
+    pipeline = seconds("8 h200", "parallel.pipeline=8", "parallel.microbatches=32")
+    assert pipeline["bubble"] > 7 / 32 * pipeline["matmul"]
+
+
+def test_optimizer_state_is_that_of_the_optimizers():
+    shape = LayoutModel(config_of(*DENSE), parse_cluster("8 h200")).shape
+
+    def state(name):
+        return optimizer_bytes(config_of(f"optimizer.name={name}").optimizer, shape)
+
+    assert state("adamw") == pytest.approx(8, rel=1e-3) and state("lion") == pytest.approx(4, rel=1e-3)
+    assert state("sgd") == pytest.approx(4, rel=1e-3) and state("adafactor") < 0.1
+    assert 4 < state("muon") < 5  # two moments for embedding and head only
+
+
+def test_budgets():
+    config = config_of(*DENSE, "parallel.fsdp=8")
+    one = forecast(config, parse_cluster("8 h200"))
+    budget = training_budget(one, 1e12)
+    assert budget.gpu_hours == pytest.approx(8 * 24 * budget.days)
+    assert budget.days * 86400 * one.tokens_per_second == pytest.approx(1e12)
+    assert budget.cost == pytest.approx(budget.gpu_hours * 3.5)
+    assert budget.kilowatt_hours == pytest.approx(budget.gpu_hours * 0.7)
+    # Chinchilla itself: 70B parameters on 1.4T tokens use 5.9e23 FLOPs.
+    parameters, tokens = compute_optimal(5.88e23)
+    assert parameters == pytest.approx(70e9, rel=0.01) and tokens == pytest.approx(1.4e12, rel=0.01)
+
+
+@pytest.mark.parametrize("ours", ["llama3-1b", "gpt2-124m"])
+def test_measured_steps_of_one_h200(ours):
+    """Sustained steps of docs/performance.md: 528.4 ms for llama3-1b, 107.3 ms for gpt2-124m, unrolled, bfloat16."""
+    batch, length, measured = {"llama3-1b": (4, 8192, 0.5284), "gpt2-124m": (64, 1024, 0.1073)}[ours]
+    shape = [f"train.global_batch_size={batch}", f"train.sequence_length={length}", "model.scan_layers=false"]
+    found = forecast(config_of(f"model.preset={ours}", *shape), parse_cluster("1 h200"))
+    assert found.step_seconds == pytest.approx(measured, rel=0.08)
