@@ -1,16 +1,22 @@
 """Generation with random weights: tokens/s of the first pass over the prompts, and of the steps after it.
 
     python benchmarks/generate.py                                   # llama3-1b on a GPU, tiny on a CPU
+    python benchmarks/generate.py --batch 1 16 64 --variants unrolled --peers torch
     python benchmarks/generate.py llama3-8b --batch 1 64 --prompt 2048 parallel.tensor=4
 
 Greedy. A measurement is a call of `Decoder.generate`, as a user's, host and all: up to the first token it is the
 prefill, from there on the steps. GB/s counts what a step must read at least: all weights in the compute dtype, and the
-whole cache. The fastest of three calls counts. Rows are appended to benchmarks/results/generate.jsonl.
+filled part of the cache, on average; "share" is its part of what the GPU's memory gives. The fastest of three calls
+counts. With `--peers torch` a compiled PyTorch Llama with a static cache decodes the same shapes on one device
+(benchmarks/peers/torch_decode.py), in a process of its own. Rows are appended to benchmarks/results/generate.jsonl.
 """
 
 import argparse
+import importlib.util
+import json
 import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,6 +43,8 @@ from jaxstack.run_config import RunConfig, load_config
 CALLS, VARIANTS = 3, {"unrolled": False, "scanned": True}
 VOCABULARY = 4096
 """Of presets that leave it to the tokenizer."""
+READ_SPEED = {"NVIDIA H200": 4300.0}
+"""GB/s at which a device's memory is read at most, as measured."""
 
 
 def make_decoder(config: RunConfig, given: bool) -> Decoder:
@@ -52,10 +60,12 @@ def make_decoder(config: RunConfig, given: bool) -> Decoder:
 
 
 def bytes_read(decoder: Decoder, batch: int, prompt: int, tokens: int) -> int:
-    """Return the bytes that a step must read on all devices: the weights without the input embedding, and the cache."""
+    """Return the bytes that a step must read on all devices, on average.
+
+    They are those of the weights without the input embedding, and of the keys and values of the tokens so far.
+    """
     model = decoder.module.merge(decoder.params, decoder.non_params)
-    room = decoder.padded_length(prompt) + -(-tokens // 64) * 64
-    cache = jax.eval_shape(lambda: model.make_cache(batch, room).layers)
+    cache = jax.eval_shape(lambda: model.make_cache(batch, prompt + tokens // 2).layers)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((decoder.params, cache)))
     table = decoder.params["embedding"]["table"]
     return size - (0 if decoder.config.tie_word_embeddings else table.size * table.dtype.itemsize)
@@ -97,9 +107,43 @@ def rows_of(decoder: Decoder, name: str, variant: str, batch: int, args: argpars
         {
             "work": f"{work}: steps", **common, "milliseconds": 1e3 * further,
             "tokens_per_second_per_device": batch / further / devices,
-            "gigabytes_per_second": read / further / devices / 1e9,
+            **bandwidth(read / further / devices),
         },
     ]  # fmt: skip
+
+
+def bandwidth(bytes_per_second: float) -> dict[str, float]:
+    """GB/s of a device, and their share of what its memory gives, where that is known."""
+    limit = READ_SPEED.get(jax.devices()[0].device_kind)
+    shown = {"gigabytes_per_second": bytes_per_second / 1e9}
+    return shown if limit is None else {**shown, "share": bytes_per_second / 1e9 / limit}
+
+
+def rows_of_torch(decoder: Decoder, name: str, overrides: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for the steps of compiled PyTorch at each batch; prints why there are none."""
+    if importlib.util.find_spec("torch") is None:
+        print("no rows of torch, which is not installed", flush=True)
+        return []
+    model = [f"model.preset={name}", f"model.vocab_size={decoder.config.vocab_size}", *overrides]
+    sizes = ["--batch", *args.batch, "--prompt", args.prompt, "--tokens", args.tokens]
+    command = [sys.executable, "-m", "benchmarks.peers.torch_decode", *model, *map(str, sizes)]
+    root = str(Path(__file__).resolve().parents[1])
+    # The peer's configuration needs no device of JAX.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
+    if done.returncode:
+        print("torch:", (done.stderr.strip().splitlines() or ["failed"])[-1], flush=True)
+    rows = []
+    for found in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
+        batch, seconds = found["batch"], found["seconds"]
+        rows.append({
+            "work": f"generate {name} batch {batch} prompt {args.prompt} bfloat16: steps",
+            "implementation": found["implementation"], "variant": "torch, compiled",
+            "device": jax.devices()[0].device_kind, "devices": 1, "milliseconds": 1e3 * seconds,
+            "tokens_per_second_per_device": batch / seconds,
+            **bandwidth(bytes_read(decoder, batch, args.prompt, args.tokens) / seconds),
+        })  # fmt: skip
+    return rows
 
 
 def main() -> int:
@@ -109,6 +153,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS, help="ways to run")
+    parser.add_argument("--peers", nargs="*", default=[], choices=["torch"], help="peers measured in the same run")
     args = parser.parse_intermixed_args()
     overrides = [word for word in args.words if "=" in word]
     simulated = load_config(None, [word for word in overrides if word.startswith("parallel.simulate")])
@@ -124,10 +169,11 @@ def main() -> int:
             decoder = make_decoder(config, given)
             for batch in args.batch:
                 rows += rows_of(decoder, name, variant, batch, args)
+            if "torch" in args.peers and variant == args.variants[-1]:
+                rows += rows_of_torch(decoder, name, overrides, args)
     append_rows("generate", rows)
-    print_table(
-        rows, ("work", "variant", "milliseconds", "tokens_per_second_per_device", "gigabytes_per_second", "devices")
-    )
+    speeds = ("milliseconds", "tokens_per_second_per_device", "gigabytes_per_second", "share", "devices")
+    print_table(rows, ("work", "variant", *speeds))
     return 0
 
 

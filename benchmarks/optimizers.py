@@ -139,6 +139,8 @@ def main() -> None:
     """Measure, print and store the rows."""
     parser = make_parser()
     args, given = parser.parse_known_args()
+    if wrong := [word for word in given if "=" not in word]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     script = f"{SCRATCH}optimizers" if args.tiny else "optimizers"
     require_commit(script)
     work = "tiny" if args.tiny else args.work

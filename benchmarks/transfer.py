@@ -1,6 +1,6 @@
 """The best learning rate over the width of a model, in the standard parametrization and in muP.
 
-python -m benchmarks.transfer [--widths 64,512] [--steps 100] [--optimizer adamw]
+    python benchmarks/transfer.py --widths 64,512 --steps 100 --optimizer adamw
 
 A Transformer of two layers learns the bytes of the quickstart's text. Every learning rate 2^-k of the range is tried at
 every width; a row has the losses of one width, the mean over the last fifth of the steps. The learning rate is an

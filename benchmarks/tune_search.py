@@ -129,8 +129,8 @@ def search(train: Train, sampler: str, seed: int, folder: Path, config: Path) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds (10)")
+    parser.add_argument("--first-seed", type=int, default=0, help="first of the seeds (0)")
     args = parser.parse_args()
     require_commit(SCRIPT)
     with tempfile.TemporaryDirectory() as name:

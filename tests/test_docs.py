@@ -79,6 +79,11 @@ GIVEN = {
         step, state, batch, mesh = lambda state, batch: state + batch, 1.0, 2.0, make_mesh()
         pathlib.Path("runs/my-run").mkdir(parents=True)
     """,
+    "plan.md": f"""
+        import pathlib, shutil
+        pathlib.Path("benchmarks/results").mkdir(parents=True)
+        shutil.copy({str(ROOT / "benchmarks" / "results" / "learned_cost.jsonl")!r}, "benchmarks/results")
+    """,
     "training.md": """
         import pathlib
         pathlib.Path("runs/quickstart").mkdir(parents=True)

@@ -12,6 +12,7 @@ from tests.test_train_command import run
 
 TESTS = Path(__file__).parent
 TESTED_ELSEWHERE = {
+    "jaxstack/data/augmentations": "data/test_augmentations.py",
     "jaxstack/functional": "test_trainer.py",
     "jaxstack/observe/report": "observe/test_report.py",
     "jaxstack/optim/optimizers": "optim/test_build.py",

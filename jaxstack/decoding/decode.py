@@ -1,6 +1,6 @@
 """Autoregressive decoding with a KV cache: one prefill over the prompts, then one token per step for all of them."""
 
-import functools
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
@@ -15,6 +15,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.parallel.context import logical_axis_rules
 from jaxstack.parallel.rules import AxisRules, is_matrix
+from pallas_kernels.target import current_target
 
 Params = dict[str, PyTree]
 """Parameters, or other variables, of a module as nested dicts of arrays."""
@@ -24,6 +25,8 @@ Cache = PyTree
 _BLOCK = 64
 """Unit of padding: prompts are padded to this many tokens times a power of two, and caches to a multiple, so that few
 shapes are compiled."""
+_STEPS = 8
+"""Steps of one program: the host's part of a step, about 0.6 ms, is then hidden behind the device's."""
 
 
 class ModelOnMesh:
@@ -105,6 +108,8 @@ class Decoder(ModelOnMesh):
     Args:
       module, params, non_params, rules: as of `ModelOnMesh`.
       vocab_size: number of ids that may be generated, if the model has more rows than the tokenizer has ids.
+      steps: number of steps of one program; None: 8, or 1 on a CPU, where a step takes so long that each token should
+        appear at once.
     """
 
     def __init__(
@@ -115,12 +120,21 @@ class Decoder(ModelOnMesh):
         rules: AxisRules,
         *,
         vocab_size: int | None = None,
+        steps: int | None = None,
     ):
         super().__init__(module, params, non_params, rules)
         self._vocab_size = vocab_size
+        self._steps = steps or (1 if current_target().platform == "cpu" else _STEPS)
+        whole = rules.sharding(jax.P())
         self._prefill = jax.jit(self._prefill_step, static_argnames="room")
-        self._next = jax.jit(self._decode_step, donate_argnames="cache")
-        self._sample = jax.jit(self._sample_step, static_argnames="sampling", out_shardings=rules.sharding(jax.P()))
+        # The tokens are not donated: the host reads them while the next program runs.
+        self._next = jax.jit(
+            self._decode_steps,
+            static_argnames=("count", "sampling"),
+            donate_argnames="cache",
+            out_shardings=(whole, whole, None),
+        )
+        self._sample = jax.jit(self._sample_step, static_argnames="sampling", out_shardings=whole)
 
     def generate(
         self,
@@ -146,27 +160,56 @@ class Decoder(ModelOnMesh):
         """
         self._check(prompts, max_tokens)
         seeds = _seed_rows(seed, len(prompts))
-        rows = -(-len(prompts) // self.batch_unit) * self.batch_unit
+        rows = self._row_count(len(prompts))
         tokens, lengths = _pad(prompts, rows, self.padded_length(max(map(len, prompts))))
         capacity = tokens.shape[1] + -(-max_tokens // _BLOCK) * _BLOCK
         self._check_cache(rows, capacity, tokens.shape[1])
-        sample_step = functools.partial(self._sample, seeds=np.resize(seeds, rows), sampling=sampling)
+        parts = self._dispatch(tokens, lengths, np.resize(seeds, rows), capacity, max_tokens, sampling)
         ended, stops = np.zeros(len(prompts), bool), np.asarray(sorted(stop_tokens), np.int32)
-        with jax.set_mesh(self.rules.mesh):
-            logits, cache = self._prefill(self.params, self.non_params, tokens, lengths, room=capacity)
-            token = sample_step(logits, step=0)
-        for step in range(max_tokens):
-            current = token
-            if step + 1 < max_tokens:
-                # Dispatched before the host reads the current token, so that the device does not wait for the host.
-                with jax.set_mesh(self.rules.mesh):
-                    logits, cache = self._next(self.params, self.non_params, current, lengths + step, cache)
-                    token = sample_step(logits, step=step + 1)
-            new = np.where(ended, -1, np.asarray(current)[: len(prompts)])
+        for row in itertools.islice(_read_ahead(parts), max_tokens):
+            new = np.where(ended, -1, row[: len(prompts)])
             yield new
             ended |= np.isin(new, stops)
             if ended.all():
                 return
+
+    def _row_count(self, prompts: int) -> int:
+        """Return the number of rows that are computed: whole shards, of at least two rows each on a GPU.
+
+        XLA computes a matmul of one row as a product and a sum, and in bfloat16 writes the product to memory, which
+        takes three times the bytes of the weights.
+        """
+        least = 2 if current_target().platform == "cuda" else 1
+        return max(least, -(-prompts // self.batch_unit)) * self.batch_unit
+
+    def _dispatch(
+        self,
+        prompts: Int[np.ndarray, "B T"],
+        lengths: Int[np.ndarray, " B"],
+        seeds: UInt32[np.ndarray, " B"],
+        capacity: int,
+        max_tokens: int,
+        sampling: Sampling,
+    ) -> Iterator[Int[Array, "..."]]:
+        """Yield the new tokens of all rows, first those of one step, [B], then of one or several steps, [count, B].
+
+        The program of each part is dispatched when the part is asked for. The last part may exceed `max_tokens`.
+        """
+        with jax.set_mesh(self.rules.mesh):
+            lengths, seeds = jax.device_put((lengths, seeds), self.rules.sharding(jax.P()))
+            logits, cache = self._prefill(self.params, self.non_params, prompts, lengths, room=capacity)
+            token = self._sample(logits, seeds=seeds, step=0, sampling=sampling)
+        yield token
+        done = 1
+        while done < max_tokens:
+            # Two sizes are compiled; a few steps too many cost less than as many programs of one step.
+            count = self._steps if max_tokens - done > self._steps // 2 else 1
+            with jax.set_mesh(self.rules.mesh):
+                token, tokens, cache = self._next(
+                    self.params, self.non_params, token, lengths, seeds, done, cache, count=count, sampling=sampling
+                )
+            yield tokens
+            done += count
 
     def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         if not prompts or min(map(len, prompts)) == 0:
@@ -221,6 +264,37 @@ class Decoder(ModelOnMesh):
         with logical_axis_rules(self.rules):
             return self.module.merge(params, non_params).prefill(tokens, lengths, room)
 
+    def _decode_steps(
+        self,
+        params: Params,
+        non_params: Params,
+        token: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        seeds: UInt32[Array, " B"],
+        done: int | jax.Array,
+        cache: Cache,
+        *,
+        count: int,
+        sampling: Sampling,
+    ) -> tuple[Int[Array, " B"], Int[Array, "count B"], Cache]:
+        """Run `count` steps after `done` new tokens, the last of which is `token`.
+
+        Returns:
+          The newest token of each row; the tokens of all steps; and the cache with all tokens before the newest.
+        """
+
+        def advance(
+            carry: tuple[jax.Array, Cache], step: jax.Array
+        ) -> tuple[tuple[jax.Array, Cache], Int[Array, " B"]]:
+            token, cache = carry
+            logits, cache = self._decode_step(params, non_params, token, lengths + step - 1, cache)
+            token = self._sample_step(logits, seeds=seeds, step=step, sampling=sampling)
+            return (token, cache), token
+
+        steps = done + jnp.arange(count, dtype=jnp.int32)
+        (token, cache), tokens = jax.lax.scan(advance, (token, cache), steps)
+        return token, tokens, cache
+
     def _decode_step(
         self,
         params: Params,
@@ -240,6 +314,18 @@ class Decoder(ModelOnMesh):
         if self._vocab_size is not None:
             logits = jnp.where(jnp.arange(logits.shape[-1]) < self._vocab_size, logits, -jnp.inf)
         return sample(logits, keys, sampling)
+
+
+def _read_ahead(parts: Iterator[jax.Array]) -> Iterator[Int[np.ndarray, " B"]]:
+    """Yield the rows of [B] or [count, B] arrays in order; each part is asked for before the part before it is read.
+
+    The device then has work while the host waits for tokens and handles them.
+    """
+    current = next(parts, None)
+    while current is not None:
+        ahead = next(parts, None)
+        yield from np.atleast_2d(np.asarray(current))
+        current = ahead
 
 
 def _seed_rows(seed: int | Sequence[int], rows: int) -> UInt32[np.ndarray, " B"]:

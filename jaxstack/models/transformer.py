@@ -21,11 +21,10 @@ from jaxstack.models.rope import Angles, rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig
+from pallas_kernels.array_types import AnyArray
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
-
-from pallas_kernels.array_types import AnyArray
 
 
 class Cache(nnx.Pytree):

@@ -47,7 +47,7 @@ def make_parser() -> CommandParser:
         "plan --config configs/llama3-8b-1m.yaml --rehearse",
         "plan --config configs/llama3-8b-fsdp4.yaml --roofline roofline.svg",
         'plan --config configs/llama3-8b-fsdp4.yaml --cluster "1 x 8 h200" train.global_batch_size=64',
-        'plan --config configs/llama3-1b.yaml --cluster "1 x 1 h200" --tokens chinchilla --output best.yaml',
+        'plan --config configs/llama3-1b.yaml --cluster "1 x 1 h200" --tokens chinchilla',
     )
 
 

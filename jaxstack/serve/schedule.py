@@ -37,10 +37,13 @@ def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
 
 
 def row_counts(slots: int) -> tuple[int, ...]:
-    """Return the numbers of decoded rows that are compiled: `slots`, and quarters of it, smallest first."""
+    """Return the numbers of decoded rows that are compiled: `slots`, and quarters of it from 2 on, smallest first.
+
+    One row alone is padded to two, which takes a GPU less time: see `Decoder`.
+    """
     counts = [slots]
-    while counts[-1] > 1:
-        counts.append(-(-counts[-1] // 4))
+    while counts[-1] > 2:
+        counts.append(max(2, -(-counts[-1] // 4)))
     return tuple(reversed(counts))
 
 

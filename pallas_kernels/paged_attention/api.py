@@ -1,8 +1,21 @@
 """`paged_attention`: attention of each sequence's newest tokens to its keys and values, which are in pages."""
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Backend, select
+from pallas_kernels.paged_attention import triton, xla
+from pallas_kernels.paged_attention.request import make_request
+
+BACKENDS = (
+    Backend(
+        "triton",
+        "reads each page once; for few new tokens",
+        triton.unsupported_reason,
+        triton.attend,
+        opaque=True,
+    ),
+    Backend("xla", "copies the pages of each sequence together, on every device", xla.unsupported_reason, xla.attend),
+)
 
 
 def paged_attention(
@@ -28,28 +41,26 @@ def paged_attention(
         scale: factor of the scores; default 1 / sqrt(H).
         soft_cap: cap c of the scores, c tanh(score / c).
         window: keys that a query sees, itself included; None: all before it.
-        implementation: name of the backend, "xla"; None takes the first that supports the call.
+        implementation: name of a backend in `BACKENDS`; None takes the first that supports the call.
 
     Returns:
         out [B, T, N, H] in the dtype of q.
 
     Raises:
-        ValueError: there is no backend of this name.
+        ValueError: an argument breaks a rule.
+        NotSupported: the named backend cannot compute the call (a ValueError).
     """
-    if implementation not in (None, "xla"):
-        raise ValueError(f"paged_attention has no backend {implementation!r}; known: 'xla'")
-    batch, length, num_heads, width = q.shape
-    k, v = (x[page_table].reshape(batch, -1, *x.shape[2:]) for x in (k_pages, v_pages))
-    positions = lengths[:, None] - length + jnp.arange(length, dtype=jnp.int32)
-    keys = jnp.arange(k.shape[1], dtype=jnp.int32)
-    visible = keys <= positions[:, :, None]
-    if window is not None:
-        visible &= keys > positions[:, :, None] - window
-    grouped = q.reshape(batch, length, k.shape[2], -1, width)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores *= width**-0.5 if scale is None else scale
-    if soft_cap:
-        scores = jnp.tanh(scores / soft_cap) * soft_cap
-    scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
+    request = make_request(q, k_pages, v_pages, page_table, lengths, scale=scale, soft_cap=soft_cap, window=window)
+    return select("paged_attention", BACKENDS, implementation, request).call(request)
+
+
+def reads_pages_in_place(
+    q: Float[Array, "B T N H"],
+    k_pages: Float[Array, "P page K H"],
+    v_pages: Float[Array, "P page K H"],
+    page_table: Int[Array, "B pages"],
+    lengths: Int[Array, " B"],
+) -> bool:
+    """Return True if `paged_attention` would compute the call by a kernel that does not copy the pages."""
+    request = make_request(q, k_pages, v_pages, page_table, lengths, scale=None, soft_cap=None, window=None)
+    return select("paged_attention", BACKENDS, None, request, record=False).opaque

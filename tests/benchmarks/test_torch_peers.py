@@ -69,3 +69,18 @@ def test_other_models_are_refused():
 
     with pytest.raises(SystemExit, match="GPT-2 and Llama"):
         make_module(load_config(None, ["model.preset=qwen3-8b", *SMALL]).model, 16)
+
+
+def test_decoding_with_a_cache_gives_the_tokens_of_the_whole_forward():
+    from benchmarks.peers.torch_decode import TorchDecoder, generate
+    from benchmarks.peers.torch_step import make_module
+
+    torch.manual_seed(0)
+    llama = make_module(load_config(None, [*LLAMA, "model.rope_scaling=null"]).model, 24)
+    prompts, decoder = torch.randint(0, 64, (2, 9)), TorchDecoder(llama, 2, 24)
+    found, _ = generate(decoder, decoder, prompts, 8)
+    texts = torch.cat([prompts, found], 1)
+    assert texts.shape == (2, 17)
+    with torch.no_grad():
+        for length in range(9, 17):
+            assert decoder(texts[:, :length], torch.arange(length)).tolist() == texts[:, length : length + 1].tolist()

@@ -164,6 +164,7 @@ def test_merge_trees_goes_down_and_replaces_lists():
         ("optimizer.groups=[{path: '('}]", "is not a regular expression"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_wrong_values_are_explained(override, said):
     assert said in message(load_config, None, [override])
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decode import Decoder, _read_ahead
 from jaxstack.decoding.sampling import Sampling
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.moe.config import MoEConfig
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
+from pallas_kernels import lowering_platform
 
 CONFIG = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, intermediate_size=48,
@@ -58,6 +59,37 @@ def test_greedy_is_the_argmax_of_the_full_forward(logits, greedy):
     for prompt, found in zip(PROMPTS, greedy, strict=True):
         wanted = np.argmax(logits(prompt + found), -1)[len(prompt) - 1 : -1]
         assert found == wanted.tolist()
+
+
+def test_several_steps_of_one_program_give_the_tokens_of_single_steps(decoder, greedy):
+    """Also where the last program computes more tokens than are wanted, or the rows end within one."""
+    several = Decoder(decoder.module, decoder.params, decoder.non_params, decoder.rules, steps=5)
+    for count in (1, 4, 12):
+        assert run(several, PROMPTS, count, GREEDY) == [row[:count] for row in greedy], count
+    sampling = Sampling(temperature=1.0, top_k=30)
+    assert run(several, PROMPTS, 12, sampling, seed=3) == run(decoder, PROMPTS, 12, sampling, seed=3)
+    stop = greedy[0][6]
+    alone = [int(token) for (token,) in several.generate(PROMPTS[:1], 12, GREEDY, stop_tokens=[stop])]
+    assert alone == greedy[0][: greedy[0].index(stop) + 1]
+    assert several._next._cache_size() == 6, "programs of five steps and of one: greedy, sampled, and for one row"
+
+
+def test_each_part_is_dispatched_before_the_one_before_it_is_read():
+    asked = []
+
+    def parts():
+        for number in range(3):
+            asked.append(number)
+            yield np.full((2, 4), number)
+
+    for row in _read_ahead(parts()):
+        assert asked[-1] == min(row[0] + 1, 2)
+
+
+def test_a_lone_row_gets_a_second_one_on_a_gpu(decoder):
+    assert [decoder._row_count(n) for n in (1, 2, 3)] == [1, 2, 3]
+    with lowering_platform("cuda"):
+        assert [decoder._row_count(n) for n in (1, 2, 3)] == [2, 2, 3]
 
 
 def test_a_row_does_not_depend_on_the_others(decoder, greedy):

@@ -10,7 +10,15 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.models.attention.block_sparse import BlockSparseAttention, StridedPattern
-from jaxstack.models.attention.key_cache import empty_cache, put, slot_positions, store
+from jaxstack.models.attention.key_cache import (
+    KeyCache,
+    attend_newest,
+    attend_to,
+    empty_cache,
+    put,
+    slot_positions,
+    store,
+)
 from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.attention.performer import PerformerAttention
@@ -120,3 +128,15 @@ def test_unrolled_layers_compute_the_same(lead):
     )
     assert modules[0].merge(params, non_params).decoder.scanned
     np.testing.assert_allclose(scanned, single, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_as_pages_gives_the_attention_over_its_slots():
+    """Slots in no multiple of a block, rows of other lengths, and a soft cap."""
+    random, heads = np.random.default_rng(0), AttentionSpec(6, 2, 32, 0.2, soft_cap=4.0)
+    q, *cache = (random.normal(size=shape).astype(np.float32) for shape in ((3, 1, 6, 32), *2 * [(3, 2, 37, 32)]))
+    cache, lengths = KeyCache(*map(jnp.asarray, cache)), jnp.array([37, 5, 1])
+    visible = (jnp.arange(37) < lengths[:, None])[:, None]
+    found = attend_newest(jnp.asarray(q), cache, lengths, heads, implementation="xla")
+    assert found is not None
+    np.testing.assert_allclose(found, attend_to(jnp.asarray(q), cache, visible, heads), rtol=1e-5, atol=1e-6)
+    assert attend_newest(jnp.asarray(q), cache, lengths, heads) is None, "no kernel on a CPU"

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
 from jaxstack.parallel import shard
+from pallas_kernels.paged_attention.api import paged_attention, reads_pages_in_place
 
 
 class KeyCache(NamedTuple):
@@ -105,7 +107,7 @@ def attend_to(
     """Return the attention of queries to the keys in `seen` that are visible to them.
 
     Decoding reads the whole cache once per token and is limited by memory bandwidth, so a plain einsum is as fast as a
-    kernel.
+    kernel where the cache is full.
     """
     batch, length, num_heads, width = q.shape
     q = q.reshape(batch, length, seen.key.shape[1], -1, width)
@@ -115,6 +117,34 @@ def attend_to(
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(seen.value.dtype)
     return jnp.einsum("bkgts,bksh->btkgh", weights, seen.value).reshape(batch, length, num_heads, width)
+
+
+def attend_newest(
+    q: Float[Array, "B 1 N H"],
+    cache: KeyCache,
+    lengths: Int[Array, " B"],
+    heads: AttentionSpec,
+    implementation: str | None = None,
+) -> Float[Array, "B 1 N H"] | None:
+    """Return the attention of the last of each row's `lengths` tokens to all of them, by a kernel that reads no more.
+
+    Args:
+      cache: keys and values without a ring.
+      implementation: a backend of `paged_attention`; None: the kernel.
+
+    Returns:
+      None if no kernel supports the call.
+    """
+    _, key_heads, slots, width = cache.key.shape
+    # A key head of a row is a sequence of one page; the table is a constant of the program.
+    sequences = cache.key.shape[0] * key_heads
+    k_pages, v_pages = (x.reshape(sequences, slots, 1, width) for x in cache)
+    table = np.arange(sequences, dtype=np.int32)[:, None]
+    call = (q.reshape(sequences, 1, -1, width), k_pages, v_pages, table, jnp.repeat(lengths, key_heads))
+    if implementation is None and not reads_pages_in_place(*call):
+        return None
+    out = paged_attention(*call, scale=heads.scale, soft_cap=heads.soft_cap, implementation=implementation)
+    return out.reshape(q.shape)
 
 
 def _pinned(slots: int, pinned: int) -> int:

@@ -13,6 +13,7 @@ from jaxstack.models.attention.base import (
     SegmentIds,
     context_method,
 )
+from jaxstack.models.attention.key_cache import attend_newest, put
 from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.attention.paged_cache import PagedKeys, attend_pages, empty_pages
 from pallas_kernels import context_attention, flash_attention
@@ -88,6 +89,11 @@ class SoftmaxAttention(MaskedSoftmax):
     ) -> tuple[Float[Array, "B T N H"], LayerCache]:
         if slots.pages is not None:
             return attend_pages(q, k, v, cache, slots.pages, heads)
+        if q.shape[1] == 1 and heads.window is None:
+            after = put(cache, k, v, slots)
+            out = attend_newest(q, after, slots.seen_after, heads)
+            if out is not None:
+                return out, after
         return super().decode(q, k, v, cache, slots, heads)
 
     def mask(self, heads: AttentionSpec, length: int) -> Mask:

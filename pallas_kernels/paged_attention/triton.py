@@ -1,0 +1,160 @@
+"""Paged attention of few new tokens by Triton: reads each page once, and splits long sequences over programs.
+
+Decoding is limited by memory bandwidth: the keys of one sequence are split into ranges over as many programs as keep
+all multiprocessors busy, whose results a second kernel combines (Flash-Decoding, Dao et al. 2023,
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+"""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.request import PagedAttentionRequest
+from pallas_kernels.target import multiprocessors
+
+_LEAST_CAPABILITY = (8, 0)
+_MOST_ROWS = 64
+"""Pairs of a new token and a query head per key head: rows of one tile."""
+_MOST_RANGES = 32
+_PROGRAMS_PER_MULTIPROCESSOR = 4
+_BLOCK_ELEMENTS = 8192
+"""Elements of the keys of one step of the loop, which then has 64 to 128 keys: fastest on an H200."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionPlan:
+    """The constants that the kernels are compiled for.
+
+    Attributes:
+        new_tokens: T.
+        num_heads, key_heads: N and K.
+        head_dim: H, a power of two.
+        page_size: tokens of a page.
+        table_width: pages of a sequence at most.
+        ranges: number of programs that share the keys of a sequence and head.
+        scale, soft_cap, window: see `PagedAttentionRequest`.
+    """
+
+    new_tokens: int
+    num_heads: int
+    key_heads: int
+    head_dim: int
+    page_size: int
+    table_width: int
+    ranges: int
+    scale: float
+    soft_cap: float | None
+    window: int | None
+
+    @property
+    def key_block(self) -> int:
+        """Number of keys of one step of the loop, a power of two."""
+        return min(max(_BLOCK_ELEMENTS // self.head_dim, 64), 128)
+
+    @property
+    def group(self) -> int:
+        """Number of query heads per key head."""
+        return self.num_heads // self.key_heads
+
+    @property
+    def rows(self) -> int:
+        """Number of queries that share a key head."""
+        return self.new_tokens * self.group
+
+    @property
+    def padded_rows(self) -> int:
+        """Smallest power of two not below `rows`, at least the 16 rows of a tensor core's tile."""
+        return max(16, 1 << (self.rows - 1).bit_length())
+
+    @property
+    def padded_ranges(self) -> int:
+        """Smallest power of two not below `ranges`."""
+        return 1 << (self.ranges - 1).bit_length()
+
+
+def unsupported_reason(request: PagedAttentionRequest) -> str | None:
+    """Return why the kernels cannot compute the request, or None."""
+    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}: pip install 'jaxstack[cuda]'"
+    capability = request.target.compute_capability
+    if capability is None or capability < _LEAST_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability 8.0 or more; the target is {request.target}"
+    q, pages = request.q, request.k_pages
+    if q.dtype != pages.dtype or request.v_pages.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs queries, keys and values in bfloat16 or float16; got {q.dtype} and {pages.dtype}"
+    if q.shape[-1] not in (32, 64, 128, 256):
+        return f"needs a head_dim of 32, 64, 128 or 256; got {q.shape[-1]}"
+    rows = q.shape[1] * q.shape[2] // pages.shape[2]
+    if rows > _MOST_ROWS:
+        return f"takes at most {_MOST_ROWS} pairs of a new token and a query head per key head; got {rows}"
+    return None
+
+
+def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
+    """Return the kernels' constants for a request."""
+    batch, new_tokens, num_heads, head_dim = request.q.shape
+    _, page_size, key_heads, _ = request.k_pages.shape
+    table_width = request.page_table.shape[1]
+    busy = -(-_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors() // (batch * key_heads))
+    plan = PagedAttentionPlan(
+        new_tokens,
+        num_heads,
+        key_heads,
+        head_dim,
+        page_size,
+        table_width,
+        1,
+        float(request.scale),
+        None if request.soft_cap is None else float(request.soft_cap),
+        request.window,
+    )
+    blocks = -(-table_width * page_size // plan.key_block)
+    return dataclasses.replace(plan, ranges=max(1, min(busy, blocks, _MOST_RANGES)))
+
+
+def attend(request: PagedAttentionRequest) -> jax.Array:
+    """Return the attention [B, T, N, H] in the dtype of the queries."""
+    import jax_triton
+
+    from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
+
+    plan, q = make_plan(request), request.q
+    major, minor = request.target.compute_capability or (0, 0)
+    grid = (q.shape[0], plan.key_heads)
+    partial = (*grid, plan.ranges, plan.rows)
+    split = plan.ranges > 1
+    values, log_sums = jax_triton.triton_call(
+        q,
+        request.k_pages,
+        request.v_pages,
+        request.page_table,
+        request.lengths,
+        kernel=attend_kernel,
+        out_shape=(
+            jax.ShapeDtypeStruct((*partial, plan.head_dim), jnp.float32) if split else q,
+            jax.ShapeDtypeStruct(partial if split else (1,), jnp.float32),
+        ),
+        grid=(*grid, plan.ranges),
+        name="paged_attention",
+        num_warps=4,
+        num_stages=3,
+        compute_capability=10 * major + minor,
+        plan=plan,
+    )
+    if not split:
+        return values
+    return jax_triton.triton_call(
+        values,
+        log_sums,
+        kernel=combine_kernel,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(*grid, plan.rows),
+        name="combine_paged_attention",
+        num_warps=2,
+        num_stages=1,
+        compute_capability=10 * major + minor,
+        plan=plan,
+    )

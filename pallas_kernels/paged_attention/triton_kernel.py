@@ -1,0 +1,88 @@
+"""Triton kernels of paged attention: partial softmax sums over a range of keys, and their combination."""
+
+# Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
+# pyright: reportAttributeAccessIssue=false
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan: tl.constexpr):
+    """Attend to one range of a sequence's keys, for the query heads that share one key head.
+
+    The program ids are the sequence, its key head and the range. `out` is [B, T, N, H] if a sequence has one range,
+    otherwise float32 [B, K, ranges, rows, H], where a row is a pair of new token and query head, and `log_sums` is the
+    base-2 logarithm of each row's sum of exponentials, float32 [B, K, ranges, rows].
+    """
+    padded_rows: tl.constexpr = plan.padded_rows
+    head_dim: tl.constexpr = plan.head_dim
+    key_block: tl.constexpr = plan.key_block
+    sequence, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    row, column = tl.arange(0, padded_rows), tl.arange(0, head_dim)
+    position = length - plan.new_tokens + row // plan.group
+    query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
+    row_valid = row < plan.rows
+    queries = tl.load(q + query[:, None] * head_dim + column, row_valid[:, None], 0.0)
+
+    first = 0
+    if plan.window is not None:
+        first = tl.maximum(length - plan.new_tokens + 1 - plan.window, 0) // key_block
+    blocks = tl.cdiv(length, key_block) - first
+    each = tl.cdiv(blocks, plan.ranges)
+    begin = first + part * each
+    end = tl.minimum(begin + each, first + blocks)
+    highest = tl.full([padded_rows], float("-inf"), tl.float32)
+    total = tl.zeros([padded_rows], tl.float32)
+    values = tl.zeros([padded_rows, head_dim], tl.float32)
+    for block in range(begin, end):
+        key = block * key_block + tl.arange(0, key_block)
+        here = key < length
+        page = tl.load(page_table + sequence * plan.table_width + key // plan.page_size, here, 0).to(tl.int64)
+        slot = (page * plan.page_size + key % plan.page_size) * plan.key_heads + head
+        place = slot[:, None] * head_dim + column
+        keys = tl.load(k_pages + place, here[:, None], 0.0)
+        content = tl.load(v_pages + place, here[:, None], 0.0)
+        scores = tl.dot(queries, tl.trans(keys)) * plan.scale
+        if plan.soft_cap is not None:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which Triton has no instruction for.
+            scores = plan.soft_cap * (1 - 2 / (tl.exp2(scores * (2 * 1.4426950408889634 / plan.soft_cap)) + 1))
+        visible = key[None] <= position[:, None]
+        if plan.window is not None:
+            visible &= key[None] > position[:, None] - plan.window
+        scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A row without a visible key yet has only -inf, whose difference is no number.
+        pivot = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp2(scores - pivot[:, None])
+        shrink = tl.exp2(highest - pivot)
+        total = total * shrink + tl.sum(weights, 1)
+        values = values * shrink[:, None] + tl.dot(weights.to(content.dtype), content)
+        highest = new_highest
+    values = values / tl.where(total == 0, 1.0, total)[:, None]
+    if plan.ranges == 1:
+        target = out + query[:, None] * head_dim + column
+        tl.store(target, values.to(out.dtype.element_ty), row_valid[:, None])
+    else:
+        place = ((sequence * plan.key_heads + head) * plan.ranges + part) * plan.rows + row
+        tl.store(out + place[:, None] * head_dim + column, values, row_valid[:, None])
+        tl.store(log_sums + place, highest + tl.log2(total), row_valid)
+
+
+@triton.jit
+def combine_kernel(partial, log_sums, out, plan: tl.constexpr):
+    """Combine the ranges of `attend_kernel` for one sequence, key head and row; `out` is [B, T, N, H]."""
+    padded_ranges: tl.constexpr = plan.padded_ranges
+    head_dim: tl.constexpr = plan.head_dim
+    sequence, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, column = tl.arange(0, padded_ranges), tl.arange(0, head_dim)
+    valid = part < plan.ranges
+    place = ((sequence * plan.key_heads + head) * plan.ranges + part) * plan.rows + row
+    logs = tl.load(log_sums + place, valid, float("-inf"))
+    highest = tl.max(logs, 0)
+    weights = tl.exp2(logs - tl.where(highest == float("-inf"), 0.0, highest))
+    values = tl.load(partial + place[:, None] * head_dim + column, valid[:, None], 0.0)
+    total = tl.sum(weights, 0)
+    result = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    query = (sequence * plan.new_tokens + row // plan.group) * plan.num_heads + head * plan.group + row % plan.group
+    tl.store(out + query * head_dim + column, result.to(out.dtype.element_ty))

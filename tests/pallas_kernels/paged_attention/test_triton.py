@@ -1,0 +1,103 @@
+"""Paged attention by Triton: interpreted on the CPU against XLA's form, and compiled for an H200.
+
+Triton decides at its import whether kernels are interpreted, so that runs in a process of its own:
+`TRITON_INTERPRET=1 python -m tests.pallas_kernels.paged_attention.test_triton grouped`.
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import NotSupported, lowering_platform, record_choices
+from pallas_kernels.paged_attention import triton, xla
+from pallas_kernels.paged_attention.api import paged_attention
+from pallas_kernels.paged_attention.request import PagedAttentionRequest, make_request
+from tests.hopper import compile_for_hopper
+from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
+
+CASES = {
+    "grouped": {},
+    "one_range": {"ranges": 1, "soft_cap": 5.0},
+    "several_tokens": {"new_tokens": 3, "lengths": (131, 2)},
+    "window": {"window": 40, "new_tokens": 2, "scale": 0.3},
+}
+
+
+def make_case(new_tokens=1, lengths=(131, 20), ranges=3, **options) -> tuple[PagedAttentionRequest, int]:
+    """Return a request of two sequences whose pages are in random order, and the number of ranges."""
+    random, page, heads, key_heads, width = np.random.default_rng(0), 16, 4, 2, 32
+    table = random.permutation(24)[:18].reshape(2, 9)
+    q, *pages = (
+        random.normal(size=shape).astype(np.float16)
+        for shape in ((2, new_tokens, heads, width), *2 * [(24, page, key_heads, width)])
+    )
+    options = {"scale": None, "soft_cap": None, "window": None, **options}
+    return make_request(q, *pages, table, np.array(lengths), **options), ranges
+
+
+def interpret(name: str) -> None:
+    from pallas_kernels.paged_attention.triton_kernel import attend_kernel, combine_kernel
+
+    let_numpy_index()
+    request, ranges = make_case(**CASES[name])
+    plan = triton.PagedAttentionPlan(
+        request.q.shape[1], 4, 2, 32, 16, 9, ranges, request.scale, request.soft_cap, request.window
+    )
+    out = np.full(request.q.shape, np.nan, np.float16)
+    sums = np.full((2, 2, ranges, plan.rows), np.nan, np.float32)
+    partial = np.full((*sums.shape, 32), np.nan, np.float32)
+    arrays = [Array(np.asarray(x), "fp16") for x in (request.q, request.k_pages, request.v_pages)]
+    arrays += [Array(np.asarray(x), "i32") for x in (request.page_table, request.lengths)]
+    found = Array(out, "fp16") if ranges == 1 else Array(partial, "fp32")
+    attend_kernel[(2, 2, ranges)](*arrays, found, Array(sums, "fp32"), plan=plan)
+    if ranges > 1:
+        combine_kernel[(2, 2, plan.rows)](found, Array(sums, "fp32"), Array(out, "fp16"), plan=plan)
+    valid = np.arange(plan.new_tokens)[None] >= plan.new_tokens - np.asarray(request.lengths)[:, None]
+    np.testing.assert_allclose(out[valid], np.asarray(xla.attend(request))[valid], rtol=5e-3, atol=2e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", [pytest.param("grouped", marks=pytest.mark.quick), *list(CASES)[1:]])
+def test_the_kernels_give_what_xla_gives(name):
+    done = run_interpreted(__spec__.name, name)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def request_for(batch, length, dtype=jnp.bfloat16, new_tokens=1, head_dim=64):
+    pages = jax.ShapeDtypeStruct((batch * length // 64, 64, 8, head_dim), dtype)
+    return (
+        jax.ShapeDtypeStruct((batch, new_tokens, 32, head_dim), dtype),
+        pages,
+        pages,
+        jax.ShapeDtypeStruct((batch, length // 64), jnp.int32),
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize(("batch", "kernels"), [(1, 2), (128, 1)])
+def test_compiled_for_hopper_pages_are_not_copied(batch, kernels):
+    with lowering_platform("cuda"):
+        text = compile_for_hopper(paged_attention, *request_for(batch, 4096)).as_text()
+    assert text.count('custom_call_target="triton_kernel_call"') == kernels
+    assert " gather(" not in text and " copy(" not in text
+
+
+def test_the_choice_and_its_reasons():
+    pages = request_for(2, 256)
+    with lowering_platform("cuda"), record_choices() as choices:
+        jax.eval_shape(paged_attention, *pages)
+        jax.eval_shape(paged_attention, *request_for(2, 256, jnp.float32))
+        jax.eval_shape(paged_attention, *request_for(2, 256, new_tokens=17))
+    reasons = [choice.refused[0][1] if choice.refused else None for choice in choices]
+    if not needs_triton.args[0]:
+        assert reasons[0] is None and "float32" in reasons[1] and "got 68" in reasons[2]
+    with pytest.raises(NotSupported, match="compute capability"):
+        jax.eval_shape(lambda *arrays: paged_attention(*arrays, implementation="triton"), *pages)
+
+
+if __name__ == "__main__":
+    interpret(sys.argv[1])
