@@ -9,7 +9,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 CHECKED = (
-    "jaxstack.models",
+    "jaxstack.models.activations",
+    "jaxstack.models.adapters",
+    "jaxstack.models.attention",
+    "jaxstack.models.attention_layer",
+    "jaxstack.models.block",
+    "jaxstack.models.chunks",
+    "jaxstack.models.dropout",
+    "jaxstack.models.embedding",
+    "jaxstack.models.linear",
+    "jaxstack.models.mlp",
+    "jaxstack.models.moe",
+    "jaxstack.models.moe_layer",
+    "jaxstack.models.norm",
+    "jaxstack.models.residual",
+    "jaxstack.models.rope",
+    "jaxstack.models.stack",
     "pallas_kernels.attention.api",
     "pallas_kernels.attention.context",
     "pallas_kernels.attention.patterns",
@@ -32,6 +47,8 @@ CHECKED = (
     "pallas_kernels.pointwise",
 )
 """Modules, or packages with all of their modules, whose annotations are checked.
+
+`jaxstack.models.transformer` is left out, because it accepts numpy arrays of tokens too.
 
 Modules with kernels that Triton or Mosaic compiles from their source are left out: a decorated function is not that
 source any more.

@@ -21,7 +21,6 @@ from jaxstack.models.rope import Angles, rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig
-from pallas_kernels.array_types import AnyArray
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
@@ -84,9 +83,9 @@ class Transformer(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[AnyArray, "B T"],
+        tokens: Int[Array, "B T"],
         *,
-        positions: Int[AnyArray, "#B T"] | None = None,
+        positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "B T V"]:
@@ -96,9 +95,9 @@ class Transformer(nnx.Module):
 
     def hidden(
         self,
-        tokens: Int[AnyArray, "B T"],
+        tokens: Int[Array, "B T"],
         *,
-        positions: Int[AnyArray, "#B T"] | None = None,
+        positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> Float[Array, "B T D"]:
@@ -119,9 +118,9 @@ class Transformer(nnx.Module):
 
     def hidden_and_router_loss(
         self,
-        tokens: Int[AnyArray, "B T"],
+        tokens: Int[Array, "B T"],
         *,
-        positions: Int[AnyArray, "#B T"] | None = None,
+        positions: Int[Array, "#B T"] | None = None,
         segment_ids: SegmentIds = None,
         dropout_key: Key[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterLoss]:
@@ -140,7 +139,7 @@ class Transformer(nnx.Module):
         return x, router_loss
 
     def prefill(
-        self, tokens: Int[AnyArray, "B T"], lengths: Int[AnyArray, " B"], room: int
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], room: int
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Run the prompts; return the float32 logits after each row's last token, and the cache.
 
@@ -159,7 +158,7 @@ class Transformer(nnx.Module):
         return self.logits(last), Cache(layers or [], slots.seen_after)
 
     def decode(
-        self, tokens: Int[AnyArray, "B T"], positions: Int[AnyArray, "B T"], cache: Cache
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache
     ) -> tuple[Float[Array, "B T V"], Cache]:
         """Run T further tokens of each row; return their float32 logits, and the cache with them.
 
@@ -188,7 +187,7 @@ class Transformer(nnx.Module):
         return self._layer_caches(lambda layer: layer.kind.make_pages(layer.heads, pages, page_size, self.dtype))
 
     def decode_packed(
-        self, tokens: Int[AnyArray, " T"], positions: Int[AnyArray, " T"], slots: PageSlots, pages: list[LayerCache]
+        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], slots: PageSlots, pages: list[LayerCache]
     ) -> tuple[Float[Array, "T D"], list[LayerCache]]:
         """Run further tokens of many sequences, packed in one row; return the head's inputs, and the pages with them.
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxstack.cli import add_examples, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.config.loader import build_component, merge_overrides
 from jaxstack.errors import ConfigError
 from jaxstack.serve.config import ServeConfig
@@ -16,9 +16,9 @@ API_KEY = "JAXSTACK_API_KEY"
 """Environment variable with the API key, which the command line would show to other users."""
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="jaxstack serve",
         description="Serve a trained run or a Hugging Face checkpoint over HTTP, with OpenAI's routes /v1/completions "
         "and /v1/chat/completions, metrics for Prometheus at /metrics, and a chat page at /.",

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.array_types import AnyArray
 from pallas_kernels.dispatch import Backend, select
 from pallas_kernels.paged_attention import triton, xla
 from pallas_kernels.paged_attention.request import make_request
@@ -22,8 +23,8 @@ def paged_attention(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P page K H"],
     v_pages: Float[Array, "P page K H"],
-    page_table: Int[Array, "B pages"],
-    lengths: Int[Array, " B"],
+    page_table: Int[AnyArray, "B pages"],
+    lengths: Int[AnyArray, " B"],
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -58,8 +59,8 @@ def reads_pages_in_place(
     q: Float[Array, "B T N H"],
     k_pages: Float[Array, "P page K H"],
     v_pages: Float[Array, "P page K H"],
-    page_table: Int[Array, "B pages"],
-    lengths: Int[Array, " B"],
+    page_table: Int[AnyArray, "B pages"],
+    lengths: Int[AnyArray, " B"],
 ) -> bool:
     """Return True if `paged_attention` would compute the call by a kernel that does not copy the pages."""
     request = make_request(q, k_pages, v_pages, page_table, lengths, scale=None, soft_cap=None, window=None)

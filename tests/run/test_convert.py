@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -84,7 +85,7 @@ def test_a_converted_run_generates_greedily_what_the_model_says(source, converte
     assert generate.main(["--run", str(converted), *said]) == 0
     model = from_huggingface(source)
     words = ["", "", *WORDS.split()]
-    likeliest = int(np.argmax(model(np.array([[0, 2, 4]]))[0, -1, : len(words)]))  # other rows mean no text
+    likeliest = int(np.argmax(model(jnp.array([[0, 2, 4]]))[0, -1, : len(words)]))  # other rows mean no text
     assert capsys.readouterr().out == f"the of {words[likeliest]}\n"
     assert words[likeliest]
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,7 +38,7 @@ def test_the_loss_of_a_checkpoint_is_that_of_its_logits(source, text, layout, ca
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path, ids = text
     values = run(capsys, "--run", str(source), "--data", str(path), *layout)
-    logits = from_huggingface(source)(np.array([[0, *ids]], np.int32))[0]
+    logits = from_huggingface(source)(jnp.array([[0, *ids]], jnp.int32))[0]
     losses = -jax.nn.log_softmax(logits[:-1])[np.arange(len(ids)), ids]
     assert values["eval_items"] == len(ids)
     assert values["eval_loss"] == pytest.approx(float(losses.mean()), rel=1e-5)

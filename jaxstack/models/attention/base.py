@@ -15,12 +15,11 @@ from jaxtyping import Array, Float, Int
 from jaxstack.config.base import Component
 from jaxstack.parallel import current_context
 from pallas_kernels import with_whole_sequences
-from pallas_kernels.array_types import AnyArray
 
 LayerCache: TypeAlias = Any
 """Cache of one layer while decoding: a NamedTuple of arrays, which each attention kind declares for itself."""
 
-SegmentIds = Int[AnyArray, "B T"] | None
+SegmentIds = Int[Array, "B T"] | None
 """Document of each token; a token attends only within its own. None: each row is one document."""
 
 
