@@ -48,6 +48,7 @@ _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 SHOWN_ELSEWHERE = {
     "parallel/test_expert_collectives": "parallel/test_expert_layouts trains with experts on several devices",
     "parallel/test_step_collectives": "parallel/test_layouts trains with the collectives that it counts",
+    "parallel/test_optimizer_layouts": "optim/test_sharded_state shards the state of every optimizer",
     "models/test_passes": "models/test_transformer runs the layers whose passes it counts",
     "run/test_init_from": "models/test_adapters trains with adapters, docs/finetuning.md starts from a checkpoint",
     "parallel/test_overlap": "pallas_kernels/collective_matmul tests the matmuls that overlap communication",

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopp
 TILE = ROWS * COLUMNS
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("tiles, programs", [(1, 2), (2 * (2 * AHEAD + 2) + 1, 2)])
 def test_every_element_is_copied(tiles, programs):
     """More tiles than slots, and programs that have one tile more than others."""
@@ -25,6 +26,7 @@ def test_it_compiles_for_an_h200_as_one_kernel():
     assert "fusion" not in text and " copy(" not in text
 
 
+@pytest.mark.quick
 def test_sizes_that_tiles_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=f"multiple of {TILE}"):
         copy(jnp.ones(TILE + 1))

@@ -34,7 +34,7 @@ def cases():
     """Every optimizer in every layout; ZeRO and pipelines only where all tests run."""
     for name in NAMES:
         for index, overrides in enumerate(LAYOUTS):
-            marks = () if index < 2 else pytest.mark.exhaustive
+            marks = () if index < 1 else pytest.mark.exhaustive
             yield pytest.param(name, overrides, marks=marks, id=f"{name} {' '.join(overrides)}")
 
 

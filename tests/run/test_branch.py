@@ -60,6 +60,7 @@ def test_a_jump_of_the_learning_rate_is_told(tmp_path, monkeypatch):
         assert any("jumps" in line for line in said) == jumps, steps
 
 
+@pytest.mark.quick
 def test_refusals(tmp_path):
     with pytest.raises(ConfigError, match="exclude each other"):
         config(tmp_path, "run.init_from=a", "run.branch_from=b")

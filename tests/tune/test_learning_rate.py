@@ -54,6 +54,7 @@ def test_refusals():
             RateRange(low, high, steps)
 
 
+@pytest.mark.longer
 def test_a_real_model_learns_with_the_rate_that_it_finds(tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text("the quick brown fox jumps over the lazy dog; " * 400)

@@ -92,6 +92,7 @@ def test_pruning_stops_trials_above_the_median_after_a_fifth_of_the_steps(tmp_pa
     assert study.records()[2].curve == ((2, 9.0), (10, 2.6)) and study.records()[2].state == "pruned"
 
 
+@pytest.mark.longer
 def test_importance_names_the_key_that_matters(tmp_path):
     study = open_study(tmp_path, sampler="random")
     complete(study, 30)

@@ -112,6 +112,7 @@ def test_values_that_do_not_fit_together_need_no_process(tmp_path, trials):
     assert states[(2, 4)] == "configuration" and states[(4, 4)] == "complete"
 
 
+@pytest.mark.longer
 def test_a_study_whose_first_trials_all_fail_ends(tmp_path, trials):
     trials("outcome = {'state': 'failed', 'reason': 'no such file'}\n" + END)
     with pytest.raises(JaxstackError, match="all of the first 3 trials failed; the last one: no such file"):
