@@ -118,8 +118,8 @@ def main() -> None:
     """Measure, print and store the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", default="64,512", help="hidden sizes, multiples of 64 (64,512)")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--steps", type=int, default=100, help="steps of each run (100)")
+    parser.add_argument("--optimizer", default="adamw", help="optimizer.name (adamw)")
     arguments = parser.parse_args()
     require_commit("transfer")
     kinds = {kind.model_fields["name"].default: kind for kind in OPTIMIZERS}

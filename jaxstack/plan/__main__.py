@@ -46,7 +46,7 @@ def make_parser() -> CommandParser:
         "plan --config configs/llama3-8b-fsdp4.yaml --devices 8 --show-sharding parallel.fsdp=-1",
         "plan --config configs/llama3-8b-1m.yaml --rehearse",
         "plan --config configs/llama3-8b-fsdp4.yaml --roofline roofline.svg",
-        'plan --config configs/llama3-8b-fsdp4.yaml --cluster "1 x 8 h200" train.global_batch_size=64',
+        'plan --config configs/llama3-8b-fsdp4.yaml --cluster "1 x 8 h200"',
         'plan --config configs/llama3-1b.yaml --cluster "1 x 1 h200" --tokens chinchilla',
     )
 

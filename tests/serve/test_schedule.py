@@ -144,4 +144,4 @@ def test_shapes_have_room_for_every_budget():
             shapes = chunk_shapes(tokens, slots)
             assert max(shape.rows * shape.width for shape in shapes) == tokens or tokens < 64
             assert all(1 <= shape.rows <= max(slots, 1) and shape.width <= tokens for shape in shapes)
-    assert row_counts(64) == (1, 4, 16, 64) and row_counts(1) == (1,) and row_counts(10) == (1, 3, 10)
+    assert row_counts(64) == (2, 4, 16, 64) and row_counts(1) == (1,) and row_counts(10) == (2, 3, 10)
