@@ -5,6 +5,7 @@ test in the default: its tests without a mark, those marked `quick`, or, where i
 exhaustive.
 """
 
+import collections
 import functools
 import inspect
 import types
@@ -45,7 +46,11 @@ _CALLS = {
 _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 """Mark -> names of the test modules whose tests all get it."""
 
+KERNEL_CASES = 3
+"""Cases of each parametrized test of kernels that the default runs; further ones get the mark `longer`."""
+
 SHOWN_ELSEWHERE = {
+    "reliability/test_network": "distributed/test_cluster reads addresses, launch/test_supervisor starts processes",
     "parallel/test_expert_collectives": "parallel/test_expert_layouts trains with experts on several devices",
     "parallel/test_step_collectives": "parallel/test_layouts trains with the collectives that it counts",
     "parallel/test_optimizer_layouts": "optim/test_sharded_state shards the state of every optimizer",
@@ -66,7 +71,12 @@ def longer(*cases: Any) -> list[Any]:
 def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
     """Add to each test the marks of what makes it slow, and `slow` to those that the default leaves out."""
     modules: dict[str, list[pytest.Item]] = {}
+    cases = collections.Counter[str]()
     for item in items:
+        test = item.nodeid.split("[")[0]
+        cases[test] += 1
+        if test.startswith("tests/pallas_kernels/") and cases[test] > KERNEL_CASES:
+            item.add_marker("longer")
         modules.setdefault(item.nodeid.split("::")[0], []).append(item)
         for mark in _marks(item):
             item.add_marker(mark)

@@ -47,6 +47,7 @@ def data(byte_config):
     opened.close()
 
 
+@pytest.mark.longer
 def test_text_is_tokenized_alike_by_several_processes(byte_config, tmp_path, monkeypatch):
     started = []
 

@@ -13,6 +13,7 @@ from jaxstack.models.parametrization import Width, initial_factor, width_of
 from jaxstack.optim.build import build_optimizer
 from jaxstack.optim.optimizers import SGD, Adafactor, AdamW, Lion, Muon, Soap
 from jaxstack.run_config import load_config
+from tests.marks import longer
 
 PATHS = {
     "embedding/table": "input",
@@ -93,7 +94,9 @@ WANTED = {
 }
 
 
-@pytest.mark.parametrize("kind", WANTED, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [AdamW, *longer(*(kind for kind in WANTED if kind is not AdamW))], ids=lambda kind: kind.__name__
+)
 def test_learning_rates_and_decay_by_role(kind):
     paths = {"embedding": "table", "up_proj": "kernel", "router": "kernel", "final_norm": "scale"}
     params = {name: {leaf: jnp.ones((4, 4) if leaf != "scale" else (4,))} for name, leaf in paths.items()}

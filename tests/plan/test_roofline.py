@@ -114,6 +114,7 @@ def test_no_peak_rates_of_a_cpu():
     assert find_peak("cpu") is None
 
 
+@pytest.mark.longer
 def test_picture_stands_alone(tmp_path, capsys):
     picture = tmp_path / "roofline.svg"
     assert main(["--config", "configs/llama3-8b-fsdp4.yaml", "--roofline", str(picture)]) == 0

@@ -59,7 +59,6 @@ def test_only_the_loopback_interface_listens(runs: Runs, record):
     record(15, "listening sockets of 2 processes", f"{len(addresses)} sockets, all on 127.0.0.1")
 
 
-@pytest.mark.quick
 def test_a_port_that_is_in_use_is_one_message(runs: Runs, record):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

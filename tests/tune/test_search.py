@@ -105,6 +105,7 @@ def test_outcomes_of_trials_that_do_not_complete(tmp_path, trials):
     assert "no held-out text" in records[4].reason and "not finite" in records[5].reason
 
 
+@pytest.mark.longer
 def test_values_that_do_not_fit_together_need_no_process(tmp_path, trials):
     trials(LOSSES + END)
     space = {"model.num_heads": [2, 4], "model.num_kv_heads": [1, 4]}

@@ -76,6 +76,7 @@ def soap_in_numpy(gradients, settings: Soap, due) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.longer
 def test_soap_is_the_papers_algorithm():
     settings, path = Soap(refresh_every=3), "up_proj/kernel"
     gradients = [normal(8, 6, seed=t).astype(np.float64) for t in range(9)]
