@@ -16,7 +16,6 @@ CHECKED = (
     "jaxstack.models.block",
     "jaxstack.models.chunks",
     "jaxstack.models.dropout",
-    "jaxstack.models.embedding",
     "jaxstack.models.linear",
     "jaxstack.models.mlp",
     "jaxstack.models.moe",
@@ -48,7 +47,7 @@ CHECKED = (
 )
 """Modules, or packages with all of their modules, whose annotations are checked.
 
-`jaxstack.models.transformer` is left out, because it accepts numpy arrays of tokens too.
+`jaxstack.models.transformer` and `embedding` are left out, because they accept numpy arrays of tokens too.
 
 Modules with kernels that Triton or Mosaic compiles from their source are left out: a decorated function is not that
 source any more.
