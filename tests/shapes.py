@@ -10,20 +10,16 @@ from typing import Any
 
 CHECKED = (
     "jaxstack.models.activations",
-    "jaxstack.models.adapters",
     "jaxstack.models.attention",
     "jaxstack.models.attention_layer",
     "jaxstack.models.block",
-    "jaxstack.models.chunks",
     "jaxstack.models.dropout",
-    "jaxstack.models.linear",
     "jaxstack.models.mlp",
     "jaxstack.models.moe",
     "jaxstack.models.moe_layer",
     "jaxstack.models.norm",
     "jaxstack.models.residual",
     "jaxstack.models.rope",
-    "jaxstack.models.stack",
     "pallas_kernels.attention.api",
     "pallas_kernels.attention.context",
     "pallas_kernels.attention.patterns",
@@ -47,7 +43,8 @@ CHECKED = (
 )
 """Modules, or packages with all of their modules, whose annotations are checked.
 
-`jaxstack.models.transformer` and `embedding` are left out, because they accept numpy arrays of tokens too.
+Of `jaxstack.models` those that a layer consists of; `transformer` and `embedding` accept numpy arrays of tokens too, and
+`linear` casts quantized kernels to arrays where no kernel reads them.
 
 Modules with kernels that Triton or Mosaic compiles from their source are left out: a decorated function is not that
 source any more.
