@@ -1,4 +1,4 @@
-"""Growth of the batch during a run: by doublings, at numbers of tokens, with a size for each step known beforehand.
+"""Batch-size ramp: the global batch doubles at given numbers of tokens, so each step's size is known in advance.
 
 Sizes are a function of the step alone, so that a resumed run needs no further state. All rows of the data are used in
 the same order as without a ramp, each once: a batch begins at a multiple of its own size. Merrill et al. 2025
@@ -20,7 +20,7 @@ from jaxstack.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Steps of one batch size.
+    """A range of steps with the same batch size.
 
     Attributes:
       first_step: number of steps before it.
@@ -69,7 +69,7 @@ class BatchSizes:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Plain JSON on which the position of a step in the data depends."""
+        """Plain JSON of everything that determines a step's position in the data."""
         ramp = self._train.batch_ramp
         return {"global_batch_size": self.full} | ({"batch_ramp": list(ramp.double_at_tokens)} if ramp else {})
 
@@ -87,13 +87,13 @@ class BatchSizes:
         return phase.first_row + (step - phase.first_step) * phase.rows
 
     def steps_left(self, done: int) -> float:
-        """Return the steps after the first `done`, in steps of the present size."""
+        """Return the remaining steps after `done` steps, counted in steps of the current batch size."""
         if done >= self._train.steps:
             return 0.0
         return (self.rows_before(self._train.steps) - self.rows_before(done)) / self.rows(max(done - 1, 0))
 
     def smaller(self, start: int) -> list[int]:
-        """Return the batch sizes below the final one that steps from `start` on have."""
+        """Return the batch sizes, other than the final one, used from step `start` on."""
         steps = self._train.steps
         ends = [phase.first_step for phase in self.phases[1:]] + [steps]
         used = [
@@ -114,7 +114,7 @@ class BatchSizes:
         return count
 
     def clock(self, step: jax.typing.ArrayLike) -> jax.Array:
-        """Return the progress of the run before a step, in steps of the mean size: schedules follow tokens, not steps.
+        """Return the schedule position of a step by tokens seen, in units of steps of the mean batch size.
 
         Traceable. Without a ramp it is the step itself.
         """
@@ -150,7 +150,7 @@ class BatchSizes:
 
 
 class SlicedBatches:
-    """A user's full batches, cut into smaller ones.
+    """Splits the batches of a `BatchSource` into smaller ones.
 
     Args:
       source: gives batches of `full` rows.

@@ -1,4 +1,4 @@
-"""Objects behind URLs, read through TensorStore's key-value stores."""
+"""Reads objects from cloud storage and HTTP, through TensorStore's key-value stores."""
 
 import functools
 import os
@@ -24,7 +24,7 @@ _WAYS_OUT = {
 
 
 class RangesIgnored(JaxstackError):
-    """The server cannot read a part of an object."""
+    """Raised when the server ignores HTTP range requests and sends whole objects only."""
 
 
 def is_object_url(path: str) -> bool:
@@ -59,7 +59,7 @@ class ObjectStore:
         return result.value
 
     def exists(self, name: str) -> bool:
-        """Return True if there is this object; a small one, as it is read.
+        """Return True if the object exists. Reads the whole object, so use it for small ones.
 
         Raises:
           JaxstackError: the store cannot be reached.

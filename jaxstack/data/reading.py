@@ -1,4 +1,4 @@
-"""Reads batches in Grain's workers: threads, or processes with threads each, in the order of a serial reader."""
+"""Reads batches in parallel with Grain's threads or processes, in the order of a serial reader."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ class Workers:
 
 
 class IndexedBatches(Protocol):
-    """Batches by number. With reading processes it must be picklable; `read` is called from several threads."""
+    """Random access to batches by number. Must be picklable for reading processes; `read` must be thread-safe."""
 
     def __len__(self) -> int: ...
 
@@ -117,7 +117,7 @@ def read_batches(batches: IndexedBatches, workers: Workers) -> Iterator[Batch]:
     dataset = grain.MapDataset.source(batches).to_iter_dataset(options)
     if processes:
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain asks for flags of absl, which only programs of absl's own kind parse
+            flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which only programs started by absl.app parse
         dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=processes, per_worker_buffer_size=1))
     iterator = iter(dataset)
     try:
@@ -134,7 +134,7 @@ def read_batches(batches: IndexedBatches, workers: Workers) -> Iterator[Batch]:
 
 
 class ParallelBatches:
-    """A `BatchSource` for `Trainer` that calls a function of the step in Grain's threads, many steps ahead.
+    """A `BatchSource` for `Trainer` that calls `function(step)` in Grain's threads, many steps ahead.
 
     Example: `Trainer(module, loss, ParallelBatches(read_batch, threads=32))`.
 
@@ -159,7 +159,7 @@ class ParallelBatches:
 
 @dataclasses.dataclass(frozen=True)
 class _Picked:
-    """Rows of the batches of a function of the step."""
+    """Selects rows from the batches that a function of the step returns."""
 
     function: Callable[[int], HostBatch]
     rows: Sequence[int] | np.ndarray

@@ -1,10 +1,10 @@
 """The gradient noise scale, from gradients of the microbatches of a step (McCandlish et al. 2018, arXiv:1812.06162).
 
 A gradient g over b items has E|g|² = |G|² + S / b, with the true gradient G and the trace S of the covariance of one
-item's gradient. Two sizes of batch therefore give both: the small ones are the microbatches, as far as they are summed
-over devices when they are computed, and the large one is the whole batch. With sharded weights no replica has a
+item's gradient. Two batch sizes therefore determine both: the small batch is a microbatch, including any devices over
+which its gradient is already summed, and the large one is the whole batch. With sharded weights no replica has a
 gradient of its own, so replicas cannot be the small batches. Parameters that are summed over different devices have
-small batches of different sizes; as all terms add up over parameters, each group of them is estimated by itself.
+small batches of different sizes; as all terms are sums over parameters, each group is estimated separately.
 """
 
 import dataclasses

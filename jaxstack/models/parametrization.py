@@ -1,8 +1,8 @@
-"""Maximal update parametrization (muP, Yang et al. 2022, arXiv:2203.03466): the rules of a model's width, by path.
+"""Maximal update parametrization (muP, Yang et al. 2022, arXiv:2203.03466): how initial weights scale with width.
 
-With width / base width = m, the model with m = 1 is that of the standard parametrization. The forward pass has no
-factor of m except in the attention scores: the factor of the logits is part of the head, or of the gains of the final
-norm if the head is the embedding, and that of the router's scores is part of its matrix.
+Let m = width / base width; at m = 1 the model equals the standard parametrization. In the forward pass only attention
+scores have a factor of m. The factor of the logits is part of the head's weights (of the final norm's gains if the
+head is the embedding), and that of router scores is part of the router's matrix.
 
 | role | parameters | initial weights |
 |---|---|---|
@@ -45,7 +45,7 @@ class Width:
     tied: bool
 
     def role(self, path: str) -> Role:
-        """Return the role of the parameter at this path."""
+        """Return the muP role of a parameter: input, hidden, output or final_gain."""
         if self.tied and path.startswith("final_norm/"):
             return "final_gain"
         return match(path, _ROLES)
@@ -60,7 +60,7 @@ def width_of(config: ModelConfig) -> Width | None:
 
 def initial_factor(config: ModelConfig, width: Width, path: str) -> float:
     """Return the factor of a parameter's initial value, relative to the standard parametrization."""
-    # 1/sqrt(inputs) of `fan_in` falls with the width as it must.
+    # `fan_in` initialization already contains the factor 1/sqrt(width).
     root = 1.0 if config.initialization == "fan_in" else width.ratio**-0.5
     factors: dict[Role, float] = {
         "input": 1.0,
@@ -72,7 +72,7 @@ def initial_factor(config: ModelConfig, width: Width, path: str) -> float:
 
 
 def scale_initial_weights(model: nnx.Module, config: ModelConfig) -> None:
-    """Scale the weights of a freshly initialized model as its width requires; in the standard parametrization by 1."""
+    """Scale freshly initialized weights by muP's factors; unchanged in the standard parametrization."""
     width = width_of(config)
     if width is None:
         return

@@ -1,7 +1,7 @@
-"""Energy, GPU-hours and cost of a run, over all its starts.
+"""Measures energy, GPU-hours and cost of a run, summed over restarts.
 
 Energy is read from the counters of the GPUs, not integrated from samples of their power: the power sensors of recent
-GPUs see only a part of the time (Yang et al. 2023, arXiv:2312.02741).
+GPUs sample only a fraction of the time (Yang et al. 2023, arXiv:2312.02741).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class EnergyCounters(Protocol):
 
 
 class NoCountersError(Exception):
-    """The energy of the devices cannot be measured; the message is the reason."""
+    """Raised when the energy of the devices cannot be measured; the message gives the reason."""
 
 
 class NvmlCounters:
@@ -93,7 +93,7 @@ def nvml_names(numbers: Sequence[int], visible: str | None = None) -> list[int |
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Use of GPUs over some time."""
+    """GPU time and energy used by a run."""
 
     joules: float = 0.0
     """Energy of the GPUs that were measured."""
@@ -121,7 +121,7 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class EnergyPrices:
-    """Factors from measured energy and time to what a run costs.
+    """Factors that convert measured energy and time to kWh and cost.
 
     Attributes:
       pue: power usage effectiveness of the data centre, its energy over that of the machines.
@@ -133,7 +133,7 @@ class EnergyPrices:
 
 
 class EnergyMeter:
-    """Adds up the energy and the time of the GPUs of a run, in a thread of its own.
+    """Measures energy and time of a run's GPUs in a background thread.
 
     Every process measures its own GPUs. The first one adds up all of them, and keeps the sums in `energy.json`, from
     which the next start of the run goes on; a crash loses the last seconds at most. Everything counts from the
@@ -271,7 +271,7 @@ def read_usage(path: Path | None) -> Usage:
 
 
 def measure_energy(run_dir: Path | None, prices: EnergyPrices, say: Callable[[str], None]) -> EnergyMeter:
-    """Start to measure the GPUs of this process; if it cannot be done, say so once and measure the time only.
+    """Start an `EnergyMeter` for this process's GPUs; without energy counters it measures time only and reports why.
 
     Args:
       run_dir: directory of `energy.json`; None: nothing is written.

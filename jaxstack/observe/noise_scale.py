@@ -18,7 +18,7 @@ class NoiseScale:
 
     Args:
       steps: number of steps before this start of the run.
-      logged: the last logged values before it, from which the means go on.
+      logged: the last logged values before it, from which the means continue.
     """
 
     def __init__(self, steps: int = 0, logged: Mapping[str, Any] | None = None):
@@ -28,7 +28,7 @@ class NoiseScale:
         self._steps = steps if known else 0
 
     def follow(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the values of a step with its estimates replaced by the means, and with `noise_scale`.
+        """Update the means; return the step's metrics with estimates replaced by means, and with `noise_scale`.
 
         Args:
           values: metrics of the next step; those without estimates are returned as they are.
@@ -46,7 +46,7 @@ class NoiseScale:
 
 
 def noise_problem(microbatches: int, axes: Mapping[str, int]) -> str | None:
-    """Return why the noise scale cannot be measured in a layout, and what to change; None if it can.
+    """Return why this layout cannot measure the noise scale, and what to change; None if it can.
 
     Args:
       microbatches: number of microbatches of a step.

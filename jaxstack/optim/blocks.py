@@ -1,7 +1,7 @@
-"""Matrices cut into blocks, each with matrices of its own: the state of Shampoo and SOAP, and its refreshes.
+"""Splits matrices into blocks for Shampoo and SOAP, and refreshes the state of each block.
 
-A block is cut from the parameter, whatever the layout, so that every layout trains alike. Where the shards of a
-parameter are multiples of the block, a block belongs to one device, which alone refreshes it.
+Blocks depend on the parameter's shape only, not on the layout, so that all layouts give the same result. Where the
+shards of a parameter are multiples of the block, each block is on one device, which refreshes it.
 """
 
 import math
@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Number of blocks along each dim of the parameter: that of the rows at the first dim of the inputs."""
+        """Number of blocks along each dim of the parameter; those of the rows are at the first input dim."""
         return (*self.stack, self.rows[0], *(1,) * (self.inputs - 1), self.columns[0], *(1,) * (self.outputs - 1))
 
     def split(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -64,8 +64,8 @@ class Blocks(NamedTuple):
     def due(self, path: str, count: Int[Array, ""], every: int) -> Bool[Array, "..."]:
         """Return a flag [*grid] for each block: True if it is refreshed at this step.
 
-        A block has its turn every `every` steps. Blocks of a matrix, and the matrices of a layer, take turns; layers do
-        not, as they may be stored in one array or in several.
+        Each block is refreshed every `every` steps. Blocks of a matrix, and matrices of a layer, are staggered; layers
+        are not, because they may be stored in one array or in several.
         """
         m, n = self.rows[0], self.columns[0]
         offset = zlib.crc32("".join(c for c in path if not c.isdigit()).encode()) % every
@@ -80,8 +80,8 @@ def cut(shape: Sequence[int], inputs: int, outputs: int, limit: int) -> Blocks:
     Args:
       shape: its shape; the last `inputs` + `outputs` dims form its matrix.
       inputs, outputs: as of `MatrixRule`.
-      limit: largest number of rows and columns of a block. Blocks are equal, and pad a matrix only where no number of
-        blocks up to twice the smallest divides it.
+      limit: largest number of rows and columns of a block. Blocks have equal size; a matrix is padded only if no number
+        of blocks up to twice the smallest divides it.
     """
     whole = Blocks(tuple(shape), inputs, outputs, (1, 1), (1, 1))
     height, width = whole.sides
@@ -110,7 +110,7 @@ def refresh(
     blocks: Blocks,
     spec: PartitionSpec | None,
 ) -> tuple[jax.Array, ...]:
-    """Renew some arrays of the blocks whose turn it is, on the devices that store them.
+    """Recompute `renewed` for the blocks that are due, on the devices that store them.
 
     Blocks are renewed one after the other: a batched decomposition is slower on a GPU than a loop over single ones.
 
@@ -146,6 +146,6 @@ def refresh(
 
 
 def _grid_spec(mesh: jax.sharding.AbstractMesh, spec: PartitionSpec, blocks: Blocks) -> PartitionSpec:
-    """Return how the blocks are spread over the devices: as their state is stored, each block whole."""
+    """Return the PartitionSpec of the block grid: that of the stored state, with no block split."""
     stored = state_spec(mesh, spec, blocks.shape, (*blocks.grid, blocks.rows[1], blocks.rows[1]))
     return PartitionSpec(*stored[: len(blocks.grid)])

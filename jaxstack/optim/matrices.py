@@ -1,4 +1,4 @@
-"""The dims of a parameter that form its matrix, and optimizers that treat matrices apart from all other parameters."""
+"""Rules for viewing parameters as matrices, and the base class of optimizers for matrices (Muon, Shampoo, SOAP)."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -14,7 +14,7 @@ from jaxstack.tree_rules import check_patterns, map_by_path, match
 
 
 class MatrixRule(PathRule):
-    """The dims of a parameter that form its matrix. The dims before them count matrices: layers, experts."""
+    """Which last dims of a parameter form a matrix. Leading dims, such as layers and experts, are batch dims."""
 
     inputs: int = Field(default=1, ge=1)
     """Number of dims, before the output dims, that are summed over."""
@@ -37,7 +37,7 @@ class MatrixOptimizer(Optimizer):
     """Base of optimizers of the matrices of hidden layers; embeddings, output head and vectors are updated by AdamW."""
 
     matrix_width_power: ClassVar[float] = -1.0
-    """The power of the matrices that `matrix_core` updates, in muP; `width_powers` has those of AdamW's parameters."""
+    """Exponent of the width in muP's learning rate of matrices; `width_powers` has those of AdamW's parameters."""
 
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.95, ge=0, lt=1)
@@ -46,7 +46,7 @@ class MatrixOptimizer(Optimizer):
 
     @abstractmethod
     def matrix_core(self, run: RunFacts) -> optax.GradientTransformation:
-        """Return the transformation of the matrices' gradients; it is given these matrices only."""
+        """Return the gradient transformation of the matrices; it receives only these."""
 
     def core(self, run: RunFacts) -> optax.GradientTransformation:
         adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)
@@ -73,7 +73,7 @@ class MatrixOptimizer(Optimizer):
         map_by_path(fits, params)
 
     def rule(self, path: str) -> MatrixRule:
-        """Return the rule of the parameter at this path."""
+        """Return the first rule that matches the parameter's path."""
         return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
 
     def takes(self, path: str, leaf: HasShape) -> bool:

@@ -1,4 +1,4 @@
-"""Learning rates, weight decay and epsilon of muP, by the role of a parameter (`jaxstack.models.parametrization`)."""
+"""muP scaling of learning rate, weight decay and epsilon by parameter role (`jaxstack.models.parametrization`)."""
 
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ AnyKind = TypeVar("AnyKind", bound=Optimizer)
 
 
 def check_rule(optimizer: Optimizer) -> None:
-    """Check that the optimizer has a rule for muP.
+    """Check that the optimizer supports muP.
 
     Raises:
       ConfigError: it has none.
@@ -37,7 +37,7 @@ def rate_factor(optimizer: Optimizer, width: Width, path: str, leaf: HasShape) -
 
 
 def scale_epsilon(optimizer: AnyKind, width: Width) -> AnyKind:
-    """Return the optimizer with its epsilon in proportion to the gradients, which fall with the width."""
+    """Return the optimizer with epsilon divided by the width ratio, since gradients shrink with the width."""
     if "eps" not in type(optimizer).model_fields:
         return optimizer
     return optimizer.model_copy(update={"eps": getattr(optimizer, "eps") / width.ratio})  # noqa: B009

@@ -1,10 +1,10 @@
 """Sharding types of a tensor along each mesh axis: split, broadcast and partial, OneFlow's SBP.
 
 Yuan et al. 2021, arXiv:2110.15032. Along an axis of p devices a tensor is `split(dim)`, in p parts of that dim;
-`broadcast`, whole on every device; or `partial`, with on every device a term of the same shape, whose sum is the
-tensor. Partial tensors are what a matmul over a split dim gives. They can be added and multiplied by `sbp_einsum`'s
-rules without communication, and `redistribute` sums them once, where the sum is needed. In JAX, types are part of the
-type of an array on a mesh of explicit axes, where `partial` is `PartitionSpec(unreduced=...)`.
+`broadcast`, whole on every device; or `partial`: every device holds a term of the same shape, and the tensor is their
+sum. A matmul that contracts a split dim returns a partial tensor. Partial tensors can be added and multiplied by
+`sbp_einsum`'s rules without communication, and `redistribute` sums them once, where the sum is needed. In JAX, types
+are part of the type of an array on a mesh of explicit axes, where `partial` is `PartitionSpec(unreduced=...)`.
 """
 
 import string
@@ -131,7 +131,7 @@ def redistribute(x: Shaped[Array, "..."], types: ShardingTypes, mesh: Mesh | Non
 
 
 def sbp_einsum(subscripts: str, *operands: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Compute `jnp.einsum` on each device's parts, without communication, and type the result.
+    """Compute `jnp.einsum` on local shards without communication, and infer the result's sharding types.
 
     Along a mesh axis that splits a letter of the result, the result is split along that letter; if the axis splits a
     letter that is summed, the result is partial. Every operand that has the letter must be split along it.

@@ -1,1 +1,1 @@
-"""Planning of layouts: the rules of what fits, the choice, and plans for clusters that are not present."""
+"""Plans parallel layouts: feasibility rules, automatic choice, and forecasts for clusters that are not present."""

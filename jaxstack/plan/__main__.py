@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.plan --config FILE`: lay out a configuration on a cluster without using it."""
+"""The command `python -m jaxstack.plan --config FILE`: plan the layout of a run on a cluster, without its devices."""
 
 import argparse
 import json

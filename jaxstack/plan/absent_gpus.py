@@ -15,7 +15,7 @@ _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def can_compile() -> bool:
-    """Return True if JAX's CUDA plugin is installed, which can compile without a GPU and a driver."""
+    """Return True if JAX's CUDA plugin is installed; it can compile without a GPU or driver."""
     return any(importlib.util.find_spec(name) for name in _PLUGINS)
 
 
@@ -23,7 +23,7 @@ def can_compile() -> bool:
 def absent_gpus(devices: int, kind: str = "h200") -> topologies.TopologyDescription:
     """Return the topology of `devices` GPUs on hosts of at most eight.
 
-    It is made once per process, because the devices of two topologies are never equal.
+    The result is cached per process, because devices of two topologies never compare equal.
 
     Args:
       devices: number of GPUs.

@@ -1,4 +1,4 @@
-"""The one place that decides how a run is laid out over devices: in training, in evaluation, and in decoding."""
+"""Chooses the parallel layout of a run, for training, evaluation and decoding."""
 
 import math
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ def _present_cluster(devices: int) -> Cluster:
 
 
 def evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunConfig:
-    """Return the configuration with a layout, and batch sizes that it divides, for the loss on held-out text.
+    """Return the configuration for evaluation of held-out loss: a layout, and batch sizes divisible by it.
 
     The loss does not depend on the layout. So a run that was trained on another number of devices is evaluated with
     `fsdp` over all devices, unless the user chose a layout.
@@ -123,9 +123,9 @@ def decoding_layout(config: RunConfig, devices: int, *, chosen: bool) -> Paralle
 
 
 def uses_peer_copies(config: RunConfig, mesh: Mesh) -> bool:
-    """Return True if weights and gradients travel by the GPUs' copy engines instead of NCCL's kernels.
+    """Return True if weights and gradients are transferred by the GPUs' copy engines instead of NCCL kernels.
 
-    With `parallel.copy_engines: auto` they do for the layouts in which this was measured to be no slower: unrolled
+    With `parallel.copy_engines: auto` this holds for layouts where it was measured to be no slower: unrolled
     layers over `data`, `fsdp` and `context` on the GPUs of one process.
     """
     if config.parallel.copy_engines != "auto":
@@ -140,7 +140,7 @@ def _split_axes(shape: Mapping[str, int]) -> set[str]:
 
 
 def _within(parallel: ParallelConfig, devices: int) -> ParallelConfig:
-    """Return the degrees if they need at most `devices` devices, else (or with a -1) resolve them to all devices."""
+    """Return the degrees if their product is at most `devices`; otherwise, or with a -1, resolve them to all."""
     degrees = parallel.degrees.values()
     return parallel if -1 not in degrees and math.prod(degrees) <= devices else parallel.resolve(devices)
 

@@ -1,4 +1,4 @@
-"""Descriptions of clusters: the peaks, memory and links of a kind of GPU, and how many there are."""
+"""Descriptions of clusters: number and kind of GPUs, with their peak rates, memory and interconnects."""
 
 import math
 import re
@@ -24,7 +24,7 @@ class Peaks(Component):
 
 
 class Cluster(Component):
-    """A number of equal hosts with equal GPUs. Bandwidths are in bytes per second and one direction."""
+    """A cluster of equal hosts with equal GPUs. Bandwidths are bytes per second in one direction."""
 
     name: str
     """Name in tables."""

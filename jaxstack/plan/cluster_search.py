@@ -1,4 +1,4 @@
-"""The search of `jaxstack plan --cluster`: options of the command, budgets, verification and the written result."""
+"""Implements `jaxstack plan --cluster`: options, search, budget check, verification and output file."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,7 @@ FP8_RECIPES = ("none", "delayed", "current")
 
 @dataclasses.dataclass(frozen=True)
 class SearchOptions:
-    """Options of a search on the command line.
+    """Command-line options of `jaxstack plan --cluster`.
 
     Attributes:
       cluster: text for `parse_cluster`.
@@ -52,7 +52,7 @@ class SearchOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterSearch:
-    """Result of a search on the command line.
+    """Result of `search_cluster`.
 
     Attributes:
       found: the ranked layouts.
@@ -90,7 +90,7 @@ class ClusterSearch:
 
 
 def search_cluster(config: RunConfig, options: SearchOptions) -> ClusterSearch:
-    """Search the layouts of a configuration on a cluster, as the command does.
+    """Search the layouts of a configuration on a cluster, as `jaxstack plan --cluster` does.
 
     Raises:
       ConfigError: an option, the cluster or the budget is wrong, or no layout fits.
@@ -143,7 +143,7 @@ def parse_tokens(text: str | None, config: RunConfig) -> float | None:
 
 
 def _check_budget(best: Forecast, tokens: float | None, options: SearchOptions) -> list[str]:
-    """Return lines about the budget's limits.
+    """Check time and cost of training against the limits, and return notes about them.
 
     Raises:
       ConfigError: the tokens take longer or cost more than the limits; the message says what the limits allow.

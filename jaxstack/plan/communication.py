@@ -1,8 +1,8 @@
-"""Time of collectives by the tables that NCCL chooses its algorithms from: latency plus bytes over bandwidth.
+"""Predicts the time of collectives with NCCL's own cost model: latency plus bytes over bandwidth.
 
 NCCL (src/graph/tuning.cc) models each algorithm and protocol as `base + hops * latency + bytes / bandwidth` and takes
 the fastest. This module does the same for rings and trees, with the protocols LL (low latency, half the bandwidth) and
-Simple. All functions take NumPy arrays of any equal shapes, so that thousands of layouts are computed at once.
+Simple. All functions take NumPy arrays of any equal shapes, so thousands of layouts are evaluated at once.
 """
 
 import dataclasses
@@ -57,13 +57,13 @@ def group_of(degree: ArrayLike, stride: ArrayLike, gpus_per_host: int) -> Group:
 
 
 def joined(first: Group, second: Group) -> Group:
-    """Return the group of two axes together."""
+    """Return the group that two mesh axes form together."""
     return Group(first.size * second.size, first.per_host * second.per_host)
 
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveModel:
-    """Time of collectives on a cluster.
+    """Predicts the time of collectives on a cluster.
 
     Args:
       cluster: links and latencies.
@@ -78,8 +78,8 @@ class CollectiveModel:
     def bandwidth(self, group: Group) -> Values:
         """Return the bandwidth of a ring through the group for each GPU, in bytes per second.
 
-        Every GPU has its own network adapter, so a ring that visits several GPUs of a host crosses to the next host by
-        all of their adapters.
+        Every GPU has its own network adapter, so a ring that contains several GPUs of a host uses
+        all of their adapters to reach the next host.
         """
         link = self.cluster.link_bandwidth * self.link_efficiency
         network = self.cluster.network_bandwidth * self.network_efficiency
@@ -97,7 +97,7 @@ class CollectiveModel:
         """Return the seconds to sum `size` bytes on all devices: the faster of a ring and a tree.
 
         The ring sends 2 (n - 1) / n of the bytes in 2 (n - 1) hops. The tree sends all of them twice, in
-        2 log2(hosts) hops of the network beside those within a host.
+        2 log2(hosts) network hops plus those within a host.
         """
         size = np.asarray(size, float)
         ring = self._fastest(2 * size * (1 - 1 / group.size), 2 * (group.size - 1), group)
@@ -107,7 +107,7 @@ class CollectiveModel:
         return np.where(group.size > 1, np.minimum(ring, tree), 0.0)
 
     def all_to_all(self, size: ArrayLike, group: Group) -> Values:
-        """Return the seconds in which each device sends a different part of its `size` bytes to each other one."""
+        """Return the seconds of an all-to-all: each device sends a different part of its `size` bytes to each other."""
         size = np.asarray(size, float) / group.size
         link = self.cluster.link_bandwidth * self.link_efficiency
         network = self.cluster.network_bandwidth * self.network_efficiency
@@ -126,7 +126,7 @@ class CollectiveModel:
         return np.where(group.size > 1, seconds, 0.0)
 
     def _fastest(self, sent: Values, hops: Values, group: Group) -> Values:
-        """Return the seconds of a ring by the faster protocol, for `sent` bytes of each device."""
+        """Return the seconds of a ring with the faster protocol (LL or Simple), with `sent` bytes per device."""
         across = hops * group.hosts / group.size
         latency = np.where(
             group.hosts > 1,

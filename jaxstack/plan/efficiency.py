@@ -1,6 +1,6 @@
 """Fractions of a device's peaks that training achieves, measured on rows of `benchmarks/results`.
 
-`benchmarks/calibrate_planner.py` writes them to `efficiency.json`, each with the rows that it comes from.
+`benchmarks/calibrate_planner.py` writes them to `efficiency.json`, together with the rows they come from.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""The rules that model, batch and a complete set of parallel degrees must satisfy together.
+"""Validity rules for a layout: which parallel degrees a model and batch allow.
 
-They need no device and no `RunConfig`, so that the configuration, the planner and the commands check the same rules.
+They need no device and no `RunConfig`, so configuration, planner and commands all use them.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def layout_problems(sections: LayoutSections) -> list[str]:
 
 
 def suggest_layout(sections: LayoutSections, devices: int | None = None) -> str | None:
-    """Return a sentence that names the nearest possible layout of this model and batch, or None if there is none.
+    """Return a sentence that suggests the nearest valid layout for this model and batch; None if there is none.
 
     Args:
       devices: number of devices to lay out over; default: the product of the degrees.

@@ -1,4 +1,4 @@
-"""Forecasts of layouts: memory, time of a step, throughput, and the days, money and energy of a number of tokens."""
+"""Forecasts for layouts: memory, step time, throughput, and time, cost and energy of a training run."""
 
 import dataclasses
 import math
@@ -98,7 +98,7 @@ class TrainingBudget:
 
 
 def training_budget(forecast: Forecast, tokens: float) -> TrainingBudget:
-    """Return what training on `tokens` takes at the predicted speed, without interruptions."""
+    """Return time, cost and energy of training on `tokens` at the predicted speed, without interruptions."""
     hours = tokens / forecast.tokens_per_second / 3600
     gpu_hours, price = hours * forecast.devices, forecast.cluster.price_per_gpu_hour
     energy = gpu_hours * forecast.cluster.watts / 1000
@@ -106,18 +106,18 @@ def training_budget(forecast: Forecast, tokens: float) -> TrainingBudget:
 
 
 def compute_optimal(flops: float) -> tuple[float, float]:
-    """Return parameters and tokens that use a budget of FLOPs best: C = 6 N D with D = 20 N (Hoffmann et al. 2022)."""
+    """Return the compute-optimal (parameters, tokens): C = 6 N D with D = 20 N (Hoffmann et al. 2022)."""
     parameters = math.sqrt(flops / (6 * CHINCHILLA_TOKENS))
     return parameters, CHINCHILLA_TOKENS * parameters
 
 
 def total(parts: Mapping[str, Floats]) -> Floats:
-    """Return the sum of the parts of each layout's memory or time."""
+    """Return the sum over parts of memory or time, for each layout."""
     return np.sum(np.stack(list(parts.values())), axis=0)
 
 
 class LayoutModel:
-    """Computes memory and time of any layouts of one configuration on one cluster.
+    """Predicts memory and step time for any layouts of one configuration on one cluster.
 
     Args:
       config: model, batch and settings; its vocabulary must be set. Degrees are ignored.
@@ -147,7 +147,7 @@ class LayoutModel:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a device that a predicted layout may take."""
+        """Bytes of device memory that a predicted layout may use."""
         return MARGIN * DEVICE_FRACTION * self.cluster.memory_bytes
 
     def memory(self, layouts: Layouts) -> dict[str, Floats]:
@@ -162,7 +162,7 @@ class LayoutModel:
         )
 
     def fits(self, layouts: Layouts) -> np.ndarray:
-        """Return True for each layout whose predicted memory is usable."""
+        """Return a mask [layouts]: True where the predicted memory fits a device."""
         return total(self.memory(layouts)) <= self.usable_bytes
 
     def seconds(self, layouts: Layouts) -> dict[str, Floats]:

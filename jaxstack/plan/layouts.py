@@ -1,4 +1,4 @@
-"""Tables of layouts: one NumPy column for each choice, so that formulas compute thousands of layouts at once."""
+"""Tables of layouts: one NumPy column per choice, so that formulas evaluate thousands of layouts at once."""
 
 import collections
 import dataclasses
@@ -61,7 +61,7 @@ class Layouts:
         return Layouts({name: column[rows] for name, column in self.columns.items()})
 
     def configuration(self, row: int, config: RunConfig) -> RunConfig:
-        """Return the configuration with the layout of this row, which `jaxstack train` takes."""
+        """Return the configuration with the layout of this row, ready for `jaxstack train`."""
         value = {name: int(column[row]) for name, column in self.columns.items()}
         stages = value["pipeline"] > 1
         pipeline = {
@@ -109,7 +109,7 @@ def layout_of(config: RunConfig) -> Layouts:
 def enumerate_layouts(
     config: RunConfig, devices: int, remats: Sequence[str] = ON_DEVICE, recipes: Sequence[str] | None = None
 ) -> tuple[Layouts, collections.Counter[str]]:
-    """Return all layouts of a configuration that pass the trainer's rules, and how many break which rule.
+    """Return all layouts of a configuration that pass the trainer's rules, and counts of the refused by rule.
 
     Args:
       config: model, batch and settings; its degrees are replaced. The vocabulary must be set.
@@ -149,7 +149,7 @@ def _variants(
 
 
 def _with_degrees(base: ParallelConfig, degrees: dict[str, int]) -> dict[str, Any]:
-    """Return the fields of `base` with other degrees, without what depends on the former ones."""
+    """Return the fields of `base` with new degrees, without fields that depend on the previous degrees."""
     dependent = {
         "auto": False,
         "zero": 0,
@@ -178,7 +178,7 @@ def _rows(
 
 
 def _rule(message: str) -> str:
-    """Return the rule of a message without its values, so that equal rules are counted together."""
+    """Return a message with its values removed, so that violations of one rule are counted together."""
     rule = re.split(r"[;.:] |, because", message)[0]
     return re.sub(r"\s*\([^)]*\)|\s+-?\d+\b", "", rule).strip()
 

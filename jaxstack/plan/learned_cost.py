@@ -1,9 +1,9 @@
 """A learned correction of the roofline: ridge regression on log(time / roofline) of measured programs.
 
-The roofline knows peak rates only: a real program's matmuls are slower where a dim is small, its kernels have a start,
-its data may fit a cache. The correction learns these from about a hundred measured programs. Kaufman et al. 2021
-(arXiv:2008.01040) train a neural network on such programs. The correction is judged on families of programs that it
-has not seen.
+The roofline uses peak rates only. In real programs matmuls with a small dim are slower, kernels have launch overhead,
+and data may fit a cache. The correction learns these effects from about a hundred measured programs. Kaufman et al.
+2021 (arXiv:2008.01040) train a neural network on such programs. The correction is evaluated on families of programs
+that it was not fitted to.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class MeasuredProgram:
 
 
 def feature_vector(features: ProgramFeatures, peak_flops: float, bandwidth: float) -> Float[np.ndarray, " features"]:
-    """Return what the correction is a linear function of; all entries have a size of about one.
+    """Return the input vector of the linear correction; all entries are of order one.
 
     Args:
       features: of a program.
@@ -79,7 +79,7 @@ class LearnedCost:
 
     Attributes:
       weights: of the entries of `feature_vector`.
-      bounds: lowest and highest correction seen, which a prediction stays within.
+      bounds: lowest and highest correction in the fit; predictions are clipped to this range.
     """
 
     weights: Float[np.ndarray, " features"]
@@ -122,7 +122,7 @@ class LearnedCost:
 
 
 def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> LearnedCost:
-    """Fit a correction to measured programs; each family has the same weight.
+    """Fit a correction to measured programs, with equal weight for each family.
 
     Args:
       programs: programs of one device or of several.
@@ -147,7 +147,7 @@ def fit_cost(programs: Sequence[MeasuredProgram], penalty: float = 1.0) -> Learn
 def held_out_predictions(
     programs: Sequence[MeasuredProgram], fit: Callable[[Sequence[MeasuredProgram]], LearnedCost] = fit_cost
 ) -> Iterator[tuple[MeasuredProgram, float]]:
-    """Yield each program with the seconds that a correction predicts which was fitted without its family.
+    """Leave-one-family-out cross-validation: yield each program and its predicted seconds.
 
     Args:
       programs: programs of at least two families.
@@ -166,7 +166,7 @@ def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float
 
 
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
-    """Return Kendall's rank correlation: pairs in the same order minus pairs in the other, over all pairs."""
+    """Return Kendall's rank correlation: (concordant pairs - discordant pairs) / all pairs."""
     first = np.sign(np.subtract.outer(np.asarray(predicted), np.asarray(predicted)))
     second = np.sign(np.subtract.outer(np.asarray(measured), np.asarray(measured)))
     count = len(predicted)

@@ -1,7 +1,7 @@
 """Memory of a train step on each device by part, from formulas.
 
 Widths: D hidden, Q heads x head_dim, K kv_heads x head_dim, F feed-forward, V vocabulary. Between steps a device holds
-float32 weights and the optimizer's state. Within a step come, on top:
+float32 weights and the optimizer state. A step additionally needs:
 
 - a working copy in the compute dtype: of all weights with ZeRO 1 and 2 (Rajbhandari et al. 2020), of embedding and
   head, and of the layer that computes;
@@ -59,7 +59,7 @@ def memory_parts(
     activations = activations * row_tokens(layouts, tokens) * in_flight(layouts)
     work = _working_set(shape, layouts, tokens)
     if not scanned:
-        # Unrolled layers free their activations one by one while their gradients take the place.
+        # Unrolled layers free their activations one by one, and gradients reuse that memory.
         hidden = np.minimum(np.where(layouts["pipeline"] == 1, gradients, 0), activations)
         activations = activations - hidden
     return {
@@ -77,12 +77,12 @@ def memory_parts(
 
 
 def weight_shards(layouts: Layouts) -> Floats:
-    """Return over how many devices `fsdp` and `context` split every matrix."""
+    """Return the number of devices over which `fsdp` and `context` shard every matrix."""
     return layouts["fsdp"] * layouts["context"]
 
 
 def gathers_weights(layouts: Layouts) -> np.ndarray:
-    """Return True for each layout that gathers layers where they are used."""
+    """Return a mask [layouts]: True where each layer's weights are all-gathered before use."""
     return weight_shards(layouts) > 1
 
 
@@ -115,13 +115,13 @@ def _gradients(shape: ModelShape, layouts: Layouts) -> Floats:
 
 
 def divided(shape: ModelShape, shards: Floats) -> Floats:
-    """Return `shards` where they divide a width of the model's matrices, and 1 where they divide none."""
+    """Return `shards` where it divides one of the model's matrix widths, and 1 elsewhere."""
     widths = {shape.hidden, shape.feed_forward, shape.expert_width} - {0}
     return np.where(np.any([width % shards == 0 for width in widths], axis=0), shards, 1)
 
 
 def layers_of_stage(shape: ModelShape, layouts: Layouts) -> Floats:
-    """Return the layers of the stage that has most of them."""
+    """Return the number of layers of the largest pipeline stage."""
     pieces = layouts["pipeline"] * layouts["chunks"]
     return np.ceil(shape.layers / pieces) * layouts["chunks"]
 
@@ -135,7 +135,7 @@ def in_flight(layouts: Layouts) -> Floats:
 
 
 def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Floats:
-    """Return the values saved on the device for each token and layer, by one of the `tensor` devices."""
+    """Return the number of activation values per token and layer that one device saves for the backward pass."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
     inner = 2 if shape.gated else 1
     stream = np.where(layouts["sequence"] > 0, layouts["tensor"], 1)
@@ -143,7 +143,7 @@ def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Float
     whole = 4 * d / stream + (2 * q + 2 * k + (inner + 1) * f) / tensor
     dots = 2 * d / stream + (2 * q + 2 * k + inner * f) / tensor
     attention = (q + 2 * shape.heads) / tensor
-    # Rows at their experts and back; with `expert` also before and after the exchange.
+    # Tokens sent to their experts and back; with `expert` also before and after the exchange.
     routed = np.where(layouts["expert"] > 1, 6, 4) * shape.routed * d * shape.mixtures / shape.layers
     # Sequence parallelism saves the gathered inputs of matmuls.
     more = routed + np.where(layouts["sequence"] > 0, d, 0)
@@ -157,7 +157,7 @@ def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Float
         "save_attention_offload": attention,
     }
     found = np.select([layouts.remat_in(name) for name in cases], list(cases.values()))
-    # A weight gradient that waits needs the inputs of the matmuls and the gradients of their results.
+    # A deferred weight gradient needs the inputs of the matmuls and the gradients of their results.
     waiting = np.where(
         layouts.schedule_in("zero_bubble"), 2 * d / stream + (2 * q + 2 * k + (inner + 1) * f) / tensor, 0
     )
@@ -184,7 +184,7 @@ def _working_set(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
 
 
 def _working_copies(shape: ModelShape, layouts: Layouts, prefetch: bool) -> Floats:
-    """Return the bytes of weights in the compute dtype."""
+    """Return the bytes of the weight copies in the compute dtype."""
     tensor, experts = layouts["tensor"], layouts["expert"]
     layers = layers_of_stage(shape, layouts)
     of_layers = (shape.layer_parameters + shape.all_experts / experts) / shape.layers * layers / tensor
@@ -194,7 +194,7 @@ def _working_copies(shape: ModelShape, layouts: Layouts, prefetch: bool) -> Floa
 
 
 def _buffers(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
-    """Return the bytes of tokens at their experts, and of keys and values of other devices."""
+    """Return the bytes of buffers for tokens at their experts, and for keys and values from other devices."""
     rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
     copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2
     experts = copies * rows * _COMPUTE * (shape.mixtures > 0)

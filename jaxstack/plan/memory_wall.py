@@ -2,7 +2,7 @@
 
 "Full Stack Optimization of Transformer Inference" (arXiv:2302.14017) counts every operation of a forward pass and, for
 each of them, its inputs and outputs once, at one byte per value and without any fusion: the attention scores are
-written and read. `jaxstack.plan.roofline` has another convention, that of a training step with fused attention in
+written and read. `jaxstack.plan.roofline` uses another convention: a training step with fused attention in
 bfloat16. Vocabulary and embeddings are not counted.
 """
 

@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def tables(self) -> int:
-        """Parameters outside of the layers: embedding and head."""
+        """Number of parameters outside of the layers: embedding and head."""
         return self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -82,13 +82,13 @@ class ModelShape:
 
     @property
     def active_width(self) -> float:
-        """Mean over layers of the feed-forward width that computes a token."""
+        """Mean over layers of the feed-forward width that is active for one token."""
         mixture = self.routed * self.expert_width + self.shared_width
         return (self.dense_layers * self.feed_forward + self.mixtures * mixture) / self.layers
 
     @property
     def active_layer_parameters(self) -> float:
-        """Mean over layers of the matrix parameters that compute a token."""
+        """Mean over layers of the matrix parameters that are active for one token."""
         mixture = self.active_expert_parameters + self.always_parameters
         feed_forward = self.dense_layers * self.dense_parameters + self.mixtures * mixture
         return self.attention_parameters + feed_forward / self.layers

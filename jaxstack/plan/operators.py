@@ -28,7 +28,7 @@ class Operator:
         return self.flops / self.bytes
 
     def seconds(self, peak_flops: float, bandwidth: float) -> float:
-        """Return the time of all calls on the roofline, at best: limited by arithmetic or by memory.
+        """Return the roofline seconds of all calls: calls x max(flops / peak_flops, bytes / bandwidth).
 
         Roofline model: Williams et al. 2009.
 

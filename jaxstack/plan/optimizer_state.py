@@ -1,4 +1,4 @@
-"""Bytes of optimizer state for each parameter, from the shapes of the state that the optimizer itself makes."""
+"""Bytes of optimizer state per parameter, from the shapes of the state that the optimizer creates."""
 
 import math
 

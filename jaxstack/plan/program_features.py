@@ -1,4 +1,4 @@
-"""Features of a compiled program that its time depends on, read from the program's text."""
+"""Features of a compiled program that predict its run time, parsed from its HLO text."""
 
 import dataclasses
 import math
@@ -106,7 +106,7 @@ def read_features(text: str | Module) -> ProgramFeatures:
 
 
 def matmul_features(rows: int, summed: int, columns: int, itemsize: float) -> ProgramFeatures:
-    """Return the features of a program that is one matmul, of which the shape is known but not the compiled text.
+    """Return the features of a single matmul from its shape, without compiling it.
 
     Args:
       rows: rows of the first matrix.
@@ -143,7 +143,7 @@ def _kernels(module: Module, inside: Mapping[str, float]) -> list[tuple[float, f
 
 
 def _merge(work: list[tuple[float, float, int]]) -> tuple[tuple[float, float, int], ...]:
-    """Return the list with equal kernels counted together."""
+    """Merge equal kernels by adding up their counts."""
     calls: dict[tuple[float, float], int] = {}
     for flops, size, number in work:
         calls[flops, size] = calls.get((flops, size), 0) + number
@@ -151,7 +151,7 @@ def _merge(work: list[tuple[float, float, int]]) -> tuple[tuple[float, float, in
 
 
 def _bytes(one: Execution) -> int:
-    """Return the bytes that a kernel reads and writes; of an array that is sliced or gathered from, only the part."""
+    """Return the bytes that a kernel reads and writes; of sliced or gathered arrays only the part that is read."""
     results = sum(array.bytes for array in one.instruction.arrays)
     if one.instruction.opcode in ("dynamic-slice", "gather", "slice"):
         return 2 * results

@@ -1,4 +1,4 @@
-"""Compile the real train step for GPUs that are not present, to learn its memory and its kernels."""
+"""Compile the real train step for GPUs that are not present, to determine its memory and kernels."""
 
 import math
 import time
@@ -48,7 +48,7 @@ class Rehearsal(TypedDict):
 
 
 def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") -> Rehearsal:
-    """Compile the train step of this configuration for `devices` GPUs and return what the compiler found.
+    """Compile the train step for `devices` GPUs that need not be present; return its memory and kernels.
 
     Args:
       config: configuration of the run.

@@ -1,4 +1,4 @@
-"""Fill in the degrees and the vocabulary of a configuration without its devices and without its data."""
+"""Fill in degrees and vocabulary of a configuration, without its devices or data."""
 
 import math
 

@@ -61,7 +61,7 @@ def find_peak(kind: str) -> DevicePeak | None:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The part of a step that one device computes at once.
+    """The share of a train step that one device computes for one microbatch.
 
     Attributes:
       rows: sequences of a microbatch on this device.
@@ -196,7 +196,7 @@ def _elementwise_operators(model: ModelConfig, work: Workload, layers: int) -> l
 
 
 def _end_operators(model: ModelConfig, work: Workload) -> list[Operator]:
-    """Return what runs once per microbatch, or once per step: embedding, head with the loss, the optimizer."""
+    """Return the operators outside of the layers: embedding, head with loss (per microbatch), optimizer (per step)."""
     d, size = model.hidden_size, work.itemsize
     assert model.vocab_size is not None
     vocabulary = model.vocab_size / work.tensor

@@ -82,7 +82,7 @@ def search_layouts(
 
 
 def _ranking(layouts: Layouts, seconds: Floats) -> np.ndarray:
-    """Return row numbers from fastest to slowest; among equally fast layouts the simpler first.
+    """Return row numbers sorted from fastest to slowest, ties by simplicity of the layout.
 
     Times that differ by less than a thousandth count as equal.
     """
@@ -92,7 +92,7 @@ def _ranking(layouts: Layouts, seconds: Floats) -> np.ndarray:
 
 
 def _largest_parts(layouts: Layouts, memory: dict[str, Floats]) -> collections.Counter[str]:
-    """Return how many layouts do not fit, by the largest part of their memory."""
+    """Return the counts of layouts that do not fit, keyed by the largest part of their memory."""
     if not len(layouts):
         return collections.Counter()
     largest = np.argmax(np.stack([memory[name] for name in PARTS]), axis=0)
@@ -102,7 +102,7 @@ def _largest_parts(layouts: Layouts, memory: dict[str, Floats]) -> collections.C
 
 
 def _nothing_fits(model: LayoutModel, layouts: Layouts, memory: dict[str, Floats]) -> str:
-    """Return the message for a model that fits nowhere on the cluster, with the nearest way out."""
+    """Return the error message for a model that no layout fits, with a suggestion."""
     sizes = total(memory)
     row = int(np.argmin(sizes))
     parts = sorted(((float(memory[name][row]), name) for name in PARTS), reverse=True)[:2]
@@ -116,7 +116,7 @@ def _nothing_fits(model: LayoutModel, layouts: Layouts, memory: dict[str, Floats
 
 
 def _way_out(model: LayoutModel) -> str:
-    """Return a sentence with the smallest tried cluster of the same GPUs that the model fits, or a smaller model."""
+    """Return a sentence that suggests the smallest cluster of these GPUs that would fit, or a smaller model."""
     cluster, config = model.cluster, model.config
     for factor in _MORE_HOSTS:
         larger = cluster.model_copy(update={"hosts": cluster.hosts * factor})

@@ -8,7 +8,7 @@ Per microbatch and device, with n tokens of which t devices share a layer:
   kernels at this head_dim and length;
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
-- communication: see `jaxstack.plan.communication`; what is not hidden behind computation counts;
+- communication: see `jaxstack.plan.communication`; only what computation does not hide is counted;
 - bubble: (p - 1)/m of the work for 1F1B and GPipe, (p - 1)/(m v) for the interleaved schedule (Narayanan et al. 2021),
   (p - 1)/(3m) for ZB-H1 (Qi et al. 2023) with at least 2p - 1 microbatches.
 
@@ -118,7 +118,7 @@ class StepModel:
         return {name: layers * seconds for name, seconds in found.items()}
 
     def _head_seconds(self, layouts: Layouts) -> dict[str, Floats]:
-        """Return the seconds of embedding, head and loss for one microbatch; all stages wait for the last."""
+        """Return the seconds of embedding, head and loss for one microbatch; all pipeline stages wait for them."""
         shape, rows = self.shape, row_tokens(layouts, self.tokens) / layouts["tensor"]
         rate = self._rate(layouts, np.minimum(shape.hidden, rows * layouts["tensor"]), bf16=True)
         moved = (_LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
@@ -133,7 +133,7 @@ class StepModel:
         return 1e12 * rate * narrow / (narrow + _SMALL_DIM)
 
     def _attention_rate(self) -> float:
-        """Return FLOP/s of the attention, interpolated between the measured widths of heads."""
+        """Return the FLOP/s of attention, interpolated between the measured head_dims."""
         efficiency = self.efficiency
         wide = np.interp(self.shape.head_dim, [64, 128], [efficiency.attention_64, efficiency.attention_128])
         share = self.length / (self.length + efficiency.attention_half_length)
@@ -144,7 +144,7 @@ class StepModel:
         return self.cluster.memory_bandwidth * self.efficiency.copy_rate
 
     def _recomputed(self, layouts: Layouts) -> tuple[Floats, Floats]:
-        """Return which share of a layer's forward matmuls, and of its attention, is computed again."""
+        """Return the fractions of a layer's forward matmuls and attention that are recomputed."""
         shape = self.shape
         # The last matmul of the MLP is not needed: its result is only added.
         share = 1 - shape.down_parameters / shape.active_layer_parameters
@@ -178,7 +178,7 @@ class StepModel:
         return CollectiveModel(self.cluster, self.efficiency.link, self.efficiency.network)
 
     def _groups(self, layouts: Layouts) -> dict[str, Group]:
-        """Return the group of each mesh axis; `tensor` are neighbours, `pipeline` the farthest apart."""
+        """Return the device group of each mesh axis; `tensor` is the innermost axis, `pipeline` the outermost."""
         found, stride = {}, np.ones(len(layouts))
         for axis in ("tensor", "context", "expert", "fsdp", "data", "pipeline"):
             found[axis] = group_of(layouts[axis], stride, self.cluster.gpus_per_host)
@@ -186,7 +186,7 @@ class StepModel:
         return found
 
     def _exposed_each(self, layouts: Layouts, compute: Floats) -> Floats:
-        """Return the seconds of communication in one microbatch that nothing hides."""
+        """Return the seconds of exposed communication per microbatch."""
         layers = layers_of_stage(self.shape, layouts)
         groups = self._groups(layouts)
         weights = layers * self._weight_seconds(layouts, groups)
@@ -217,7 +217,7 @@ class StepModel:
         return gathered + np.where(layouts["zero"] == 2, scattered, 0)
 
     def _exposed_once(self, layouts: Layouts, backward: Floats) -> Floats:
-        """Return the seconds of communication once a step that nothing hides.
+        """Return the seconds of exposed communication that occurs once per step.
 
         `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
         """
@@ -256,7 +256,7 @@ class StepModel:
         return np.where(layouts["sequence"] > 0, split, whole)
 
     def _context_seconds(self, layouts: Layouts, groups: dict[str, Group], compute: Floats) -> Floats:
-        """Return the seconds that one layer waits for keys and values of other devices: a ring, hop by hop.
+        """Return the seconds that one layer's ring attention waits for keys and values of other devices.
 
         Forward and backward each pass keys and values on; the backward also their gradients in float32. A hop is hidden
         behind the attention to the keys before it (Liu et al. 2023).
@@ -285,7 +285,7 @@ class StepModel:
 
 
 def bubble_of_work(layouts: Layouts) -> Floats:
-    """Return the time in which a stage waits, relative to the time in which it works."""
+    """Return the pipeline bubble: a stage's idle time divided by its busy time."""
     stages, count, chunks = layouts["pipeline"], layouts["microbatches"], layouts["chunks"]
     plain = (stages - 1) / count
     # ZB-H1 fills the bubble with weight gradients of enough microbatches, and not with those that recompute a layer.

@@ -1,4 +1,4 @@
-"""Text of a search: the ranked layouts, the parts of the best one's memory, the budget, and what was refused."""
+"""Formats a search result as text: ranked layouts, memory of the best one by part, budget, refused layouts."""
 
 from collections.abc import Mapping, Sequence
 

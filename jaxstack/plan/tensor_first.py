@@ -1,4 +1,4 @@
-"""Megatron-LM's policy "tensor first": as little model parallelism as fits, tensor parallelism within a host first.
+"""Megatron-LM's "tensor first" policy: the least model parallelism that fits, preferring tensor parallelism in a host.
 
 Narayanan et al. 2021 choose the layouts of their Table 1 in this way. It is a policy by itself, because a search for
 the smallest modelled time finds other layouts: on paper an interleaved pipeline of small microbatches beats tensor
@@ -30,7 +30,7 @@ def tensor_first(fits: Callable[[int, int], bool], *, most_tensor: int, most_pip
     """
     degrees = [1 << i for i in range(most_tensor.bit_length()) if 1 << i <= most_tensor]
     candidates = [(tensor, 1) for tensor in degrees]
-    # A model whose heads the largest degree does not divide takes the next smaller one with its pipelines.
+    # If the largest tensor degree does not divide the heads, the next smaller one is tried with all pipeline degrees.
     candidates += [(degrees[-1], pipeline) for pipeline in range(2, most_pipeline + 1)]
     candidates += [(tensor, pipeline) for tensor in degrees[-2::-1] for pipeline in range(2, most_pipeline + 1)]
     return next((pair for pair in candidates if fits(*pair)), None)
@@ -85,7 +85,7 @@ class GptJob:
         return state_bytes * parameters + inputs + max(layer, 8 * s * v / t if p == 1 else 0.0)
 
     def layout(self, memory_bytes: float, most_tensor: int = 8) -> tuple[int, int] | None:
-        """Return the degrees (tensor, pipeline) by the policy, for GPUs of which `memory_bytes` are usable."""
+        """Return the (tensor, pipeline) degrees that the policy chooses for GPUs with `memory_bytes` usable bytes."""
 
         def fits(tensor: int, pipeline: int) -> bool:
             return self.divides(tensor, pipeline) and self.gpu_bytes(tensor, pipeline) <= memory_bytes

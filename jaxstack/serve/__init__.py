@@ -1,1 +1,1 @@
-"""Serving of trained models: continuous batching over a paged KV cache, and an HTTP server with OpenAI's routes."""
+"""Serves trained models: continuous batching over a paged KV cache, and an HTTP server compatible with OpenAI's API."""

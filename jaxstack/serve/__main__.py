@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.serve --run DIR`: answer OpenAI's completion requests over HTTP."""
+"""The command `python -m jaxstack.serve --run DIR`: serve a trained model over HTTP with OpenAI's completion API."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""The answers of one HTTP request: collected, or streamed as server-sent events."""
+"""The responses to one HTTP request, returned together or streamed as server-sent events."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from jaxstack.serve.text import TextAnswer
 
 
 class Refused(Exception):
-    """A request that gets an error as its answer.
+    """Raised when a request is rejected; the client receives it as an HTTP error response.
 
     Args:
       status: HTTP status.
@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 class Answers:
-    """The answers of one HTTP request, which come together.
+    """All answers to one HTTP request: one for each prompt and sample.
 
     Args:
       answers: one for each choice.
@@ -71,7 +71,7 @@ class Answers:
                     left.discard(index)
 
     def cancel(self) -> None:
-        """End what is unfinished, as when the client is gone."""
+        """Cancel all unfinished answers, for example after the client has disconnected."""
         for answer in self.answers:
             if not answer.ended:
                 answer.handle.cancel()
@@ -88,7 +88,7 @@ class Answers:
         return text
 
     def _notify(self) -> None:
-        """Wake the event loop once for any number of tokens; called by the engine's thread."""
+        """Wake the event loop unless a wake-up is already scheduled; called by the engine's thread."""
         if not self._notified:
             self._notified = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -100,7 +100,7 @@ class Answers:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events that end the answers when the client goes away, even before the first event."""
+    """Streams server-sent events; cancels the answers if the client disconnects, even before the first event."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[str]):
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -144,7 +144,7 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def usage_of(answers: Answers, samples: int) -> dict[str, Any]:
-    """Return the numbers of tokens; the prompt of several samples counts once."""
+    """Return the token usage of a response; a prompt with several samples is counted once."""
     prompts = [answer.handle for answer in answers.answers[::samples]]
     prompt = sum(len(handle.request.prompt) for handle in prompts)
     completion = sum(answer.tokens for answer in answers.answers)

@@ -6,7 +6,7 @@ from jaxstack.config.base import Component
 
 
 class EngineConfig(Component):
-    """Sizes of the engine: how many requests run together, and how much memory their keys and values take."""
+    """Sizes of the engine: the number of concurrent requests and the memory of the KV cache."""
 
     slots: int = Field(default=16, ge=1)
     """Requests that are decoded together; more of them wait."""

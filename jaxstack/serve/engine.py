@@ -27,11 +27,11 @@ from jaxstack.serve.step import Programs, choose_mode, pad_chunks
 
 
 class EngineBusy(JaxstackError):
-    """Too many requests wait; try again later."""
+    """Raised when the queue of waiting requests is full; try again later."""
 
 
 class EngineClosed(JaxstackError):
-    """The engine takes no more requests, because it is shutting down or has failed."""
+    """Raised when the engine accepts no more requests, because it is shutting down or has failed."""
 
 
 class Engine:
@@ -163,7 +163,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """The numbers of this moment."""
+        """Current request, page and token counts."""
         scheduler, pool = self.scheduler, self.pool
         return EngineState(
             self.running,
@@ -177,7 +177,7 @@ class Engine:
         )
 
     def step(self) -> bool:
-        """Run one turn: take new requests, dispatch a step, read the tokens of an earlier one.
+        """Run one iteration: accept new requests, dispatch a step, read the tokens of an earlier step.
 
         Returns:
           False if there was nothing to do.
@@ -205,7 +205,7 @@ class Engine:
         programs.compile_sampling(totals)
 
     def drain(self, seconds: float) -> bool:
-        """Take no more requests, and wait for those that are here; return False if some have not ended in time."""
+        """Stop accepting requests and wait for the running ones; return False if some did not finish in `seconds`."""
         with self._changed:
             self._closed = True
         until = time.monotonic() + seconds
@@ -216,7 +216,7 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """End all requests and the thread."""
+        """Cancel all requests and stop the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -246,7 +246,7 @@ class Engine:
                     if self._closed:
                         return
                     self._changed.wait()
-        except Exception as error:  # whatever it is, nobody must wait for ever
+        except Exception as error:  # after any error, callers must not wait forever
             self._fail(f"{type(error).__name__}: {error}")
             raise
 
@@ -265,7 +265,7 @@ class Engine:
             self._changed.notify_all()
 
     def _take_messages(self) -> None:
-        """Queue the new requests, and end the cancelled ones."""
+        """Queue newly submitted requests and end the cancelled ones."""
         while self._new:
             handle, self._count = self._new[0], self._count + 1
             sequence = schedule.Sequence(handle, self._count)
@@ -279,11 +279,11 @@ class Engine:
 
     @property
     def _width(self) -> int:
-        """Tokens per decoded row: the newest, and its drafts."""
+        """Tokens per decoded row: the newest token and its draft tokens."""
         return 1 + self.config.draft_tokens
 
     def _newest(self, rows: Sequence[schedule.Row], count: int) -> Int[np.ndarray, "rows D"] | None:
-        """Return the newest token and the drafts of each row; None without drafts: the device has the newest tokens."""
+        """Return newest token and drafts of each row, or None without drafts: the device has the newest tokens."""
         if not self.config.draft_tokens:
             return None
         tokens = np.zeros((count, self._width), np.int32)
@@ -307,7 +307,7 @@ class Engine:
         self.stats.computed_tokens += sum(row.count for row in plan.chunks)
 
     def _mask(self, plan: StepPlan, decoded: int) -> Int[np.ndarray, "samples words"] | None:
-        """Return the allowed tokens of all samples, `decoded` of them of decoded rows; None: nothing is constrained."""
+        """Return the bitmask of allowed tokens per sample, the `decoded` rows first; None if no row is constrained."""
         width = self._width
         places = [*range(width - 1, width * len(plan.decoded), width), *range(decoded, decoded + len(plan.chunks))]
         constraints = [
@@ -325,7 +325,7 @@ class Engine:
         return mask
 
     def _read(self, plan: StepPlan, sampled: Int[Array, " samples"]) -> None:
-        """Wait for the tokens of a step and pass them on."""
+        """Wait for the sampled tokens of a step and append them to their answers."""
         tokens, width = np.asarray(sampled).tolist(), self._width
         for place, row in enumerate(plan.decoded, 1):
             if not row.sequence.finished:
@@ -340,7 +340,7 @@ class Engine:
                 self._receive(row.sequence, [tokens[place]])
 
     def _receive(self, sequence: schedule.Sequence, tokens: list[int]) -> None:
-        """Add tokens to an answer, and end it where it ends."""
+        """Append tokens to an answer; finish it at a stop token or at its token limit."""
         request, added, reason = sequence.handle.request, list[int](), None
         if not sequence.received:
             self.stats.prompt_tokens += len(request.prompt)

@@ -1,6 +1,6 @@
-"""Structured output: answers that match a JSON schema, a regular expression, a list of choices or a Lark grammar.
+"""Structured output: constrains answers to a JSON schema, a regular expression, a list of choices or a Lark grammar.
 
-The grammars are those of the library llguidance, in the extra `serve`.
+Grammars are compiled by the library llguidance, which the extra `serve` installs.
 """
 
 import json
@@ -28,7 +28,7 @@ class Grammars:
         self._tokenizer, self._stop_tokens = tokenizer, sorted(stop_tokens)
 
     def compile(self, kind: Kind, value: object) -> "GrammarConstraint":
-        """Return the constraint of one answer.
+        """Compile a grammar and return it as the constraint for one answer.
 
         Args:
           kind: what `value` is.
@@ -57,7 +57,7 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """The state of a grammar within one answer; a `jaxstack.serve.requests.Constraint`."""
+    """Parser state of a grammar for one answer; implements `jaxstack.serve.requests.Constraint`."""
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
@@ -70,7 +70,7 @@ class GrammarConstraint:
 
 
 class _TokenTable:
-    """A tokenizer as llguidance reads it."""
+    """Adapts a tokenizer to the interface that llguidance expects."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -88,7 +88,7 @@ class _TokenTable:
 
 
 def _write(library: Any, kind: Kind, value: object) -> str:
-    """Return llguidance's text of a grammar."""
+    """Return the grammar in llguidance's text format."""
     write = library.LLMatcher
     if kind == "json":
         return write.grammar_from_json_schema(json.dumps({} if value is True else value))

@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's routes over an engine, health, metrics and a chat page."""
+"""The HTTP server: OpenAI-compatible routes, health check, metrics and a chat page."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class Server:
-    """The routes over one engine.
+    """HTTP application that serves one engine.
 
     Args:
       engine: generates tokens.
@@ -80,7 +80,7 @@ class Server:
         )
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler behind the API key."""
+        """Wrap a handler so that it requires the API key."""
 
         async def guarded(request: Request) -> Response:
             kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -258,7 +258,7 @@ T = TypeVar("T")
 
 
 def _checked(make: Callable[[], T]) -> T:
-    """Return `make()`; what is wrong with the request becomes a refusal."""
+    """Return `make()`; convert its ConfigError or ValueError to an HTTP 400 response."""
     try:
         return make()
     except (ConfigError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Running the HTTP server on a socket, until a signal ends it."""
+"""Runs the HTTP server on a socket until SIGTERM or Ctrl-C."""
 
 import signal
 import socket
@@ -16,10 +16,10 @@ from jaxstack.serve.replicas import EngineGroup
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket at this address, which does not listen yet.
+    """Return a socket bound to this address; it does not listen yet.
 
     Raises:
-      ConfigError: the address is in use, or not one of this machine.
+      ConfigError: the address is in use or does not belong to this machine.
     """
     if not 0 <= port < 2**16:
         raise ConfigError(f"--port must be from 0 to 65535; found {port}.")
@@ -43,7 +43,7 @@ def serve(
     api_key: str | None = None,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Answer requests until SIGTERM or Ctrl-C; then take no more, and let the running ones finish.
+    """Serve requests until SIGTERM or Ctrl-C, then accept no new ones and wait for the running ones.
 
     Args:
       engine, tokenizer, name, config, api_key: as of `jaxstack.serve.http.Server`.
@@ -56,7 +56,7 @@ def serve(
     )
 
     class Announced(uvicorn.Server):
-        """A server that says when it is ready and when it ends."""
+        """A uvicorn server that reports when it is ready and when it shuts down."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -70,8 +70,8 @@ def serve(
                 )
             super().handle_exit(sig, None)
 
-    for stop in (signal.SIGTERM, signal.SIGINT):  # which uvicorn raises again after it has shut down
+    for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again after shutting down
         signal.signal(stop, lambda *_: None)
-    # By default a thread that computes keeps the engine's thread waiting for 5 ms, which is several steps.
+    # By default Python switches threads every 5 ms, so a busy thread would delay the engine by several steps.
     sys.setswitchinterval(0.0005)
     Announced(settings).run(sockets=[place])

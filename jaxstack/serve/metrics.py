@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server, under the names that vLLM gives them, so that its dashboards work."""
+"""Prometheus metrics of the server, with vLLM's metric names, so that dashboards made for vLLM work."""
 
 from collections.abc import Iterable
 
@@ -36,7 +36,7 @@ class Metrics:
         self._queue = histogram("request_queue_time_seconds", "Time before a slot was free.", _DURATION)
 
     def observe(self, handle: Handle, tokens: int, before: float | None, now: float) -> None:
-        """Record tokens that a request has got.
+        """Record newly generated tokens of a request.
 
         Args:
           tokens: number of new tokens.
@@ -52,11 +52,11 @@ class Metrics:
             self._between.observe((now - before) / tokens)
 
     def observe_end(self, handle: Handle, now: float) -> None:
-        """Record the duration of a request that has ended."""
+        """Record the duration of a finished request."""
         self._whole.observe(now - handle.times.submitted)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the state of the engine, for the registry."""
+        """Yield the engine's current metrics; called by the Prometheus registry at each scrape."""
         state, stats = self._engine.state, self._engine.state.stats
         usage = state.used_pages / state.pages
         gauges = {

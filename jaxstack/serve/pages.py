@@ -26,7 +26,7 @@ def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PagePool:
-    """The pages of a KV cache: free, in use by one or several sequences, or cached for sequences to come.
+    """Allocates the pages of a KV cache: each is free, used by one or more sequences, or cached for later ones.
 
     Args:
       count: number of pages.
@@ -44,7 +44,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Number of pages that `allocate` can give: free ones, and cached ones that nobody uses."""
+        """Number of pages that `allocate` can return: free pages and unused cached pages."""
         return len(self._free) + len(self._unused)
 
     @property
@@ -57,9 +57,9 @@ class PagePool:
         return self._users[page]
 
     def share_prefix(self, tokens: Sequence[int]) -> tuple[list[int], list[bytes]]:
-        """Take the cached pages of the longest known prefix, as a new user of each.
+        """Return the cached pages of the longest known prefix, and increment their reference counts.
 
-        The page of the last token is never among them, because its logits have to be computed.
+        The page of the last token is never included, because its logits have to be computed.
 
         Returns:
           The pages in order, and their digests.
@@ -78,7 +78,7 @@ class PagePool:
         return pages, digests
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages for one sequence, or return None if there are fewer; evicts the least recently used."""
+        """Allocate `count` pages, or return None if too few are left; evicts least recently used cached pages."""
         if count > self.available:
             return None
         pages = []
@@ -93,7 +93,7 @@ class PagePool:
         return pages
 
     def register(self, page: int, digest: bytes) -> None:
-        """Declare that a page in use is full, with tokens of this digest, so that others may share it.
+        """Add a full page to the prefix cache under its digest, so that other sequences can share it.
 
         A second page with the same content stays private to its sequence.
         """
@@ -102,7 +102,7 @@ class PagePool:
             self._by_digest[digest] = page
 
     def release(self, pages: Sequence[int]) -> None:
-        """End one sequence's use of its pages, given in order. The last ones are evicted first."""
+        """Decrement the reference counts of one sequence's pages, given in order; the last are evicted first."""
         for page in reversed(pages):
             if self._users[page] < 1:
                 raise ValueError(f"page {page} is released more often than it was taken.")
@@ -115,7 +115,7 @@ class PagePool:
                 self._unused[page] = None
 
     def clear_cache(self) -> None:
-        """Forget all cached prefixes, as after a change of the weights; pages in use stay with their users."""
+        """Drop all cached prefixes, for example after new weights; pages in use stay allocated."""
         for page in list(self._by_digest.values()):
             self._forget(page)
         self._free.extend(self._unused)

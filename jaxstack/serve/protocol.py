@@ -1,4 +1,4 @@
-"""The requests of OpenAI's completion routes, with the fields that vLLM adds, and the JSON of their answers."""
+"""Request types of OpenAI's completion API, with vLLM's additional fields, and the JSON of the responses."""
 
 import secrets
 import time
@@ -61,7 +61,7 @@ class JsonSchema(Component):
 
 
 class ResponseFormat(Component):
-    """OpenAI's choice of the form of an answer."""
+    """OpenAI's `response_format`: the output format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     """Any text, any JSON value, or JSON of a schema."""
@@ -76,7 +76,7 @@ class ResponseFormat(Component):
 
 
 class StructuredOutputs(Component):
-    """vLLM's choice of the form of an answer; one of the fields."""
+    """vLLM's `structured_outputs`: a constraint on the answer; exactly one field is set."""
 
     json_: dict[str, Any] | None = Field(default=None, alias="json")
     """A JSON schema."""
@@ -89,7 +89,7 @@ class StructuredOutputs(Component):
 
 
 class GenerationRequest(Component):
-    """The fields that both routes share."""
+    """Request fields shared by the completion and chat routes."""
 
     model: str | None = None
     """Name of the model, as /v1/models gives it."""
@@ -160,12 +160,12 @@ class GenerationRequest(Component):
 
     @property
     def first_seed(self) -> int:
-        """The seed, or a random one."""
+        """Seed of the first answer: `seed`, or a random number."""
         return secrets.randbits(32) if self.seed is None else self.seed
 
     @property
     def grammar(self) -> tuple[Kind, object] | None:
-        """The form of the answer; None: any text.
+        """The grammar that the answer must match; None: any text.
 
         Raises:
           ValueError: several are given.
@@ -221,7 +221,7 @@ class Message(Component):
 
     @property
     def as_template_input(self) -> dict[str, str]:
-        """The message as chat templates take it."""
+        """Return the message as the dict that chat templates expect."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
@@ -238,7 +238,7 @@ class ChatRequest(GenerationRequest):
 
 
 class Envelope:
-    """The fields that all pieces of one answer share, and the two routes' forms of a choice."""
+    """Builds the JSON responses and stream events of one request, for either route."""
 
     def __init__(self, model: str, *, chat: bool):
         self._model, self._chat = model, chat
@@ -246,7 +246,7 @@ class Envelope:
         self._created = int(time.time())
 
     def whole(self, choices: Sequence[tuple[str, str | None]], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request that is not streamed, from (text, finish reason) of each choice."""
+        """Return the complete response of a request without streaming, from (text, finish reason) of each choice."""
         return {
             **self._head("chat.completion" if self._chat else "text_completion"),
             "choices": [self._choice(i, text, reason) for i, (text, reason) in enumerate(choices)],
@@ -268,7 +268,7 @@ class Envelope:
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the last event, which has the numbers of tokens."""
+        """Return the last event, which contains the token usage."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head(kind), "choices": [], "usage": usage}
 
@@ -283,7 +283,7 @@ class Envelope:
 
 
 def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """Return the JSON of an error in OpenAI's form."""
+    """Return an error as JSON in OpenAI's format."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,4 +1,4 @@
-"""Data parallelism: one engine for each group of devices that has a copy of the model."""
+"""Data-parallel serving: one engine per copy of the model."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -16,7 +16,7 @@ from jaxstack.serve.stats import EngineState
 
 
 class EngineGroup:
-    """Engines with a copy of the model each; a request goes to the one with the fewest requests.
+    """Several engines, each with a copy of the model; sends each request to the engine with the fewest.
 
     Args:
       engines: the engines, of equal configuration.
@@ -44,7 +44,7 @@ class EngineGroup:
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
     ) -> Handle:
-        """Add a request to the engine with the fewest; arguments and errors as of `Engine.submit`."""
+        """Submit a request to the engine with the fewest requests; see `Engine.submit`."""
         options = {"seed": seed, "stop_tokens": stop_tokens, "constraint": constraint}
         *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)
         for engine in others:
@@ -61,12 +61,12 @@ class EngineGroup:
 
     @property
     def state(self) -> EngineState:
-        """The sums over all engines."""
+        """Request, page and token counts, summed over all engines."""
         states = [engine.state for engine in self.engines]
         return sum(states[1:], states[0])
 
     def close(self) -> None:
-        """End all requests and all engines."""
+        """Cancel all requests and close all engines."""
         for engine in self.engines:
             engine.close()
 
@@ -79,14 +79,14 @@ def open_engine(
     stop_tokens: Collection[int] = (),
     warm_up: bool = True,
 ) -> Engine | EngineGroup:
-    """Return an engine for a model, or with several devices on `data` a group of them; arguments as of `Engine`."""
+    """Return an `Engine`, or an `EngineGroup` if the mesh axis `data` has several devices; arguments as `Engine`."""
     models = split_copies(model)
     engines = [Engine(m, config, vocab_size=vocab_size, stop_tokens=stop_tokens, warm_up=warm_up) for m in models]
     return engines[0] if len(engines) == 1 else EngineGroup(engines)
 
 
 def split_copies(model: ModelOnMesh) -> list[ModelOnMesh]:
-    """Return the copies of a model along the mesh axis `data`, each on a mesh of its own; no array is copied."""
+    """Split a model into its replicas along the mesh axis `data`, each on its own mesh, without copying arrays."""
     mesh = model.rules.mesh
     axis = mesh.axis_names.index("data")
     if mesh.devices.shape[axis] == 1:

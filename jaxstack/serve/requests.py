@@ -1,4 +1,4 @@
-"""Requests to the engine, and the handles through which their tokens come back."""
+"""Requests to the engine, and handles that return their tokens."""
 
 import dataclasses
 import threading
@@ -16,10 +16,10 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class Constraint(Protocol):
-    """Limits the tokens of one answer, such as by a grammar. Called by the engine's thread only."""
+    """Restricts which tokens one answer may contain, e.g. by a grammar. Called by the engine's thread only."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Write which tokens may come next: int32 [words], bit i of word w for token 32 w + i."""
+        """Write the allowed next tokens as a bitmask, int32 [words]: bit i of word w is token 32 w + i."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -29,7 +29,7 @@ class Constraint(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, and how its answer is generated.
+    """A prompt and the settings for generating its answer.
 
     Attributes:
       prompt: token ids.
@@ -50,7 +50,7 @@ class Request:
 
 @dataclasses.dataclass
 class Times:
-    """Moments of a request in seconds of `time.perf_counter`; None until they come."""
+    """Timestamps of a request in seconds of `time.perf_counter`; None until they are reached."""
 
     submitted: float = dataclasses.field(default_factory=time.perf_counter)
     started: float | None = None
@@ -60,7 +60,7 @@ class Times:
 
 
 class Handle:
-    """The tokens of one request, as they come. All methods may be called from any thread.
+    """Returns the tokens of one request as they are generated. All methods are thread-safe.
 
     Args:
       request: the request.
@@ -79,7 +79,7 @@ class Handle:
         self._listener: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[int]:
-        """Yield each token once, waiting for those to come.
+        """Yield each token once, blocking until the next one is generated.
 
         Raises:
           JaxstackError: the engine failed.
@@ -95,7 +95,7 @@ class Handle:
                 return
 
     def take(self) -> tuple[list[int], FinishReason | None]:
-        """Return the tokens that came since the last call, without waiting, and why the answer ended, if it did."""
+        """Return the tokens generated since the last call and the finish reason, if any, without blocking."""
         with self._changed:
             new, self._read = self._tokens[self._read :], len(self._tokens)
             return new, self.finish_reason

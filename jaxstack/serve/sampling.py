@@ -1,4 +1,4 @@
-"""Sampling with settings of its own for every row, as arrays, so that other settings compile nothing.
+"""Sampling with separate settings for every row, passed as arrays, so that new settings do not recompile.
 
 Dims: R rows, V vocabulary.
 """
@@ -46,10 +46,10 @@ def sample_rows(logits: Float[Array, "R V"], rows: RowSampling, mode: Mode) -> I
 def keep_likeliest_rows(
     logits: Float[Array, "R V"], top_k: Int[Array, " R"], top_p: Float[Array, " R"], min_p: Float[Array, " R"]
 ) -> Float[Array, "R V"]:
-    """Return the logits with -inf for the tokens that each row's limits exclude.
+    """Apply top-k, top-p and min-p per row: return the logits with -inf at excluded tokens.
 
-    The least logit that is kept is found by bisection over the bits of floats: 32 passes over the logits, exact, and
-    without the sort of a whole vocabulary.
+    The threshold logit is found exactly by bisection over the bits of float32, in 32 passes over the logits, without
+    sorting the vocabulary.
     """
     order = _ordered(logits)
     least = _largest(lambda t: (order >= t[:, None]).sum(-1) >= jnp.minimum(top_k, logits.shape[-1]), len(logits))
@@ -61,7 +61,7 @@ def keep_likeliest_rows(
 
 
 def apply_bitmask(logits: Float[Array, "R V"], mask: Int[Array, "R words"]) -> Float[Array, "R V"]:
-    """Return the logits with -inf where a row's bit is 0; bit i of word w is that of token 32 w + i."""
+    """Return the logits with -inf where the token's mask bit is 0; bit i of word w is token 32 w + i."""
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]] == 1
     allowed = jnp.pad(allowed, ((0, 0), (0, logits.shape[1] - allowed.shape[1])))
@@ -69,14 +69,14 @@ def apply_bitmask(logits: Float[Array, "R V"], mask: Int[Array, "R words"]) -> F
 
 
 def _ordered(x: Float[Array, "R V"]) -> UInt32[Array, "R V"]:
-    """Return integers in the order of the floats."""
+    """Map floats to unsigned integers that have the same order."""
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _largest(holds: Callable[[UInt32[Array, " R"]], Bool[Array, " R"]], rows: int) -> UInt32[Array, " R"]:
-    """Return each row's largest number for which `holds`, which no larger number changes from False to True."""
+    """Return per row the largest integer for which the predicate `holds`, which must be monotone, by bisection."""
 
     def add_bit(step: jax.Array, found: jax.Array) -> jax.Array:
         candidate = found | (jnp.uint32(1) << (jnp.uint32(31) - step.astype(jnp.uint32)))

@@ -1,8 +1,8 @@
-"""The policy of the engine: which tokens of which requests the next step computes. Plain Python, without a device.
+"""The scheduler of the engine: chooses the tokens that the next step computes. Plain Python, without a device.
 
-A step computes the next token of every running request, and beside them chunks of prompts (Agrawal et al. 2023,
-arXiv:2308.16369). Requests start in the order of their arrival. When pages run out, the request that came last is
-stopped, and later recomputed from its prompt and the tokens that it has.
+A step computes the next token of every running request together with chunks of prompts (Agrawal et al. 2023,
+arXiv:2308.16369). Requests start in the order of their arrival. When pages run out, the newest request is
+preempted, and later recomputed from its prompt and its tokens so far.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class ChunkShape(NamedTuple):
 
 
 def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
-    """Return the shapes of prompt chunks that are compiled, smallest first, up to `tokens` tokens in a step."""
+    """Return the prompt-chunk shapes to compile, smallest first, up to `tokens` tokens per step."""
     short = min(_SHORT, tokens)
     rows = {1, min(8, max(1, tokens // short), slots)}
     shapes = {ChunkShape(count, short) for count in rows} | {ChunkShape(1, tokens)}
@@ -37,9 +37,9 @@ def chunk_shapes(tokens: int, slots: int) -> tuple[ChunkShape, ...]:
 
 
 def row_counts(slots: int) -> tuple[int, ...]:
-    """Return the numbers of decoded rows that are compiled: `slots`, and quarters of it from 2 on, smallest first.
+    """Return the decode batch sizes to compile, smallest first: `slots` divided by powers of 4, at least 2.
 
-    One row alone is padded to two, which takes a GPU less time: see `Decoder`.
+    A single row is padded to two, which is faster on a GPU; see `Decoder`.
     """
     counts = [slots]
     while counts[-1] > 2:
@@ -48,7 +48,7 @@ def row_counts(slots: int) -> tuple[int, ...]:
 
 
 class Sequence:
-    """A request in the engine.
+    """The state of one request in the scheduler: its tokens, progress and pages.
 
     Attributes:
       tokens: the prompt and the answer as far as the host has read it.
@@ -72,11 +72,11 @@ class Sequence:
 
     @property
     def received(self) -> int:
-        """Tokens of the answer that the host has read."""
+        """Number of answer tokens that the host has read."""
         return len(self.tokens) - len(self.handle.request.prompt)
 
     def draft(self, count: int) -> tuple[int, ...]:
-        """Return up to `count` guesses of the next tokens; a constraint would have to check each, so it gets none."""
+        """Return up to `count` draft tokens; none for a request with a constraint, which would have to check each."""
         if count < 1 or self.handle.request.constraint is not None:
             return ()
         if self._ngrams is None:
@@ -87,7 +87,7 @@ class Sequence:
 
 @dataclasses.dataclass(slots=True)
 class Row:
-    """Tokens of one sequence in a step.
+    """The tokens of one sequence that a step computes.
 
     Attributes:
       start, count: positions of the tokens: `count` of them from `start`.
@@ -102,14 +102,14 @@ class Row:
     drafts: tuple[int, ...] = ()
 
     def settle(self, accepted: int) -> None:
-        """Take back the rejected drafts of a step in which `accepted` tokens of the answer were found."""
+        """Set the sequence's progress to the `accepted` tokens of a step, which discards rejected drafts."""
         if self.drafts and self.index is not None:
             self.sequence.filled, self.sequence.sampled = self.start + accepted, self.index + accepted
 
 
 @dataclasses.dataclass
 class StepPlan:
-    """The rows of decoded tokens and of prompt chunks of a step, and the shape that the chunks are padded to."""
+    """The work of one step: decode rows, prompt-chunk rows, and the shape that the chunks are padded to."""
 
     decoded: list[Row]
     chunks: list[Row]
@@ -122,7 +122,7 @@ class StepPlan:
 
 
 class Scheduler:
-    """The requests that wait and run, and their pages.
+    """Schedules waiting and running requests, and allocates their pages.
 
     Args:
       slots: requests that may run together.
@@ -144,11 +144,11 @@ class Scheduler:
         """Prompt tokens that were looked up in the prefix cache, and that were found."""
 
     def add(self, sequence: Sequence) -> None:
-        """Let a request wait for a slot."""
+        """Add a request to the waiting queue."""
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a request out and release its pages.
+        """Remove a request and release its pages.
 
         A step that was dispatched before may still write to them. That is harmless: steps run in order, so that it
         writes before the pages' next owner does.
@@ -161,10 +161,10 @@ class Scheduler:
             self._leave(sequence)
 
     def plan(self, in_flight: bool) -> StepPlan | None:
-        """Choose the next step and take the pages that it fills; None: there is nothing to do until tokens are read.
+        """Plan the next step and allocate its pages; None if nothing can run until tokens are read.
 
         Args:
-          in_flight: steps are dispatched whose tokens have not been read, so that no request may be preempted.
+          in_flight: True if tokens of dispatched steps have not been read yet; then no request may be preempted.
         """
         decoded: list[Row] = []
         before = self.preemptions
@@ -187,7 +187,7 @@ class Scheduler:
         return self._complete(decoded, chunks, shape) if decoded or chunks else None
 
     def register_pages(self, sequence: Sequence) -> None:
-        """Offer the pages that are full of known tokens to later requests."""
+        """Add the sequence's full pages to the prefix cache."""
         size, known = self.pool.page_size, min(sequence.filled, len(sequence.tokens))
         for index in range(len(sequence.digests), known // size):
             parent = sequence.digests[-1] if sequence.digests else ROOT
@@ -203,12 +203,12 @@ class Scheduler:
         return sequence.sampled < sequence.handle.request.max_tokens and sequence.filled < self.context
 
     def _room_for_drafts(self, sequence: Sequence) -> int:
-        """Return how many guesses the token limits of a request allow."""
+        """Return how many draft tokens the request's token limits allow."""
         left = sequence.handle.request.max_tokens - sequence.sampled
         return min(self.draft_tokens, left - 1, self.context - sequence.filled - 1)
 
     def _take_pages(self, sequence: Sequence, tokens: int) -> bool:
-        """Give a sequence pages for `tokens` tokens; return False if there are too few."""
+        """Allocate pages so that a sequence can hold `tokens` tokens; return False if too few are left."""
         lacking = -(-tokens // self.pool.page_size) - len(sequence.pages)
         if lacking <= 0:
             return True
@@ -217,7 +217,7 @@ class Scheduler:
         return pages is not None
 
     def _make_room(self, sequence: Sequence, decoded: list[Row]) -> bool:
-        """Preempt the requests that came last until `sequence` has a page; False: it was itself preempted."""
+        """Preempt the newest requests until `sequence` gets a page; return False if it was itself preempted."""
         while not self._take_pages(sequence, sequence.filled + 1):
             last = max(self.running, key=lambda other: other.number)
             decoded[:] = [row for row in decoded if row.sequence is not last]
@@ -243,7 +243,7 @@ class Scheduler:
         sequence.slot = None
 
     def _admit(self) -> None:
-        """Start waiting requests, as long as there are slots, and pages for their tokens and one page for each."""
+        """Start waiting requests while there are slots, and pages for their tokens plus one page each."""
         while self.waiting and self._free_slots:
             sequence, size = self.waiting[0], self.pool.page_size
             sequence.pages, sequence.digests = self.pool.share_prefix(sequence.tokens)
@@ -265,7 +265,7 @@ class Scheduler:
             self.running.append(sequence)
 
     def _cut(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
-        """Cut the prompts into rows of the smallest shape that has room for all of them, or of the largest."""
+        """Split prompts into rows of the smallest chunk shape that holds all of them, or of the largest shape."""
         if not pending:
             return [], None
         left = [sequence.target - sequence.filled for sequence in pending]
@@ -282,7 +282,7 @@ class Scheduler:
         return rows, shape
 
     def _complete(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
-        """Return the plan, with its sequences as they are after the step."""
+        """Return the plan, and advance its sequences to their state after the step."""
         for row in (*decoded, *chunks):
             row.sequence.filled = row.start + row.count
             row.sequence.sampled += row.index is not None

@@ -1,4 +1,4 @@
-"""The token limit of a request and the number of pages, from the configuration, the model and the devices' memory."""
+"""Computes the context limit and the number of KV-cache pages from configuration, model and device memory."""
 
 import jax
 
@@ -12,7 +12,7 @@ _DEFAULT_CONTEXT = 4096
 
 
 def choose_sizes(model: ModelOnMesh, config: EngineConfig) -> tuple[int, int]:
-    """Return the token limit of a request, and the number of pages.
+    """Return the token limit of a request and the number of KV-cache pages.
 
     Raises:
       ConfigError: the model cannot be served, or its weights leave no memory.

@@ -1,8 +1,8 @@
-"""Drafts for speculative decoding: guesses of the next tokens, which one step of the model checks together.
+"""N-gram drafts for speculative decoding: guessed next tokens that one step of the model verifies together.
 
 A step computes the newest token and its drafts as one short chunk, and samples after each of them with the random
-numbers that this place in the answer has anyway. Drafts are accepted as far as they equal the samples, so that the
-answer is the same as without drafts, greedy or sampled.
+numbers of that position. Drafts are accepted up to the first that differs from its sample, so the answer is the same
+as without drafts, greedy or sampled.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _LENGTHS = (3, 2)
 
 
 class NGrams:
-    """Guesses that what followed the newest tokens before follows them again (prompt lookup, Saxena 2023).
+    """Drafts tokens by looking up the newest n-gram earlier in the text (prompt lookup, Saxena 2023).
 
     Args:
       tokens: the tokens so far.
@@ -29,7 +29,7 @@ class NGrams:
         return len(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens at the end."""
+        """Append tokens."""
         for token in tokens:
             end = len(self._tokens)
             for length in _LENGTHS:
@@ -38,7 +38,7 @@ class NGrams:
             self._tokens.append(token)
 
     def guess(self, count: int) -> tuple[int, ...]:
-        """Return up to `count` tokens that may come next; none if the newest tokens are new."""
+        """Return up to `count` draft tokens; none if the newest n-gram has not occurred before."""
         for length in _LENGTHS:
             place = self._followers.get(tuple(self._tokens[-length:])) if len(self._tokens) >= length else None
             if place is not None:
@@ -47,7 +47,7 @@ class NGrams:
 
 
 def accept(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """Return the tokens of the answer that a step has found.
+    """Return the answer tokens of a step: the accepted drafts and the sample after them.
 
     Args:
       drafts: the guesses.

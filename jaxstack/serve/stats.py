@@ -1,4 +1,4 @@
-"""Numbers of an engine: counters since its start, and its state at one moment."""
+"""Statistics of an engine: counters since its start, and its current state."""
 
 import dataclasses
 from collections import Counter
@@ -32,7 +32,7 @@ class EngineStats:
 
 @dataclasses.dataclass
 class EngineState:
-    """Numbers of one moment, of one engine or added up over several.
+    """Current state of one engine, or the sum over several.
 
     Attributes:
       running, waiting: requests that have a slot, and that wait for one.

@@ -25,7 +25,7 @@ Pages = PyTree
 
 
 class Column(IntEnum):
-    """Columns of the int32 array that describes the rows of a step; the pages of each row follow them."""
+    """Columns of the int32 array that describes the rows of a step; each row's page numbers follow them."""
 
     SLOT = 0
     START = 1
@@ -43,7 +43,7 @@ class Column(IntEnum):
 
 
 class Programs:
-    """The device's side of the engine: pages, newest tokens, and the programs that advance them.
+    """Device state of the engine (KV pages, newest tokens) and the compiled programs that update it.
 
     Args:
       model: the model on its mesh.
@@ -76,7 +76,7 @@ class Programs:
         self._sample = jax.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
-        """Return the array that describes the rows of a step, with rows of no tokens up to `count`."""
+        """Return the int32 array that describes the rows of a step, padded with empty rows to `count`."""
         for row in rows:
             if row.sequence.described != len(row.sequence.pages):
                 self._describe_sequence(row.sequence)
@@ -93,7 +93,7 @@ class Programs:
         return plan
 
     def _describe_sequence(self, sequence: schedule.Sequence) -> None:
-        """Write what stays the same from step to step: the settings when a slot is taken, then each new page."""
+        """Write what is constant between steps: settings when a slot is assigned, then each new page number."""
         line, known = self._described[sequence.slot], sequence.described
         if known < 0:
             request, known = sequence.handle.request, 0
@@ -116,7 +116,7 @@ class Programs:
         mask: Int[np.ndarray, "all words"] | None = None,
         drafted: Int[np.ndarray, "R D"] | None = None,
     ) -> Int[Array, " all"]:
-        """Dispatch one step and return the tokens that it samples, those of decoded rows first; does not wait for it.
+        """Dispatch one step asynchronously; return the sampled tokens, those of decoded rows first.
 
         Args:
           rows: from `describe`, of decoded rows.
@@ -138,14 +138,14 @@ class Programs:
         return sampled
 
     def _repeat(self, rows: Int[np.ndarray, "R columns"], width: int) -> Int[np.ndarray, "all columns"]:
-        """Return the description of the sample after each of the `width` tokens of each row."""
+        """Repeat each row's description for the samples after each of its `width` tokens."""
         index = rows[:, Column.INDEX, None] + np.arange(width) - width + rows[:, Column.COUNT, None]
         repeated = np.repeat(rows, width, axis=0)
         repeated[:, Column.INDEX], repeated[:, Column.STORE] = np.maximum(index, 0).ravel(), self.slots
         return repeated
 
     def compile_sampling(self, totals: Iterable[int]) -> None:
-        """Compile the sampling of these numbers of rows in every mode."""
+        """Compile the sampling program for these row counts in every mode."""
         with jax.set_mesh(self.model.rules.mesh):
             for total in sorted(totals):
                 rows = self.describe([], total)[:, : Column.PAGES]
@@ -167,7 +167,7 @@ class Programs:
         tokens: Int[Array, "Q C"] | None,
         pages: Pages,
     ) -> tuple[Float[Array, "all V"], Pages]:
-        """Return the logits after each decoded token and after the last of each chunk, and the pages with all."""
+        """Return the logits of each decoded token and of the last token of each chunk, and the updated pages."""
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         count = newest.size
@@ -213,7 +213,7 @@ class Programs:
 
 
 def choose_mode(rows: Sequence[Row]) -> Mode:
-    """Return the cheapest mode that samples these rows."""
+    """Return the cheapest sampling mode that supports the settings of these rows."""
     settings = [row.sequence.handle.request.sampling for row in rows]
     if all(s.temperature == 0 for s in settings):
         return "greedy"
@@ -222,7 +222,7 @@ def choose_mode(rows: Sequence[Row]) -> Mode:
 
 
 def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]:
-    """Return the prompt tokens of the rows, int32, each at the end of its row."""
+    """Return the prompt tokens of the rows, int32, left-padded to `shape`."""
     tokens = np.zeros(shape, np.int32)
     for line, row in zip(tokens, rows, strict=False):
         line[shape.width - row.count :] = row.sequence.tokens[row.start : row.start + row.count]
@@ -230,7 +230,7 @@ def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]
 
 
 def page_bytes(model: ModelOnMesh, page_size: int) -> int:
-    """Return the bytes of one page in all layers."""
+    """Return the bytes of one KV-cache page, over all layers."""
     pages = jax.eval_shape(lambda: _make_pages(model, 1, page_size))
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pages))
 

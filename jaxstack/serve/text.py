@@ -1,4 +1,4 @@
-"""Texts for the engine: prompts as ids, and answers as text that ends before a stop string."""
+"""Conversion between text and tokens: encodes chats as prompts, and decodes answers up to a stop string."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from jaxstack.serve.requests import Handle
 
 
 class ChatFormatter:
-    """Writes chats as prompts by a chat template.
+    """Encodes chats as prompts with a chat template.
 
     Args:
       tokenizer: the model's tokenizer.
@@ -40,7 +40,7 @@ class ChatFormatter:
         self.stop = (end,) if end and special is None else ()
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids of a chat up to where the next answer begins.
+        """Return the token ids of a chat, up to the start of the next answer.
 
         Raises:
           JaxstackError: the template refuses the chat.
@@ -49,7 +49,7 @@ class ChatFormatter:
 
 
 class TextAnswer:
-    """The answer of one request as text.
+    """Decodes the answer of one request to text.
 
     Args:
       handle: the request in the engine.
@@ -67,7 +67,7 @@ class TextAnswer:
 
     @property
     def ended(self) -> bool:
-        """True if there is nothing more to take."""
+        """True if the answer has ended and all of its text was returned."""
         return self.finish_reason is not None or self.handle.finish_reason == "cancelled"
 
     def take(self) -> str:

@@ -1,1 +1,1 @@
-"""Studies over runs: Bayesian search of a configuration's values, and a learning-rate finder."""
+"""Hyperparameter tuning: Bayesian search over configuration values, learning-rate finder, coordinate check of muP."""

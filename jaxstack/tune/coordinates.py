@@ -1,4 +1,4 @@
-"""The coordinate check of muP: sizes of activations after a few steps, over the width of the model.
+"""The coordinate check of muP: magnitudes of activations after a few steps as a function of model width.
 
 With muP they stay as they are at the base width; in the standard parametrization they grow (Yang et al. 2022,
 arXiv:2203.03466, appendix D.1).
@@ -55,7 +55,7 @@ class Coordinates:
 
 
 def widen(model: ModelConfig, width: int) -> ModelConfig:
-    """Return the model at another width: heads and feed-forward sublayers in proportion, heads as wide as before.
+    """Return the model scaled to another width: number of heads and MLP width in proportion, head_dim unchanged.
 
     Args:
       model: the model at the base width.
@@ -87,7 +87,7 @@ def widen(model: ModelConfig, width: int) -> ModelConfig:
 
 
 def parametrize(config: RunConfig, width: int, parametrization: str) -> RunConfig:
-    """Return a run's configuration at another width, tuned at `model.hidden_size`, in this parametrization.
+    """Return the configuration at another width; with muP, `model.hidden_size` becomes the base width.
 
     Raises:
       ConfigError: the model or the optimizer has no rule for muP.
@@ -163,7 +163,7 @@ _COLOURS = ("#4269d0", "#efb118", "#ff725c")
 
 
 def draw(found: Coordinates) -> str:
-    """Return the check as an SVG: a panel for each parametrization, magnitudes over widths, both axes logarithmic."""
+    """Return an SVG of the check: one log-log panel of magnitude over width for each parametrization."""
     values = [value for series in found.values.values() for value in series if value > 0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     width, height = 2 * (_PANEL + _MARGIN) + _MARGIN, _PANEL + 2 * _MARGIN

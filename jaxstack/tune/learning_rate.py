@@ -36,7 +36,7 @@ _LEAST_STEPS = 10
 
 @dataclasses.dataclass(frozen=True)
 class RateRange:
-    """Learning rates from `low` to `high`, one a step, at equal ratios.
+    """Geometrically spaced learning rates from `low` to `high`, one per step.
 
     Raises:
       ConfigError: the range is empty, or has too few steps.
@@ -58,7 +58,7 @@ class RateRange:
 
 
 class ExponentialRise(Schedule):
-    """A rise from `initial_fraction` of the peak to the peak, by the same factor at every step."""
+    """Exponential schedule from `initial_fraction` x peak to the peak."""
 
     name: Literal["exponential_rise"] = "exponential_rise"
     initial_fraction: float
@@ -90,14 +90,14 @@ class RateFinding:
 
     @property
     def suggestion(self) -> float:
-        """The geometric mean of the two."""
+        """The suggested learning rate: geometric mean of `steepest` and `tenth_of_minimum`."""
         return math.sqrt(self.steepest * self.tenth_of_minimum)
 
 
 def find_learning_rate(
     config: RunConfig, rates: RateRange | None = None, *, report: Callable[[str], None] = print
 ) -> RateFinding:
-    """Train a fresh model of the configuration while the learning rate rises, and read a good rate off the losses.
+    """Train a fresh model with an exponentially rising learning rate, and suggest a rate from the losses.
 
     The warm-up and the schedule of the configuration are not used, its optimizer, batch and data are; checkpoints and
     metrics of the run are not touched. Writes `learning_rate.html` into the run directory.
@@ -128,7 +128,7 @@ def find_learning_rate(
 
 
 def read_losses(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> RateFinding:
-    """Return the finding of a search, up to the step at which the loss diverges.
+    """Return the suggested rates from the losses of a search, up to the step at which the loss diverges.
 
     Args:
       rates: learning rate of each step, rising.
@@ -172,7 +172,7 @@ def diverged_at(averages: np.ndarray) -> int:
 
 
 def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], None]) -> tuple[Trainer, RunConfig]:
-    """Return a trainer of a fresh model with the rising schedule, and the configuration with what was filled in."""
+    """Return a trainer of a fresh model with the rising schedule, and its resolved configuration."""
     config = training_layout(config, start_devices(config.parallel.simulate_devices))
     cache_compilations()
     length, seed = config.train.sequence_length, config.run.seed
@@ -193,7 +193,7 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
 
 
 def _losses(trainer: Trainer, steps: int) -> list[float]:
-    """Take the steps, and return their losses up to the one that diverges."""
+    """Run the steps and return their losses, up to the first that diverges."""
     losses: list[float] = []
     with contextlib.closing(trainer.batches(0)) as batches:
         for _ in range(steps):

@@ -154,7 +154,7 @@ class OptunaStudy:
         return not math.isfinite(loss) or trial.should_prune()
 
     def tell(self, number: int, outcome: Outcome) -> None:
-        """Record the end of a trial; infeasible ones get the worst loss so far, so that the model learns from them."""
+        """Record the end of a trial; infeasible ones get the worst loss so far, so that the sampler avoids them."""
         trial = self._trial(number)
         fits = outcome.state != "memory"
         excess = outcome.memory_excess
@@ -221,7 +221,7 @@ def best_of(records: list[TrialRecord]) -> TrialRecord | None:
 
 
 def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSampler:
-    """Return the sampler that proposes trial `number`.
+    """Return the Optuna sampler that proposes the values of trial `number`.
 
     Its seed depends on the study's seed and the number alone: a resumed study goes on as if it had not stopped, and
     workers that start at the same time do not propose the same values.
@@ -237,7 +237,7 @@ def make_sampler(config: StudyConfig, number: int) -> optuna.samplers.BaseSample
 
 
 def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
-    """Return the pruner for trials of `steps` steps, none of which is stopped in its first fifth."""
+    """Return the Optuna pruner for trials of `steps` steps; it stops no trial in the first fifth of them."""
     if config.pruner == "median":
         return optuna.pruners.MedianPruner(config.pruner_startup_trials, n_warmup_steps=steps // 5)
     if config.pruner == "hyperband":
@@ -246,7 +246,7 @@ def make_pruner(config: StudyConfig, steps: int) -> optuna.pruners.BasePruner:
 
 
 def to_distribution(dimension: Dimension) -> BaseDistribution:
-    """Return Optuna's form of a range or of choices."""
+    """Convert a range or choice to an Optuna distribution."""
     if not isinstance(dimension, Range):
         return CategoricalDistribution([_encode(dimension, value) for value in dimension.values])
     if dimension.whole:
@@ -256,7 +256,7 @@ def to_distribution(dimension: Dimension) -> BaseDistribution:
 
 
 def _encode(dimension: Dimension, value: Any) -> Any:
-    """Return a choice as JSON, since Optuna has neither lists nor mappings as choices; numbers of a range as such."""
+    """Encode a value for Optuna: choices as JSON (Optuna has no list or dict choices), numbers of a range unchanged."""
     return value if isinstance(dimension, Range) else json.dumps(value)
 
 
@@ -265,7 +265,7 @@ def _decode(dimension: Dimension, value: Any) -> Any:
 
 
 def check_packages(config: StudyConfig) -> None:
-    """Raise ConfigError if the sampler needs packages that are missing; Optuna would tell after the random trials."""
+    """Raise ConfigError if a package of the sampler is missing; Optuna would only fail after the random trials."""
     missing = [name for name in ("torch", "scipy") if importlib.util.find_spec(name) is None]
     if config.sampler == "gp" and missing:
         raise ConfigError(
@@ -288,7 +288,7 @@ def _open_storage(place: str) -> optuna.storages.BaseStorage:
 
 @contextlib.contextmanager
 def _storage_errors(place: str | None) -> Iterator[None]:
-    """Turn the errors of a database (no driver, wrong URL, no connection) into one message."""
+    """Convert database errors (no driver, wrong URL, no connection) to a ConfigError."""
     try:
         with _quiet():
             yield
@@ -302,7 +302,7 @@ def _storage_errors(place: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Optuna's notes about experimental features."""
+    """Suppress Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Runs the trials of a study as processes of this host, prunes them, and resumes those that were cut off."""
+"""Runs the trials of a study as processes on this host, prunes them, and resumes interrupted ones."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ _OTHER_RUNS = ("SLURM_", "JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID
 
 @dataclasses.dataclass(frozen=True)
 class StudyResult:
-    """A study whose trials have ended.
+    """The result of a finished study.
 
     Attributes:
       directory: directory of the study.
@@ -58,9 +58,9 @@ class StudyResult:
 def run_study(
     config: str | Path, study: str | Path, overrides: Sequence[str] = (), *, report: Callable[[str], None] = print
 ) -> StudyResult:
-    """Search the values of a configuration, as `python -m jaxstack.tune --config FILE --study STUDY.yaml` does.
+    """Run a hyperparameter study, as `python -m jaxstack.tune --config FILE --study STUDY.yaml` does.
 
-    Goes on with a study that was stopped. Several hosts may call it for one study, in one shared storage.
+    Resumes a study that was stopped. Several hosts may run one study if they share its storage.
 
     Args:
       config: YAML file of the configuration.
@@ -135,7 +135,7 @@ class Search:
         self._gpus = self._split_gpus()
 
     def _split_gpus(self) -> list[str] | None:
-        """Return CUDA_VISIBLE_DEVICES of each worker; None without GPUs."""
+        """Return the CUDA_VISIBLE_DEVICES of each worker; None if the host has no GPU."""
         count, workers = count_gpus(), self._workers
         if count == 0:
             return None
@@ -170,7 +170,7 @@ class Search:
         self._update_report()
 
     def close(self) -> None:
-        """Ask the trials that still run to save, and wait for them; the next start resumes them."""
+        """Ask running trials to save a checkpoint and exit, and wait for them; the next start resumes them."""
         deadline = time.monotonic() + _SAVE_SECONDS
         for trial in self._running:
             trial.child.send(signal.SIGTERM)
@@ -183,7 +183,7 @@ class Search:
     # --- starting ----------------------------------------------------------------------------------------------------
 
     def _start_next(self) -> bool:
-        """Resume a trial whose process is gone, or start a new one; return False if there is neither."""
+        """Resume an interrupted trial or start a new one; return False if there is none."""
         with exclusive(self.directory / ".lock", on_wait=lambda: None):
             for number in self.study.running():
                 if any(trial.number == number for trial in self._running) or not self._place(number).is_dir():
@@ -260,7 +260,7 @@ class Search:
         trial.lock.release()
 
     def _read_curve(self, trial: _Running) -> None:
-        """Report the held-out losses that are new in the metrics file."""
+        """Report the held-out losses that were added to the metrics file since the last read."""
         path = trial.directory / "metrics.jsonl"
         size = path.stat().st_size if path.exists() else 0
         if size == trial.seen:
@@ -274,12 +274,12 @@ class Search:
                 return
 
     def _outcome(self, trial: _Running, code: int) -> Outcome:
-        """Return how a process that ended by itself ended."""
+        """Return the outcome of a trial whose process has exited with `code`."""
         try:
             found = json.loads((trial.directory / OUTCOME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-            killed = code == -9  # by the kernel, where the host has no memory left
+            killed = code == -9  # killed by the Linux kernel: the host ran out of memory
             return Outcome("memory" if killed else "failed", reason=f"its process {how}; see {trial.directory / LOG}")
         excess, reason = found.get("memory_excess"), found.get("reason", "")
         if found["state"] != "complete":
@@ -312,7 +312,7 @@ class Search:
             )
 
     def _drop_checkpoints(self, ended: int, before: TrialRecord | None, best: TrialRecord | None) -> None:
-        """Delete the checkpoints of the ended trial, or those of the one that it beats, as `keep_checkpoints` says."""
+        """Apply `keep_checkpoints`: delete the checkpoints of the ended trial or of the previous best one."""
         keep = self.study.config.keep_checkpoints
         doomed = {ended} | ({before.number} if before is not None else set())
         if keep == "best" and best is not None:

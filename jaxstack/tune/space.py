@@ -1,4 +1,4 @@
-"""The search space of a study: ranges and choices of `section.key` values, checked against the configuration."""
+"""The search space of a study: ranges and choices for `section.key` values, validated against the configuration."""
 
 import dataclasses
 import json
@@ -43,7 +43,7 @@ class Range:
     whole: bool = False
 
     def samples(self) -> list[Any]:
-        """Return the two ends, which the configuration must accept."""
+        """Return `low` and `high`, which the configuration must accept."""
         return [self.low, self.high]
 
     def contains(self, value: object) -> bool:
@@ -56,7 +56,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A list of values, which may be of any type, in no order."""
+    """An unordered list of values of any type."""
 
     values: tuple[Any, ...]
 
@@ -98,7 +98,7 @@ class SearchSpace:
         return _with_values(self.tree, values, self.origin)
 
     def base_values(self) -> dict[str, Any] | None:
-        """Return the configuration's own values of all dimensions; None if one of them is outside of the space."""
+        """Return the base configuration's values for all dimensions; None if one is outside of the space."""
         base = config_from_tree(self.tree, self.origin)
         values = {key: _value_at(base, key) for key in self.dimensions}
         inside = all(dimension.contains(values[key]) for key, dimension in self.dimensions.items())
@@ -106,7 +106,7 @@ class SearchSpace:
 
 
 def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence[str], study: str) -> SearchSpace:
-    """Check a study's search space against a configuration.
+    """Parse a study's search space and validate it against a configuration.
 
     Args:
       space: `section.key` -> `{low, high, log, step}` or a list, from the study file.
@@ -118,7 +118,7 @@ def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence
       ConfigError: a key is unknown or fixed by an override, a range is empty, or the configuration refuses its ends.
     """
     tree = load_tree(config, overrides)
-    config_from_tree(tree, str(config), overrides)  # tells what is wrong with the configuration itself
+    config_from_tree(tree, str(config), overrides)  # raises the errors of the configuration itself
     fixed = {override.partition("=")[0].strip() for override in overrides}
     dimensions: dict[str, Dimension] = {}
     for key, text in space.items():
@@ -166,7 +166,7 @@ def _number(text: Mapping[str, object], name: str, where: str) -> float:
 
 
 def _checked(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
-    """Return the dimension with the type of its key, after the configuration accepted its ends or choices.
+    """Return the dimension with the type of its key; check that the configuration accepts its ends or choices.
 
     A value is accepted if it fits together with the configuration, or with a value of one of the other dimensions.
     """

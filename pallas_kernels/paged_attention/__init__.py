@@ -1,1 +1,1 @@
-"""Attention of new tokens to keys and values in the pages of a cache: `api.paged_attention`."""
+"""Attention over a paged KV cache: `api.paged_attention`."""

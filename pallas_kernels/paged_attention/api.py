@@ -1,4 +1,4 @@
-"""`paged_attention`: attention of each sequence's newest tokens to its keys and values, which are in pages."""
+"""`paged_attention`: attention of each sequence's newest tokens over a paged KV cache."""
 
 from jaxtyping import Array, Float, Int
 
@@ -31,7 +31,7 @@ def paged_attention(
     window: int | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Compute the attention of each sequence's last T tokens to the tokens up to them.
+    """Compute causal attention of each sequence's last T tokens over its paged keys and values.
 
     Args:
         q: queries of the tokens at the positions lengths - T .. lengths - 1. Those before position 0 are padding, whose
@@ -62,6 +62,6 @@ def reads_pages_in_place(
     page_table: Int[AnyArray, "B pages"],
     lengths: Int[AnyArray, " B"],
 ) -> bool:
-    """Return True if `paged_attention` would compute the call by a kernel that does not copy the pages."""
+    """Return True if `paged_attention` has a kernel for this call that does not copy the pages."""
     request = make_request(q, k_pages, v_pages, page_table, lengths, scale=None, soft_cap=None, window=None)
     return select("paged_attention", BACKENDS, None, request, record=False).opaque

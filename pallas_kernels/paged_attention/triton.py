@@ -1,4 +1,4 @@
-"""Paged attention of few new tokens by Triton: reads each page once, and splits long sequences over programs.
+"""Triton paged attention for few new tokens: reads each page once, splits long sequences over programs.
 
 Decoding is limited by memory bandwidth: the keys of one sequence are split into ranges over as many programs as keep
 all multiprocessors busy, whose results a second kernel combines (Flash-Decoding, Dao et al. 2023,

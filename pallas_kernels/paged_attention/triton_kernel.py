@@ -52,7 +52,7 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan:
             visible &= key[None] > position[:, None] - plan.window
         scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row without a visible key yet has only -inf, whose difference is no number.
+        # A row with no visible key so far has only -inf, and -inf - (-inf) is NaN.
         pivot = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - pivot[:, None])
         shrink = tl.exp2(highest - pivot)

@@ -1,4 +1,4 @@
-"""The tables of augmentations. Each has a class with a `name`; only these tables know them all."""
+"""The registry of text augmentations; add new classes here."""
 
 import functools
 import operator

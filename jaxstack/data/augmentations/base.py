@@ -18,7 +18,7 @@ from jaxstack.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Ids that augmentations need to know."""
+    """The token ids that augmentations use."""
 
     document_start: int
     size: int
@@ -105,7 +105,7 @@ class Augmenter:
         return max([self.vocabulary.size, *(one.largest_id + 1 for one in self.augmentations)])
 
     def __call__(self, row: Row, sample: int) -> Row:
-        """Return row of the global sample `sample`, augmented."""
+        """Return `row`, the row of global sample `sample`, after all augmentations."""
         for number, one in enumerate(self.augmentations):
             row = one.apply(row, np.random.default_rng((self.seed, number, sample)), self.vocabulary)
         return row

@@ -26,7 +26,7 @@ class ImageAugmentation(Component):
 
 
 class RandomCrop(ImageAugmentation):
-    """Crops a random window of the image's own size out of the image with a border, which shifts its content."""
+    """Pads the image, and crops a random window of the original size."""
 
     padding: int = Field(default=4, ge=1)
     """Width of the border in pixels; the largest shift."""

@@ -1,4 +1,4 @@
-"""Takes rows apart into documents, and joins documents to rows.
+"""Splits packed rows into documents, and joins documents to rows.
 
 Dimensions: T sequence length.
 """
@@ -42,7 +42,7 @@ def join_documents(documents: Sequence[Document], like: Row, document_start: int
 
 
 def has_targets(document: Document) -> bool:
-    """Return True if something in the document is predicted, which padding is not."""
+    """Return True if the document has at least one label; padding has none."""
     return bool((document[1] != IGNORE).any())
 
 

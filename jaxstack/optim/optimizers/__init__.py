@@ -1,4 +1,4 @@
-"""The table of optimizers. Each has a file of its own; only this table knows them all."""
+"""The registry of optimizers. Each optimizer is one file, listed here."""
 
 import functools
 import operator

@@ -1,4 +1,4 @@
-"""AdamW with state in 8 bits."""
+"""AdamW with 8-bit state."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ BLOCK = 256
 
 
 class Quantized(NamedTuple):
-    """An array in 8 bits."""
+    """An array quantized to 8 bits, with a scale per block."""
 
     codes: PyTree
     """Indices into the table of the dynamic code, uint8, of the parameter's shape."""
@@ -39,7 +39,7 @@ class AdamW8bitState(NamedTuple):
 
 
 class AdamW8bit(MatrixOptimizer):
-    """AdamW with moments in 8 bits, blocks of 256 with a scale each (Dettmers et al. 2022, arXiv:2110.02861).
+    """AdamW with 8-bit moments and one scale per block of 256 values (Dettmers et al. 2022, arXiv:2110.02861).
 
     The square root of the second moment is stored, so that its code covers as many decades as that of the first.
     Embeddings, head, vectors and matrices below `min_size` keep float32. State: 2 bytes per quantized weight.
@@ -76,7 +76,7 @@ class AdamW8bit(MatrixOptimizer):
 def dynamic_code(signed: bool) -> np.ndarray:
     """Return the 256 values of the dynamic code in ascending order, from -1 (signed) or 0 to 1 (arXiv:1511.04561).
 
-    A value has 7 decades; the higher the decade, the more of the 7 bits are its fraction.
+    The values span 7 decades; higher decades use more of the 7 bits for the fraction.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -87,7 +87,7 @@ def dynamic_code(signed: bool) -> np.ndarray:
 
 
 def quantize(x: Float[Array, "..."], signed: bool) -> tuple[UInt8[Array, "..."], Float[Array, "..."]]:
-    """Round each value to the nearest of the dynamic code, relative to the largest magnitude of its block.
+    """Quantize x to the dynamic code, relative to the largest magnitude of each block.
 
     Blocks are up to 256 consecutive values of the last dim, or of the last two where the last is shorter than that and
     divides 256.
@@ -103,7 +103,7 @@ def quantize(x: Float[Array, "..."], signed: bool) -> tuple[UInt8[Array, "..."],
 
 
 def dequantize(codes: UInt8[Array, "..."], scales: Float[Array, "..."], signed: bool) -> Float[Array, "..."]:
-    """Return the float32 values that `quantize` rounded to."""
+    """Inverse of `quantize`: return the values in float32."""
     blocks, _ = _blocks(codes, codes.shape)
     values = jnp.asarray(dynamic_code(signed))[blocks] * scales.reshape(*blocks.shape[:-1], 1)
     return _joined(values, codes.shape)
@@ -121,7 +121,7 @@ def _blocks(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, tuple[int,
 
 
 def _joined(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Join blocks to an array of this shape, without padding."""
+    """Inverse of `_blocks`: join blocks to an array of this shape and remove the padding."""
     *before, rows, last = shape
     if blocks.ndim == len(shape):
         return blocks.reshape(shape)

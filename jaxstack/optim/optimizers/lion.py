@@ -9,7 +9,7 @@ from jaxstack.optim.base import ADAM_WIDTH_POWERS, Optimizer, RunFacts
 
 
 class Lion(Optimizer):
-    """Sign of an interpolated momentum (Chen et al. 2023). State: one float32 per weight."""
+    """Lion: updates by the sign of an interpolated momentum (Chen et al. 2023). State: one float32 per weight."""
 
     width_powers = ADAM_WIDTH_POWERS
     name: Literal["lion"] = "lion"

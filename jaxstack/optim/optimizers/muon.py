@@ -21,7 +21,7 @@ near 1."""
 
 
 class Muon(MatrixOptimizer):
-    """Momentum with equalised singular values (Jordan 2024, https://kellerjordan.github.io/posts/muon).
+    """Muon: orthogonalized momentum (Jordan 2024, https://kellerjordan.github.io/posts/muon).
 
     Updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that AdamW's learning rates and
     weight decays fit. Embeddings, output head and vectors are updated by AdamW. State: one float32 per weight, two

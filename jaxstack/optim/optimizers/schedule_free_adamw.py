@@ -27,7 +27,7 @@ class ScheduleFreeState(NamedTuple):
 
 
 class ScheduleFreeAdamW(Optimizer):
-    """AdamW whose iterates are averaged instead of a decaying rate (Defazio et al. 2024, arXiv:2405.15682).
+    """AdamW that averages its iterates instead of decaying the rate (Defazio et al. 2024, arXiv:2405.15682).
 
     The model's parameters are the averages x, which evaluations, checkpoints and exports use as they are; a step
     evaluates its gradient at (1 - b1) z + b1 x. Use `schedule.name: constant` with a warm-up. State: two float32 per

@@ -1,4 +1,4 @@
-"""Shampoo, grafted to Adam."""
+"""Shampoo with Adam grafting."""
 
 import functools
 from typing import Any, Literal, NamedTuple
@@ -38,10 +38,11 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 class Shampoo(MatrixOptimizer):
-    """Gradients between inverse fourth roots of their covariances (Gupta et al. 2018, arXiv:1802.09568).
+    """Shampoo: preconditions gradients G as L^(-1/4) G R^(-1/4) (Gupta et al. 2018, arXiv:1802.09568).
 
-    Each block has the norm of Adam's step (grafting) and its roots are refreshed on the devices that store it, as in
-    Distributed Shampoo (Shi et al. 2023, arXiv:2309.06497). Embeddings, output head and vectors are updated by AdamW.
+    Each block's update is scaled to the norm of Adam's (grafting). Roots are refreshed on the devices that store them,
+    as in Distributed Shampoo (Shi et al. 2023, arXiv:2309.06497). Embeddings, output head and vectors are updated by
+    AdamW.
     State: six float32 per weight of a matrix whose blocks are square, two for AdamW's.
     """
 

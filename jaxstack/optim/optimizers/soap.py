@@ -112,7 +112,7 @@ class Soap(MatrixOptimizer):
 
 
 def _start(left: jax.Array, right: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return bases of the first factors, by power iterations from the identity."""
+    """Return the eigenbases of the first factors, by power iterations from the identity."""
     bases = jnp.eye(left.shape[0]), jnp.eye(right.shape[0])
     return jax.lax.fori_loop(0, _FIRST_ITERATIONS, lambda _, bases: _renew(left, right, *bases), bases)
 
@@ -126,8 +126,8 @@ def _renew(
 def renew_basis(factor: Float[Array, "n n"], basis: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """Return the basis after one power iteration with QR, which puts the largest eigenvalues first.
 
-    A tenth of the mean eigenvalue is added to all of them: without it the vectors of a factor that has not its full
-    rank, as those of the first steps, would be rounding errors, other ones in every layout.
+    A tenth of the mean eigenvalue is added to all of them: without it, some vectors of a rank-deficient factor (as in
+    the first steps) would be rounding errors, which differ between layouts.
     """
     ridge = 0.1 * jnp.trace(factor) / factor.shape[0]
     return jnp.linalg.qr(_product("ij,jk->ik", factor, basis) + ridge * basis)[0]

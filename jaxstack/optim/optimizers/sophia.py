@@ -21,11 +21,11 @@ class SophiaState(NamedTuple):
 
 
 class Sophia(Optimizer):
-    """Momentum over curvature, clipped elementwise (Liu et al. 2023, arXiv:2305.14342). State: two float32 per weight.
+    """Sophia: momentum / curvature, clipped elementwise (Liu et al. 2023, arXiv:2305.14342).
 
-    The curvature is Sophia-G's Gauss-Newton-Bartlett estimate: every `curvature_every` steps a second gradient, with
-    labels sampled from the model's own predictions. Its loss must say how (`jaxstack.loss.samples_labels`), as that of
-    language models does.
+    State: two float32 per weight. The curvature is Sophia-G's Gauss-Newton-Bartlett estimate: every `curvature_every`
+    steps a second gradient, with labels sampled from the model's own predictions. The loss must define how to sample
+    them (`jaxstack.loss.samples_labels`), as that of language models does.
     """
 
     name: Literal["sophia"] = "sophia"
