@@ -2,9 +2,9 @@
 
 Yuan et al. 2021, arXiv:2110.15032. Along an axis of p devices a tensor is `split(dim)`, in p parts of that dim;
 `broadcast`, whole on every device; or `partial`: every device holds a term of the same shape, and the tensor is their
-sum. A matmul that contracts a split dim returns a partial tensor. Partial tensors can be added and multiplied by
-`sbp_einsum`'s rules without communication, and `redistribute` sums them once, where the sum is needed. In JAX, types
-are part of the type of an array on a mesh of explicit axes, where `partial` is `PartitionSpec(unreduced=...)`.
+sum. A matmul that contracts a split dim returns a partial tensor. Partial tensors can be added without communication,
+and `redistribute` sums them over devices once, where the sum is needed (`sbp_einsum` refuses them). In JAX, types are
+part of the type of an array on a mesh of explicit axes, where `partial` is `PartitionSpec(unreduced=...)`.
 """
 
 import string
