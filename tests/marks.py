@@ -47,7 +47,7 @@ _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 """Mark -> names of the test modules whose tests all get it."""
 
 KERNEL_CASES = 3
-"""Cases of each parametrized test of kernels that the default runs; further ones get the mark `longer`."""
+"""Cases of each parametrized test of kernels that the default runs; further ones get the mark `exhaustive`."""
 
 SHOWN_ELSEWHERE = {
     "reliability/test_network": "distributed/test_cluster reads addresses, launch/test_supervisor starts processes",
@@ -76,7 +76,7 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
         test = item.nodeid.split("[")[0]
         cases[test] += 1
         if test.startswith("tests/pallas_kernels/") and cases[test] > KERNEL_CASES:
-            item.add_marker("longer")
+            item.add_marker("exhaustive")
         modules.setdefault(item.nodeid.split("::")[0], []).append(item)
         for mark in _marks(item):
             item.add_marker(mark)

@@ -43,8 +43,8 @@ CHECKED = (
 )
 """Modules, or packages with all of their modules, whose annotations are checked.
 
-Of `jaxstack.models` those that a layer consists of; `transformer` and `embedding` accept numpy arrays of tokens too, and
-`linear` casts quantized kernels to arrays where no kernel reads them.
+Of `jaxstack.models` these are the parts of a layer; `transformer` and `embedding` accept numpy arrays of tokens too,
+and `linear` casts quantized kernels to arrays where no kernel reads them.
 
 Modules with kernels that Triton or Mosaic compiles from their source are left out: a decorated function is not that
 source any more.
