@@ -17,6 +17,8 @@ import yaml
 from jaxstack.serve.__main__ import API_KEY, main
 from jaxstack.serve.config import EngineConfig, ServerConfig
 
+pytest.importorskip("uvicorn")
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 PORT = re.compile(r"serving (\S+) at http://127\.0\.0\.1:(\d+)")
 

@@ -86,6 +86,7 @@ def test_compiled_for_hopper_pages_are_not_copied(batch, kernels):
     assert " gather(" not in text and " copy(" not in text
 
 
+@needs_triton
 def test_the_choice_and_its_reasons():
     pages = request_for(2, 256)
     with lowering_platform("cuda"), record_choices() as choices:
@@ -93,8 +94,7 @@ def test_the_choice_and_its_reasons():
         jax.eval_shape(paged_attention, *request_for(2, 256, jnp.float32))
         jax.eval_shape(paged_attention, *request_for(2, 256, new_tokens=17))
     reasons = [choice.refused[0][1] if choice.refused else None for choice in choices]
-    if not needs_triton.args[0]:
-        assert reasons[0] is None and "float32" in reasons[1] and "got 68" in reasons[2]
+    assert reasons[0] is None and "float32" in reasons[1] and "got 68" in reasons[2]
     with pytest.raises(NotSupported, match="compute capability"):
         jax.eval_shape(lambda *arrays: paged_attention(*arrays, implementation="triton"), *pages)
 
