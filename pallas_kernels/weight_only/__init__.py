@@ -1,0 +1,1 @@
+"""Weights stored in few bits, and matmuls that read them as stored."""

@@ -1,0 +1,35 @@
+"""Integer grids: closed forms of scales and rounding errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.weight_only.grid import Grid
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 16), (3, 32)])
+def test_rounding_errs_by_at_most_half_a_step(bits, group):
+    w = jax.random.normal(jax.random.key(0), (6, 64))
+    grid = Grid(bits, group)
+    scales = grid.scales(w)
+    assert scales.shape == (6, 64 // (group or 64))
+    error = np.abs(grid.round(w) - w).reshape(6, scales.shape[1], -1)
+    # The largest weight lies half a step above the largest integer.
+    assert (error <= np.asarray(scales)[..., None] * 0.5 * (1 + 1e-5)).all()
+
+
+def test_values_on_the_grid_are_kept():
+    q = jnp.array([[-8, 7, 0, 3], [0, 0, 0, 0]], jnp.int8)
+    grid = Grid(4, 4)
+    scales = jnp.array([[0.25], [1.0]])
+    w = grid.dequantize(q, scales)
+    np.testing.assert_array_equal(grid.quantize(w, scales), q)
+    assert grid.scales(w).tolist() == pytest.approx([[8 * 0.25 / 7.5], [1.0]])
+
+
+def test_what_is_no_grid_is_refused():
+    with pytest.raises(ValueError, match="2 to 8 bits"):
+        Grid(9)
+    with pytest.raises(ValueError, match="divisor of 100"):
+        Grid(4, 64).scales(jnp.ones((2, 100)))
