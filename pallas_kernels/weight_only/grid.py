@@ -5,7 +5,6 @@ Weights are matrices [out, in], as compressed-tensors stores them; groups are ru
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
