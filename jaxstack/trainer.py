@@ -121,7 +121,9 @@ class Trainer:
         """Set the learning rate, freeze what the optimizer's groups freeze, and build the optimizer of the others."""
         multiplier, peak, sizes = schedule.make_multiplier(self.train.steps), optimizer.learning_rate, self.batch_sizes
         if sizes.grows:
-            self.learning_rate = lambda step: peak * sizes.learning_rate_factor(step) * multiplier(sizes.clock(step))
+            self.learning_rate = lambda step: (
+                peak * sizes.learning_rate_factor(step) * multiplier(sizes.schedule_position(step))
+            )
         else:
             self.learning_rate = lambda step: peak * multiplier(step)
         everything = self.module.abstract_params

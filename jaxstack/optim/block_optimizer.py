@@ -11,8 +11,8 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import RunFacts
-from jaxstack.optim.blocks import Blocks, Refresh, cut, refresh
+from jaxstack.optim.base import RunInfo
+from jaxstack.optim.blocks import Blocks, Refresh, choose_blocks, refresh
 from jaxstack.optim.matrices import MatrixOptimizer
 from jaxstack.tree_rules import map_by_path
 
@@ -42,7 +42,7 @@ class BlockOptimizer(MatrixOptimizer):
     @abstractmethod
     def update_parameter(
         self,
-        run: RunFacts,
+        run: RunInfo,
         count: Int[Array, ""],
         path: str,
         gradient: Float[Array, "..."],
@@ -58,7 +58,7 @@ class BlockOptimizer(MatrixOptimizer):
           state: the parameter's leaf of each tree of the state.
         """
 
-    def matrix_core(self, run: RunFacts) -> optax.GradientTransformation:
+    def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
         def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
             one = functools.partial(self.update_parameter, run, state.steps)
             results = map_by_path(one, updates, *state[1:])
@@ -70,19 +70,19 @@ class BlockOptimizer(MatrixOptimizer):
     def blocks(self, path: str, shape: tuple[int, ...]) -> Blocks:
         """Return the blocks that the parameter at this path is split into."""
         rule = self.rule(path)
-        return cut(shape, rule.inputs, rule.outputs, self.block_size)
+        return choose_blocks(shape, rule.inputs, rule.outputs, self.block_size)
 
     def zeros_by_block(self, params: PyTree, shape: Callable[[int, int], tuple[int, ...]]) -> PyTree:
-        """Return float32 zeros [*grid, *shape(rows, columns of a block)] for each parameter."""
+        """Return float32 zeros [*grid_shape, *shape(rows, columns of a block)] for each parameter."""
 
         def zeros(path: str, parameter: jax.Array) -> jax.Array:
             blocks = self.blocks(path, parameter.shape)
-            return jnp.zeros((*blocks.grid, *shape(blocks.rows[1], blocks.columns[1])), jnp.float32)
+            return jnp.zeros((*blocks.grid_shape, *shape(blocks.rows[1], blocks.columns[1])), jnp.float32)
 
         return map_by_path(zeros, params)
 
     def zero_factors(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Return zeros for the left factors [*grid, rows, rows] and the right ones [*grid, columns, columns]."""
+        """Return zeros for left factors [*grid_shape, rows, rows] and right ones [*grid_shape, columns, columns]."""
         left = self.zeros_by_block(params, lambda rows, columns: (rows, rows))
         return left, self.zeros_by_block(params, lambda rows, columns: (columns, columns))
 
@@ -97,7 +97,7 @@ class BlockOptimizer(MatrixOptimizer):
 
     def refresh(
         self,
-        run: RunFacts,
+        run: RunInfo,
         count: Int[Array, ""],
         path: str,
         blocks: Blocks,
@@ -116,5 +116,5 @@ class BlockOptimizer(MatrixOptimizer):
           start: function of one block's (left, right, *derived) that computes `derived` at the first step.
           renew: the same at later steps.
         """
-        due = blocks.due(path, count, self.refresh_every)
+        due = blocks.needs_refresh(path, count, self.refresh_every)
         return refresh(count == 0, due, start, renew, factors, derived, blocks, run.specs.get(path))

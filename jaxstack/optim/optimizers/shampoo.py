@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import RunFacts
+from jaxstack.optim.base import RunInfo
 from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
 
 
@@ -50,7 +50,7 @@ class Shampoo(BlockOptimizer):
         return ShampooState(jnp.zeros((), jnp.int32), mu, nu, *self.zero_factors(params), *self.zero_factors(params))
 
     def update_parameter(
-        self, run: RunFacts, count: jax.Array, path: str, gradient: jax.Array, *state: jax.Array
+        self, run: RunInfo, count: jax.Array, path: str, gradient: jax.Array, *state: jax.Array
     ) -> tuple[jax.Array, ...]:
         mu, nu, left, right, left_root, right_root = state
         blocks = self.blocks(path, gradient.shape)

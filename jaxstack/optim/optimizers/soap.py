@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunInfo
 from jaxstack.optim.block_optimizer import BlockOptimizer, exact_einsum
 
 
@@ -57,7 +57,7 @@ class Soap(BlockOptimizer):
         return SoapState(jnp.zeros((), jnp.int32), mu, nu, *self.zero_factors(params), *self.zero_factors(params))
 
     def update_parameter(
-        self, run: RunFacts, count: jax.Array, path: str, gradient: jax.Array, *state: jax.Array
+        self, run: RunInfo, count: jax.Array, path: str, gradient: jax.Array, *state: jax.Array
     ) -> tuple[jax.Array, ...]:
         mu, nu, left, right, left_basis, right_basis = state
         blocks, first = self.blocks(path, gradient.shape), count == 0
