@@ -75,7 +75,7 @@ def add_examples(parser: CommandParser, *examples: str) -> CommandParser:
 
 _FILE_SYSTEM_ERRORS = frozenset(
     [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE]
-    + [errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG]
+    + [errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG]
 )
 """Errors of disks, permissions and paths, which are not faults of the program."""
 

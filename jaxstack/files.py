@@ -1,6 +1,7 @@
 """Atomic and durable writing of files, and locks between processes."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -73,6 +74,8 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as e:
         reason = f"{e.strerror or e}" + (f" ({e.filename})" if e.filename else "")
+        if e.errno == errno.EFBIG:
+            reason += ", the limit on file sizes (ulimit -f)"
         raise JaxstackError(f"cannot write to {folder}: {reason}; start again to go on from here") from None
 
 
