@@ -59,7 +59,7 @@ class TokenizationPlan:
 
 
 def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> TokenizationPlan:
-    """List the files of `sources`, cut long ones into pieces, and group short ones.
+    """Plan the tokenization of `sources`: list their files, cut long ones into pieces, and group short ones.
 
     Raises:
       ConfigError: no file matches, a source that cannot be read as its format, a missing text column.

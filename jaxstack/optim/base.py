@@ -130,9 +130,9 @@ class Optimizer(Component):
         return 0
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """Transform the update direction that `core` returned, if that takes a whole parameter such as its norm.
+        """Transform the update direction of `core` by something that needs a whole parameter, such as its norm.
 
-        Layers that are stacked in one array are passed one at a time.
+        By default it is returned unchanged. Layers that are stacked in one array are passed one at a time.
 
         Args:
           update: direction from `core`, with the parameter's shape.

@@ -18,7 +18,7 @@ from jaxstack.parallel.rules import state_spec
 
 
 class Blocks(NamedTuple):
-    """How one parameter is split into blocks of a matrix that its last `inputs` + `outputs` dims form."""
+    """Division of a parameter into blocks; its last `inputs` + `outputs` dims form the matrix that is divided."""
 
     shape: tuple[int, ...]
     inputs: int

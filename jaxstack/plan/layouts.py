@@ -49,11 +49,11 @@ class Layouts:
         return self.columns[name]
 
     def remat_in(self, *names: str) -> NDArray[np.bool_]:
-        """Return True for each layout whose policy is one of these."""
+        """Return a mask, True for the layouts whose rematerialisation policy is one of `names`."""
         return np.isin(self["remat"], [REMATS.index(name) for name in names])
 
     def schedule_in(self, *names: str) -> NDArray[np.bool_]:
-        """Return True for each layout whose pipeline schedule is one of these."""
+        """Return a mask, True for the layouts whose pipeline schedule is one of `names`."""
         return np.isin(self["schedule"], [SCHEDULES.index(name) for name in names])
 
     def select(self, rows: NDArray[Any]) -> "Layouts":
@@ -184,5 +184,5 @@ def _without_values(message: str) -> str:
 
 
 def count_tokens(config: RunConfig) -> int:
-    """Return the tokens of a step."""
+    """Return the number of tokens of a train step."""
     return config.train.global_batch_size * config.train.sequence_length

@@ -87,7 +87,7 @@ def gathers_weights(layouts: Layouts) -> np.ndarray:
 
 
 def stored_parameters(shape: ModelShape, layouts: Layouts, *, zero_from: int) -> Floats:
-    """Return the parameters on each device between steps.
+    """Return the number of parameters that each device stores between steps.
 
     Args:
       shape: the model.
@@ -165,7 +165,7 @@ def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Float
 
 
 def row_tokens(layouts: Layouts, tokens: int) -> Floats:
-    """Return the tokens of one microbatch on each device."""
+    """Return the number of tokens of a microbatch on each device."""
     rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["context"]
     return tokens / (rows * layouts["microbatches"])
 

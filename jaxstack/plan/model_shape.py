@@ -72,12 +72,12 @@ class ModelShape:
 
     @property
     def all_experts(self) -> int:
-        """Parameters of the routed experts of all layers."""
+        """Number of parameters of the routed experts of all layers."""
         return self.mixtures * self.expert_parameters
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of all layers without the routed experts."""
+        """Number of parameters of all layers, without the routed experts."""
         return self.total - self.tables - self.all_experts
 
     @property
@@ -95,7 +95,7 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Return the sizes of a model whose vocabulary is set."""
+    """Return the sizes of a model, whose `vocab_size` must be set."""
     assert model.vocab_size is not None
     d, inner = model.hidden_size, 3 if model.mlp == "gated" else 2
     query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))

@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def most_requests(self) -> int:
-        """Largest number of requests at a time."""
+        """Largest number of requests that run or wait at a time."""
         return self.config.queue + self.config.slots
 
     @property
@@ -192,7 +192,7 @@ class Engine:
         return busy
 
     def warm_up(self) -> None:
-        """Compile all programs."""
+        """Compile all programs now, so that no request waits for a compilation."""
         programs, slots, width = self.programs, self.config.slots, self._width
         totals: set[int] = set()
         for count in row_counts(slots):

@@ -117,7 +117,7 @@ class StepPlan:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows."""
+        """All rows: those that decode, then those of prompt chunks."""
         return [*self.decoded, *self.chunks]
 
 
