@@ -94,6 +94,7 @@ class Trainer:
                     f"optax transformation; found {optimizer!r}."
                 )
             optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine(), layout.zero)
+        self.module.check_dtypes()
         self.optimizer = optimizer
         self.steps = StepFunctions(
             self.module,
