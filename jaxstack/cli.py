@@ -164,6 +164,7 @@ def run_command(name: str, body: Callable[[], int | None]) -> int:
             return 1
         path = error.filename2 or error.filename  # for a rename, the target
         place = f" ({path})" if path else ""
+        place += "; a limit on file sizes is reached (ulimit -f)" if error.errno == errno.EFBIG else ""
         print(f"{name}: {error.strerror}{place}: correct this, then run the same command again", file=sys.stderr)
         return 1
     except Exception as error:

@@ -35,8 +35,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
+            error.filename = str(path)
         raise
     if durable:
         sync_directory(path.parent)

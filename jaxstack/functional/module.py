@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
@@ -238,12 +239,14 @@ def _check_made(made: object) -> nnx.Module:
         )
     if not isinstance(made, nnx.Module):
         raise TypeError(f"the function of nnx.Rngs must return a flax.nnx.Module; it returned {type(made).__name__}.")
-    for path, leaf in nnx.to_flat_state(nnx.state(made)):
-        if not isinstance(leaf, nnx.Variable):
-            raise TypeError(
-                f"{'.'.join(map(str, path))} of the module is a plain array, which no train state contains: make it a "
-                "flax.nnx.Variable, or a flax.nnx.Param if it is to be trained, and read it as an array by [...]."
-            )
+    for path, module in nnx.iter_modules(made):
+        for name, value in vars(module).items():
+            if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, nnx.Variable):
+                place = ".".join(map(str, (*path, name)))
+                raise TypeError(
+                    f"{place} of the module is a plain array, which no train state contains; make it a "
+                    "flax.nnx.Variable, or a flax.nnx.Param if it is to be trained, and read it as x[...]."
+                )
     return made
 
 
