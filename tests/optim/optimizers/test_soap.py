@@ -43,10 +43,10 @@ def test_blocks_of_a_large_matrix():
 
 def test_blocks_take_turns():
     blocks = choose_blocks((3, 16, 16), 1, 1, 4)
-    flags = np.stack([blocks.due("layers/7/up_proj/kernel", jnp.asarray(t), 10) for t in range(20)])
+    flags = np.stack([blocks.needs_refresh("layers/7/up_proj/kernel", jnp.asarray(t), 10) for t in range(20)])
     np.testing.assert_array_equal(flags.sum(0), 2)
     assert flags.sum((1, 2, 3)).max() <= 2 * 3, "16 blocks a layer over 10 steps"
-    other = blocks.due("layers/0/up_proj/kernel", jnp.asarray(3), 10)
+    other = blocks.needs_refresh("layers/0/up_proj/kernel", jnp.asarray(3), 10)
     np.testing.assert_array_equal(flags[3], other, err_msg="layers may be stored together or apart")
 
 
