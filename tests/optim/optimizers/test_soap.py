@@ -32,13 +32,13 @@ def test_blocks_are_equal_and_join_to_what_was_split(shape, inputs, outputs, lim
     assert (blocks.rows, blocks.columns) == (rows, columns)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     parts = blocks.split(x)
-    assert parts.shape == (*blocks.grid, rows[1], columns[1]) and len(blocks.grid) == len(shape)
+    assert parts.shape == (*blocks.grid_shape, rows[1], columns[1]) and len(blocks.grid_shape) == len(shape)
     assert (blocks.join(parts) == x).all()
 
 
 def test_blocks_of_a_large_matrix():
     blocks = choose_blocks((4096, 14336), 1, 1, 1024)
-    assert (blocks.rows, blocks.columns, blocks.grid) == ((4, 1024), (14, 1024), (4, 14))
+    assert (blocks.rows, blocks.columns, blocks.grid_shape) == ((4, 1024), (14, 1024), (4, 14))
 
 
 def test_blocks_take_turns():
