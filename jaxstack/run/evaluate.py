@@ -192,13 +192,14 @@ def _open_text(config: RunConfig, directory: Path, text: TextOptions, report: Ca
                 "tokenizer": TokenizerConfig(name="file", path=str(folder)),
             }
         )
-    return open_data(
-        section,
-        sequence_length=config.train.sequence_length,
-        seed=config.run.seed,
-        report=report,
-        workers=available_cores(),
-    )
+    length, seed = config.train.sequence_length, config.run.seed
+    try:
+        return open_data(section, sequence_length=length, seed=seed, report=report, workers=available_cores())
+    except ConfigError as error:
+        if text.paths:
+            raise
+        own = f"the run's own held-out text cannot be read here: {str(error).removesuffix('.')}"
+        raise ConfigError(f"{own}; or give other text with --data.") from None
 
 
 def _run_tasks(
