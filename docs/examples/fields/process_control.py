@@ -27,7 +27,7 @@ JACKET, COLDEST, HOTTEST, CHANGE = 45.0, 10.0, 50.0, 4.0
 SCALES = np.array([100.0, 0.5, 50.0], np.float32)
 """Typical mean size (micrometres), concentration (kg / kg) and temperature (degrees Celsius)."""
 Policy = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-"""Function of the time, measurements [B, 32, 3], jacket temperatures so far [B, 33] and set-points [B] -> jacket [B]."""
+"""Function of time, measurements [B, 32, 3], jacket temperatures so far [B, 33] and set-points [B] -> jacket [B]."""
 
 
 def advance(state: np.ndarray, jacket: np.ndarray) -> np.ndarray:
@@ -64,7 +64,7 @@ def run(policy: Policy, state: np.ndarray, goal: np.ndarray, noise: Any, random:
 
 
 def random_profiles(count: int, random: np.random.Generator) -> np.ndarray:
-    """Return jacket temperatures [B, 33]: two cooling curves, the second from a random time on, and small deviations."""
+    """Return jacket temperatures [B, 33]: two cooling rates, the second from a random time on, and small deviations."""
     time = np.arange(ACTIONS + 1)[None]
     switch = random.integers(4, 29, (count, 1))
     slopes = random.uniform(-0.2, 1.4, (2, count, 1))
@@ -165,8 +165,8 @@ def predictive_policy(model: Any, rates: np.ndarray) -> Policy:
         (_, final, _), _ = jax.lax.scan(follow, start, jnp.arange(ACTIONS))
         return jnp.asarray(rates)[jnp.argmin(jnp.abs(final[..., 0] - goal[:, None]), -1)]
 
-    return lambda k, measured, jackets, goal: jackets[:, k] + np.asarray(
-        choose(model, measured / SCALES, jackets.astype(np.float32), k, goal / SCALES[0])
+    return lambda k, measured, jackets, goal: (
+        jackets[:, k] + np.asarray(choose(model, measured / SCALES, jackets.astype(np.float32), k, goal / SCALES[0]))
     )
 
 
@@ -199,7 +199,8 @@ def main(steps: int = 1200, seed: int = 0) -> dict[str, Any]:
         joined = {name: np.concatenate([one[name] for one in rows]) for name in rows[0]}
         controller = train(controller, joined, steps // 2, 2e-3, seed + repeat + 1)
     clean = model_rows(profile_runs(6000, 0.0)[1])
-    plants = [train(lambda rngs: Recurrent(4, 3, rngs), rows, steps, 5e-3, seed) for rows in (clean, model_rows(pool[0]))]
+    noisy = model_rows(pool[0])
+    plants = [train(lambda rngs: Recurrent(4, 3, rngs), rows, steps, 5e-3, seed) for rows in (clean, noisy)]
     rates = np.linspace(-3, 1, 25, dtype=np.float32)
 
     def deviation(policy: Policy, noise: float, key: int = 1) -> float:

@@ -1,6 +1,6 @@
 """A Gaussian process of tangent vector fields on a surface that is known only by points.
 
-Neighbouring points are joined in a graph, and a local SVD gives each a frame of its tangent plane. The rotations between
+Neighbouring points are joined in a graph, and a local SVD gives each a frame of its tangent plane. Rotations between
 neighbouring frames make the connection Laplacian, whose eigenvectors of low eigenvalues are smooth vector fields. A
 Matern kernel weights them, so that regression on these features is a Gaussian process of vector fields.
 
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from flax import nnx
-from scipy.spatial import cKDTree
 from scipy.sparse.linalg import eigsh
+from scipy.spatial import cKDTree
 
 from jaxstack import Trainer
 from jaxstack.optim.optimizers import AdamW
@@ -57,7 +57,7 @@ def vortex(sheet: np.ndarray, centre: np.ndarray, radius: float = 8.0) -> np.nda
 
 
 def tangent_frames(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (orthonormal frames of the tangent planes [N, 3, 2], edges [E, 2] to the nearest neighbours, both ways)."""
+    """Return (orthonormal frames of the tangent planes [N, 3, 2], edges [E, 2] to nearest neighbours, both ways)."""
     _, near = cKDTree(points).query(points, NEIGHBOURS + 1)
     frames = np.linalg.svd(points[near[:, 1:]] - points[:, None])[2][:, :2].swapaxes(1, 2)
     joined = scipy.sparse.lil_matrix((len(points), len(points)), dtype=bool)
@@ -101,7 +101,7 @@ class FieldRegression(nnx.Module):
         self.log_size, self.log_noise = nnx.Param(jnp.zeros(())), nnx.Param(jnp.log(jnp.float32(0.2)))
 
     def weights(self) -> jax.Array:
-        """Return the square roots of the spectral density (lambda + 2 nu / kappa^2)^-nu, scaled to mean square 1, [K]."""
+        """Return the roots of the spectral density (lambda + 2 nu / kappa^2)^-nu, scaled to mean square 1, [K]."""
         log_density = -SMOOTHNESS * jnp.log(self.eigenvalues[...] + jnp.exp(self.log_bend[...]))
         return jnp.exp(self.log_size[...] + 0.5 * (log_density - jax.nn.logsumexp(log_density)))
 
@@ -130,7 +130,7 @@ def negative_elbo(model: Any, batch: Any) -> jax.Array:
     return jnp.mean(expected + divergence / batch["labels"])
 
 
-def regress(known: tuple[np.ndarray, np.ndarray], vectors: np.ndarray, labels: np.ndarray, steps: int, seed: int) -> Any:
+def regress(known: Any, vectors: np.ndarray, labels: np.ndarray, steps: int, seed: int) -> np.ndarray:
     """Return the mean vectors at all points [N, 3] after training on noisy vectors at the labels."""
     eigenvalues, fields = known
     random = np.random.default_rng(seed)
@@ -205,7 +205,7 @@ def main(steps: int = 1500, seed: int = 0, shares: tuple[float, ...] = (0.02, 0.
     ring = (distance > 1.5) & (distance < 4)
     index = poincare_index(filled[ring], offsets[ring])
     return {
-        "claim": "Gaussian processes of vector fields on a manifold fill in sparse fields and keep their singularities.",
+        "claim": "Gaussian processes of vector fields on a manifold fill in sparse fields and keep singularities.",
         "paper": "arXiv:2309.16746",
         "measure": "relative L2 error from labels at 5 % of the points of a swiss roll; baseline: scalar Laplacian",
         "ours": ours, "baseline": laplacian_error, "published": None,
