@@ -135,7 +135,7 @@ def make_rows(runs: int, seed: int) -> dict[str, np.ndarray]:
     return {"fields": np.concatenate(fields), "target": np.concatenate([found[each, t + AHEAD] for t in times])}
 
 
-def train(layer: Any, rows: dict[str, np.ndarray], steps: int, seed: int, rate: float = 1e-2) -> tuple[Any, int]:
+def train(layer: Any, rows: dict[str, np.ndarray], steps: int, seed: int, rate: float = 1.5e-2) -> tuple[Any, int]:
     """Return (the trained simulator, its number of parameters)."""
     trainer = Trainer(
         lambda rngs: Simulator(layer, rngs),
