@@ -57,16 +57,16 @@ def test_moments_of_an_entry_equal_those_of_samples():
     level, spread = model.factors()
     keys = jax.random.split(jax.random.key(0), 4)
     parts = [
-        level[index[:, k], :, k] + jnp.sqrt(spread[index[:, k], :, k]) * jax.random.normal(key, (50_000, 2, 4, 2))
+        level[index[:, k], :, k] + jnp.sqrt(spread[index[:, k], :, k]) * jax.random.normal(key, (5_000, 2, 4, 2))
         for k, key in enumerate(keys[:3])
     ]
-    core = model.core[...] + jnp.exp(-1.0) * jax.random.normal(keys[3], (50_000, *model.core.shape))
+    core = model.core[...] + jnp.exp(-1.0) * jax.random.normal(keys[3], (5_000, *model.core.shape))
     samples = jnp.einsum("srijk,sbri,sbrj,sbrk->sbr", core, *parts)
-    np.testing.assert_allclose(mean, samples.mean(0), atol=4 * float(samples.std()) / 50_000**0.5)
-    np.testing.assert_allclose(variance, samples.var(0), rtol=0.1)
+    np.testing.assert_allclose(mean, samples.mean(0), atol=4 * float(samples.std()) / 5_000**0.5)
+    np.testing.assert_allclose(variance, samples.var(0), rtol=0.2)
 
 
-@pytest.mark.trains
+@pytest.mark.exhaustive
 def test_a_few_steps_raise_the_bound():
     coordinates, entries = example.make_tensor(0)
     index = np.random.default_rng(0).integers(0, 300, (64, 3)).astype(np.int32)

@@ -63,7 +63,7 @@ def test_bound_is_the_evidence_of_a_dense_gaussian_process_at_its_posterior():
     dense = weighted @ weighted.T + noise * np.eye(30)
     solved = np.linalg.solve(dense, vectors.ravel())
     evidence = -0.5 * (vectors.ravel() @ solved + np.linalg.slogdet(dense)[1] + 30 * np.log(2 * np.pi))
-    batch = {"features": fields, "vectors": vectors, "labels": np.full(10, 10, np.float32)}
+    batch = {"features": fields, "vectors": vectors, "count": np.full(10, 10, np.float32)}
     assert float(example.negative_elbo(model, batch)) == pytest.approx(-evidence / 10, rel=1e-4)
     np.testing.assert_allclose(model(fields).ravel(), weighted @ weighted.T @ solved, atol=1e-3)
 

@@ -77,7 +77,7 @@ def laplacian(frames: np.ndarray, edges: np.ndarray) -> scipy.sparse.csc_matrix:
     lines = (width * i[:, None, None] + np.arange(width)[:, None] + np.zeros((1, width), int)).ravel()
     columns = (width * j[:, None, None] + np.arange(width) + np.zeros((width, 1), int)).ravel()
     joined = scipy.sparse.csc_matrix((-(left @ right).ravel(), (lines, columns)), shape)
-    degrees = np.repeat(np.bincount(i, minlength=count), width)
+    degrees = np.repeat(np.bincount(i, minlength=count).astype(float), width)
     return (joined + scipy.sparse.diags(degrees)).tocsc() / (len(edges) / count)
 
 
@@ -127,7 +127,7 @@ def negative_elbo(model: Any, batch: Any) -> jax.Array:
     noise = model.noise()
     expected = 0.5 * jnp.sum(squares / noise + jnp.log(2 * jnp.pi * noise), -1)
     divergence = 0.5 * (jnp.sum(factor**2) + jnp.sum(mean**2) - len(mean)) - jnp.sum(jnp.diag(model.factor[...]))
-    return jnp.mean(expected + divergence / batch["labels"])
+    return jnp.mean(expected + divergence / batch["count"])
 
 
 def regress(known: Any, vectors: np.ndarray, labels: np.ndarray, steps: int, seed: int) -> np.ndarray:
@@ -136,7 +136,7 @@ def regress(known: Any, vectors: np.ndarray, labels: np.ndarray, steps: int, see
     random = np.random.default_rng(seed)
     noisy = vectors[labels] + NOISE * random.normal(size=(len(labels), 3))
     rows = {"features": fields[labels], "vectors": noisy.astype(np.float32)}
-    rows["labels"] = np.full(len(labels), len(labels), np.float32)
+    rows["count"] = np.full(len(labels), len(labels), np.float32)
     trainer = Trainer(
         lambda rngs: FieldRegression(eigenvalues, rngs), negative_elbo, numpy_batches(rows, BATCH, seed),
         optimizer=AdamW(learning_rate=3e-2, weight_decay=0.0), schedule=Cosine(final_fraction=0.01),
