@@ -19,45 +19,45 @@ def matern(times):
     return (1 + x) * np.exp(-x)
 
 
-def innovations_to_values():
-    """[n, n, 2]: the values are linear in the innovations."""
-    zero = jnp.zeros((len(TIMES), 2))
-    return np.asarray(jax.jacobian(lambda e: example.smooth(e, zero, GAPS, RATE)[0])(zero), np.float64)
-
-
 def test_chain_has_the_covariance_of_the_kernel():
-    matrix = innovations_to_values().reshape(len(TIMES), -1)
-    np.testing.assert_allclose(matrix @ matrix.T, matern(TIMES), atol=2e-5)
-    assert np.allclose(np.triu(innovations_to_values()[..., 0], 1), 0), "values depend on earlier innovations only"
-
-
-def test_variances_are_those_of_independent_innovations():
-    matrix = innovations_to_values().reshape(len(TIMES), -1)
-    deviations = jax.random.uniform(jax.random.key(0), (len(TIMES), 2))
-    _, variance = example.smooth(jnp.zeros((len(TIMES), 2)), deviations, GAPS, RATE)
-    np.testing.assert_allclose(variance, matrix**2 @ np.asarray(deviations).ravel() ** 2, rtol=1e-4)
+    a, q = (np.asarray(x, np.float64) for x in example.transitions(GAPS, RATE))
+    states = [np.zeros((2, 0))]  # in terms of independent innovations
+    for step, innovation in zip(a, q, strict=True):
+        states.append(np.concatenate([step @ states[-1], np.linalg.cholesky(innovation)], 1))
+    values = np.stack([np.pad(x[0], (0, 2 * len(TIMES) - x.shape[1])) for x in states[1:]])
+    np.testing.assert_allclose(values @ values.T, matern(TIMES), atol=2e-5)
 
 
 def test_smoother_equals_a_dense_gaussian_process():
-    values, noise = np.sin(7 * TIMES), 0.04
-    matrix = innovations_to_values().reshape(len(TIMES), -1)
-    best = matrix.T @ np.linalg.solve(matrix @ matrix.T + noise * np.eye(len(TIMES)), values)
-    smoothed, _ = example.smooth(jnp.asarray(best.reshape(-1, 2), jnp.float32), jnp.zeros((len(TIMES), 2)), GAPS, RATE)
-    kernel = matern(TIMES)
-    dense = kernel @ np.linalg.solve(kernel + noise * np.eye(len(TIMES)), values)
-    np.testing.assert_allclose(smoothed, dense, atol=1e-4)
+    values, noise = np.sin(7 * TIMES), np.linspace(0.02, 0.5, len(TIMES))
+    mean, variance, evidence = example.smooth(jnp.float32(values), jnp.float32(noise), GAPS, RATE)
+    kernel, total = matern(TIMES), matern(TIMES) + np.diag(noise)
+    solved = np.linalg.solve(total, values)
+    np.testing.assert_allclose(mean, kernel @ solved, atol=1e-4)
+    np.testing.assert_allclose(variance, np.diag(kernel - kernel @ np.linalg.solve(total, kernel)), atol=1e-4)
+    dense = -0.5 * (values @ solved + np.linalg.slogdet(total)[1] + len(TIMES) * np.log(2 * np.pi))
+    assert float(evidence) == pytest.approx(dense, abs=1e-3)
 
 
-def test_moments_of_an_entry_equal_those_of_samples():
+def test_unrelated_indices_have_independent_priors():
+    far = jnp.full(3, example.FAR)
+    mean, variance, _ = example.smooth(jnp.array([1.0, 2.0, 4.0]), jnp.ones(3), far, RATE)
+    np.testing.assert_allclose(mean, [0.5, 1.0, 2.0], rtol=1e-5)
+    np.testing.assert_allclose(variance, 0.5, rtol=1e-5)
+
+
+@pytest.mark.trains
+def test_moments_of_an_entry_equal_those_of_samples(monkeypatch):
+    monkeypatch.setattr(example, "COORDINATES", 20)
     coordinates, _ = example.make_tensor(0)
     model = example.FunctionalTucker(coordinates, True, nnx.Rngs(0))
     model.core_log_deviation.set_value(jnp.full_like(model.core_log_deviation[...], -1.0))
-    index = np.array([[5, 70, 200], [299, 0, 17]], np.int32)
-    mean, variance = model(index)
-    level, spread = model.factors()
+    index = np.array([[5, 7, 19], [12, 0, 17]], np.int32)
+    mean, variance, _ = model(index)
+    middle, spread, _ = model.factors()
     keys = jax.random.split(jax.random.key(0), 4)
     parts = [
-        level[index[:, k], :, k] + jnp.sqrt(spread[index[:, k], :, k]) * jax.random.normal(key, (5_000, 2, 4, 2))
+        middle[index[:, k], :, k] + jnp.sqrt(spread[index[:, k], :, k]) * jax.random.normal(key, (5_000, 2, 4, 2))
         for k, key in enumerate(keys[:3])
     ]
     core = model.core[...] + jnp.exp(-1.0) * jax.random.normal(keys[3], (5_000, *model.core.shape))

@@ -91,6 +91,7 @@ def test_harmonics_of_vectors_equal_those_of_angles():
     np.testing.assert_allclose(example.harmonics(4, jnp.asarray(vectors, jnp.float32)), expected, atol=1e-5)
 
 
+@pytest.mark.trains
 def test_forces_turn_with_the_cluster_and_mirrors_have_one_energy():
     model = example.Potential(1, nnx.Rngs(0))
     positions = np.random.default_rng(0).uniform(-1.8, 1.8, (1, 8, 3)).astype(np.float32)
@@ -101,7 +102,7 @@ def test_forces_turn_with_the_cluster_and_mirrors_have_one_energy():
     np.testing.assert_allclose(model(positions * np.float32([-1, 1, 1])), model(positions), rtol=1e-4)
 
 
-@pytest.mark.trains
+@pytest.mark.exhaustive
 def test_a_few_steps_lower_the_error_of_the_forces():
     rows = example.clusters(16, seed=0)
     before = float(example.force_error(example.Potential(1, nnx.Rngs(0)), rows))

@@ -47,7 +47,7 @@ def test_rows_hold_neighbouring_times_of_one_run():
 @pytest.mark.trains
 def test_one_way_network_trains_and_is_small():
     rows = example.make_rows(8, seed=0)
-    model, count = example.train(example.OneWayConv, rows, 3, seed=0)
+    model, count = example.train(example.OneWayConv, rows, 3, 1e-2, seed=0)
     assert count == 2181 and count * 5 < sum(
         x.size for x in jax.tree.leaves(nnx.state(example.Simulator(example.square_conv, nnx.Rngs(0)), nnx.Param))
     )

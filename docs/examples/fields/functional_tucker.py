@@ -2,7 +2,8 @@
 
 An entry at coordinates (t1, t2, t3) is the contraction of a small core with the values of each mode's functions. A
 function is a Matern-3/2 process: a Markov chain of (value, slope) from one coordinate to the next, so that all
-coordinates cost O(n). The chain is driven by independent innovations, and the posterior of these is learned.
+coordinates cost O(n). Its approximate posterior is that of one learned pseudo-observation per coordinate, computed by a
+Kalman filter and smoother; the core's is Gaussian.
 
 python docs/examples/fields/functional_tucker.py
 """
@@ -28,14 +29,14 @@ RESTARTS = 4
 
 
 def transitions(gaps: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the Markov chain of a Matern-3/2 process of variance 1: each step's matrix A and its innovations' factor.
+    """Return the Markov chain of a Matern-3/2 process of variance 1: each step's matrix A and innovations' covariance.
 
     Args:
       gaps: distances from the coordinate before, [...], above 0; far above the length where a chain begins.
       rate: sqrt(3) / length, broadcast against `gaps`.
 
     Returns:
-      A [..., 2, 2] and the lower factor of P - A P A^T [..., 2, 2], in units of value and slope / rate.
+      A [..., 2, 2] and Q = P - A P A^T [..., 2, 2], in units of value and slope / rate.
     """
     # In these units P is the identity; with x = gap * rate, A = exp(-x) [[1 + x, x], [-x, 1 - x]].
     x = jnp.minimum(gaps * rate, 50.0)
@@ -45,37 +46,54 @@ def transitions(gaps: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]
     series = y**3 / 6 * (1 + y / 4 * (1 + y / 5 * (1 + y / 6 * (1 + y / 7)))) * jnp.exp(-y)
     value = jnp.where(y < 0.5, series, 1 - jnp.exp(-y) * (1 + y + y**2 / 2))
     slope = -jnp.expm1(-y) + jnp.exp(-y) * (y - y**2 / 2)
-    first = jnp.sqrt(value)
-    cross = y**2 / 2 * jnp.exp(-y) / first
-    second = jnp.sqrt(slope - cross**2)
-    factor = jnp.stack([jnp.stack([first, jnp.zeros_like(first)], -1), jnp.stack([cross, second], -1)], -2)
-    return a, factor
+    cross = y**2 / 2 * jnp.exp(-y)
+    return a, jnp.stack([jnp.stack([value, cross], -1), jnp.stack([cross, slope], -1)], -2)
 
 
-def smooth(means: jax.Array, deviations: jax.Array, gaps: jax.Array, rate: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return mean and variance of a process at each coordinate, from independent Gaussian innovations.
+def smooth(observed: jax.Array, noise: jax.Array, gaps: jax.Array, rate: jax.Array) -> tuple[jax.Array, ...]:
+    """Condition processes on noisy observations of all values: Kalman filter, then Bryson and Frazier's smoother.
 
     Args:
-      means: of the innovations, [n, ..., 2].
-      deviations: their standard deviations, of the same shape.
-      gaps: distances between neighbouring coordinates, [n, ...] broadcast against `means`.
+      observed: [n, ...].
+      noise: variances of the observations, [n, ...].
+      gaps: distances between neighbouring coordinates, [n, ...] broadcast against `observed`.
       rate: sqrt(3) / length.
 
     Returns:
-      Mean and variance of the value, [n, ...] each.
+      Mean and variance of the values, [n, ...] each, and the log evidence of the observations, [...].
     """
-    a, factor = transitions(gaps, rate)
+    a, q = (jnp.broadcast_to(x, (*observed.shape, 2, 2)) for x in transitions(gaps, rate))
 
-    def step(carry: Any, inputs: Any) -> Any:
-        (mean, covariance), (a, factor, innovation, deviation) = carry, inputs
-        mean = jnp.einsum("...ij,...j->...i", a, mean) + jnp.einsum("...ij,...j->...i", factor, innovation)
-        scaled = factor * deviation[..., None, :]
-        covariance = a @ covariance @ jnp.swapaxes(a, -1, -2) + scaled @ jnp.swapaxes(scaled, -1, -2)
-        return (mean, covariance), (mean[..., 0], covariance[..., 0, 0])
+    def forwards(carry: Any, inputs: Any) -> Any:
+        (mean, covariance), (a, q, value, noise) = carry, inputs
+        mean, covariance = times(a, mean), a @ covariance @ jnp.swapaxes(a, -1, -2) + q
+        surprise, total = value - mean[..., 0], covariance[..., 0, 0] + noise
+        gain = covariance[..., 0] / total[..., None]
+        updated = mean + gain * surprise[..., None]
+        kept = covariance - gain[..., :, None] * gain[..., None, :] * total[..., None, None]
+        evidence = -0.5 * (jnp.log(2 * jnp.pi * total) + surprise**2 / total)
+        return (updated, kept), (a, mean, covariance, surprise, total, gain, evidence)
 
-    start = jnp.zeros_like(means[0]), jnp.zeros((*means.shape[1:], 2))
-    a, factor = (jnp.broadcast_to(x, (*means.shape, 2)) for x in (a, factor))
-    return jax.lax.scan(step, start, (a, factor, means, deviations))[1]
+    def backwards(carry: Any, inputs: Any) -> Any:
+        (pull, stiffness), (a, mean, covariance, surprise, total, gain, _) = carry, inputs
+        rest = jnp.eye(2) - gain[..., :, None] * jnp.array([1.0, 0.0])
+        turned = jnp.swapaxes(rest, -1, -2)
+        pull = times(turned, pull).at[..., 0].add(surprise / total)
+        stiffness = (turned @ stiffness @ rest).at[..., 0, 0].add(1 / total)
+        smoothed = mean + times(covariance, pull)
+        variance = covariance - covariance @ stiffness @ covariance
+        back = jnp.swapaxes(a, -1, -2)
+        return (times(back, pull), back @ stiffness @ a), (smoothed[..., 0], variance[..., 0, 0])
+
+    start = jnp.zeros((*observed.shape[1:], 2)), jnp.zeros((*observed.shape[1:], 2, 2))
+    _, filtered = jax.lax.scan(forwards, start, (a, q, observed, noise))
+    _, (mean, variance) = jax.lax.scan(backwards, start, filtered, reverse=True)
+    return mean, variance, jnp.sum(filtered[-1], 0)
+
+
+def times(matrix: jax.Array, vector: jax.Array) -> jax.Array:
+    """Return the products of matrices [..., 2, 2] and vectors [..., 2]."""
+    return jnp.einsum("...ij,...j->...i", matrix, vector)
 
 
 class FunctionalTucker(nnx.Module):
@@ -87,23 +105,25 @@ class FunctionalTucker(nnx.Module):
         shape = (RESTARTS, MODES, RANK)
         # Positive constants: functions of random signs would cancel in most products, and not find back.
         self.level = nnx.Param(jax.random.uniform(rngs.params(), shape))
-        self.means = nnx.Param(0.1 * jax.random.normal(rngs.params(), (COORDINATES, *shape, 2)))
-        self.log_deviations = nnx.Param(jnp.full((COORDINATES, *shape, 2), -2.0))
+        self.observed = nnx.Param(0.1 * jax.random.normal(rngs.params(), (COORDINATES, *shape)))
+        self.log_observation_noise = nnx.Param(jnp.zeros((COORDINATES, *shape)))
         self.log_rate = nnx.Param(jnp.full((RESTARTS, MODES, 1), jnp.log(6.0)))
         self.log_size = nnx.Param(jnp.zeros((RESTARTS, MODES, RANK)))
         self.core = nnx.Param(jax.random.uniform(rngs.params(), (RESTARTS, *[RANK] * MODES)))
         self.core_log_deviation = nnx.Param(jnp.full((RESTARTS, *[RANK] * MODES), -2.0))
         self.log_noise = nnx.Param(jnp.full(RESTARTS, jnp.log(0.5)))
 
-    def factors(self) -> tuple[jax.Array, jax.Array]:
-        """Return mean and variance of every function at every coordinate, [n, restarts, modes, rank] each."""
-        rate, size = jnp.exp(self.log_rate[...]), jnp.exp(self.log_size[...])
-        mean, variance = smooth(self.means[...], jnp.exp(self.log_deviations[...]), self.gaps[...], rate)
-        return self.level[...] + size * mean, size**2 * variance
+    def factors(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return mean and variance of all functions, [n, restarts, modes, rank], and their KL divergence [restarts]."""
+        rate, size, noise = (jnp.exp(x[...]) for x in (self.log_rate, self.log_size, self.log_observation_noise))
+        mean, variance, evidence = smooth(self.observed[...], noise, self.gaps[...], rate)
+        squares = (self.observed[...] - mean) ** 2 + variance
+        expected = -0.5 * jnp.sum(jnp.log(2 * jnp.pi * noise) + squares / noise, 0)
+        return self.level[...] + size * mean, size**2 * variance, jnp.sum(expected - evidence, (1, 2))
 
-    def __call__(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Indices of the coordinates [B, modes] -> mean and variance of the entries, [B, restarts] each."""
-        mean, variance = self.factors()
+    def __call__(self, index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Indices of the coordinates [B, modes] -> mean and variance of the entries [B, restarts], KL [restarts]."""
+        mean, variance, divergence = self.factors()
         pick = [(mean[index[:, k], :, k], variance[index[:, k], :, k]) for k in range(MODES)]  # [B, restarts, rank]
         (a, va), (b, vb), (c, vc) = pick
         core, core_variance = self.core[...], jnp.exp(2 * self.core_log_deviation[...])
@@ -112,24 +132,16 @@ class FunctionalTucker(nnx.Module):
         aa, bb, cc = (x[..., :, None] * x[..., None, :] + jnp.eye(RANK) * v[..., None] for x, v in pick)
         square = jnp.einsum("rijk,rlmn,bril,brjm,brkn->br", core, core, aa, bb, cc, optimize="optimal")
         square += jnp.einsum("rijk,bri,brj,brk->br", core_variance, a**2 + va, b**2 + vb, c**2 + vc)
-        return entry, square - entry**2
-
-    def divergence(self) -> jax.Array:
-        """Return the KL divergence of the posterior from the standard normal prior, [restarts]."""
-
-        def normal(mean: jax.Array, log_deviation: jax.Array) -> jax.Array:
-            return 0.5 * (jnp.exp(2 * log_deviation) + mean**2 - 1) - log_deviation
-
-        functions = jnp.sum(normal(self.means[...], self.log_deviations[...]), (0, 2, 3, 4))
-        return functions + jnp.sum(normal(self.core[...], self.core_log_deviation[...]), (1, 2, 3))
+        core_divergence = 0.5 * (core_variance + core**2 - 1) - self.core_log_deviation[...]
+        return entry, square - entry**2, divergence + jnp.sum(core_divergence, (1, 2, 3))
 
 
 def bounds(model: Any, batch: Any) -> jax.Array:
     """Return -evidence bound / number of entries of each restart, [restarts], on the batch."""
-    mean, variance = model(batch["index"])
+    mean, variance, divergence = model(batch["index"])
     noise = jnp.exp(2 * model.log_noise[...]) + 1e-4
     squares = (batch["value"][:, None] - mean) ** 2 + variance
-    return jnp.mean(0.5 * (squares / noise + jnp.log(2 * jnp.pi * noise)), 0) + model.divergence() / ENTRIES
+    return jnp.mean(0.5 * (squares / noise + jnp.log(2 * jnp.pi * noise)), 0) + divergence / ENTRIES
 
 
 def negative_elbo(model: Any, batch: Any) -> jax.Array:
@@ -177,7 +189,8 @@ def main(steps: int = 1200, seed: int = 0) -> dict[str, Any]:
     errors, unseen = {}, slice(ENTRIES, None)
     for functional in (False, True):  # the functional one last, for what follows
         model, best = train(coordinates, functional, rows, steps, seed)
-        mean, variance = (np.asarray(x)[:, best] for x in nnx.jit(lambda model, x: model(x))(model, index[unseen]))
+        found = nnx.jit(lambda model, x: model(x))(model, index[unseen])
+        mean, variance = (np.asarray(x)[:, best] for x in found[:2])
         errors[functional] = float(np.sqrt(np.mean((mean - exact[unseen]) ** 2)))
     deviation = np.sqrt(variance + np.exp(2 * float(model.log_noise[best])))
     covered = float(np.mean(np.abs(noisy[unseen] - mean) < 1.645 * deviation))

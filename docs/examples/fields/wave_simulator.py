@@ -135,7 +135,7 @@ def make_rows(runs: int, seed: int) -> dict[str, np.ndarray]:
     return {"fields": np.concatenate(fields), "target": np.concatenate([found[each, t + AHEAD] for t in times])}
 
 
-def train(layer: Any, rows: dict[str, np.ndarray], steps: int, seed: int, rate: float = 1.5e-2) -> tuple[Any, int]:
+def train(layer: Any, rows: dict[str, np.ndarray], steps: int, rate: float, seed: int) -> tuple[Any, int]:
     """Return (the trained simulator, its number of parameters)."""
     trainer = Trainer(
         lambda rngs: Simulator(layer, rngs),
@@ -154,8 +154,9 @@ def main(steps: int = 800, seed: int = 0) -> dict[str, Any]:
     """Train both networks on the same batches, and compare them on unseen plates."""
     rows, unseen = make_rows(300, seed), make_rows(50, seed + 1000)
     errors, sizes, predicted = {}, {}, {}
-    for name, layer in {"one-way": OneWayConv, "square": square_conv}.items():
-        model, sizes[name] = train(layer, rows, steps, seed)
+    # Each network at the rate that suits it best; the square filters diverge at that of the others.
+    for name, layer, rate in (("one-way", OneWayConv, 2e-2), ("square", square_conv, 1e-2)):
+        model, sizes[name] = train(layer, rows, steps, rate, seed)
         predicted[name] = np.asarray(nnx.jit(lambda model, x: model(x))(model, unseen["fields"]))
         errors[name] = relative_error(predicted[name], unseen["target"])
     now, before = unseen["fields"][..., 0], unseen["fields"][..., 1]
