@@ -103,9 +103,9 @@ class FunctionalTucker(nnx.Module):
         gaps = np.diff(coordinates, axis=-1, prepend=-FAR).T[:, None, :, None]  # [n, 1, modes, 1]
         self.gaps = nnx.Variable(jnp.asarray(gaps if functional else np.full_like(gaps, FAR), jnp.float32))
         shape = (RESTARTS, MODES, RANK)
-        # Positive constants: functions of random signs would cancel in most products, and not find back.
+        # Positive constants with large random functions on them: from small ones many restarts end with an empty tensor.
         self.level = nnx.Param(jax.random.uniform(rngs.params(), shape))
-        self.observed = nnx.Param(0.1 * jax.random.normal(rngs.params(), (COORDINATES, *shape)))
+        self.observed = nnx.Param(5 * jax.random.normal(rngs.params(), (COORDINATES, *shape)))
         self.log_observation_noise = nnx.Param(jnp.zeros((COORDINATES, *shape)))
         self.log_rate = nnx.Param(jnp.full((RESTARTS, MODES, 1), jnp.log(6.0)))
         self.log_size = nnx.Param(jnp.zeros((RESTARTS, MODES, RANK)))
