@@ -103,7 +103,7 @@ class FunctionalTucker(nnx.Module):
         gaps = np.diff(coordinates, axis=-1, prepend=-FAR).T[:, None, :, None]  # [n, 1, modes, 1]
         self.gaps = nnx.Variable(jnp.asarray(gaps if functional else np.full_like(gaps, FAR), jnp.float32))
         shape = (RESTARTS, MODES, RANK)
-        # Positive constants with large random functions on them: from small ones many restarts end with an empty tensor.
+        # Positive constants with large random functions: from small ones many restarts end with an empty tensor.
         self.level = nnx.Param(jax.random.uniform(rngs.params(), shape))
         self.observed = nnx.Param(5 * jax.random.normal(rngs.params(), (COORDINATES, *shape)))
         self.log_observation_noise = nnx.Param(jnp.zeros((COORDINATES, *shape)))
