@@ -23,7 +23,7 @@ from jaxstack.optim.schedules import Cosine
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import numpy_batches
 
-POINTS, NEIGHBOURS, FEATURES, NOISE, BATCH = 1000, 10, 100, 0.05, 32
+POINTS, NEIGHBOURS, FEATURES, NOISE, BATCH = 1000, 10, 200, 0.05, 32
 SMOOTHNESS = 1.5
 """nu of the Matern kernel."""
 
@@ -47,7 +47,7 @@ def swiss_roll(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def smooth_field(sheet: np.ndarray, seed: int) -> np.ndarray:
     """Return a sum of a few waves over the sheet in the true frames, of mean square 1, [N, 2]."""
     random = np.random.default_rng(seed)
-    waves, phases = random.uniform(-0.1, 0.1, (2, 2, 4)), random.uniform(0, 2 * np.pi, (2, 4))
+    waves, phases = random.uniform(-0.07, 0.07, (2, 2, 4)), random.uniform(0, 2 * np.pi, (2, 4))
     field = np.sin(np.einsum("ni,ciw->ncw", sheet, waves) + phases).sum(-1)
     return field / np.sqrt(np.mean(np.sum(field**2, -1)))
 
