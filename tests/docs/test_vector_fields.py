@@ -22,10 +22,9 @@ def surface():
 def test_frames_are_orthonormal_and_tangent(surface):
     points, frames, edges = surface
     np.testing.assert_allclose(frames.swapaxes(1, 2) @ frames, np.broadcast_to(np.eye(2), (200, 2, 2)), atol=1e-12)
-    inside = (points[:, 0] > 1) & (points[:, 0] < 4) & (points[:, 1] > 1) & (points[:, 1] < 4)
     normal = np.stack([-0.5 * np.cos(points[:, 0]), np.zeros(200), np.ones(200)], -1)
     normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
-    assert np.max(np.abs(np.einsum("nx,nxd->nd", normal, frames))[inside]) < 0.25
+    assert np.max(np.abs(np.einsum("nx,nxd->nd", normal, frames))) < 0.1, "at the edges too"
     assert {(i, j) for i, j in edges} == {(j, i) for i, j in edges}, "edges go both ways"
 
 

@@ -23,7 +23,7 @@ from jaxstack.optim.schedules import Cosine
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import numpy_batches
 
-POINTS, NEIGHBOURS, FEATURES, NOISE, BATCH = 1000, 10, 200, 0.05, 32
+POINTS, NEIGHBOURS, FEATURES, NOISE, BATCH = 1000, 12, 200, 0.05, 32
 SMOOTHNESS = 1.5
 """nu of the Matern kernel."""
 
@@ -61,7 +61,12 @@ def vortex(sheet: np.ndarray, centre: np.ndarray, radius: float = 8.0) -> np.nda
 def tangent_frames(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (orthonormal frames of the tangent planes [N, 3, 2], edges [E, 2] to nearest neighbours, both ways)."""
     _, near = cKDTree(points).query(points, NEIGHBOURS + 1)
-    frames = np.linalg.svd(points[near[:, 1:]] - points[:, None])[2][:, :2].swapaxes(1, 2)
+    offsets = points[near[:, 1:]] - points[:, None]
+    axes = np.linalg.svd(offsets)[2]
+    # A fitted paraboloid corrects the tilt of one-sided neighbourhoods at the edges of a curved surface.
+    x, y, z = np.moveaxis(offsets @ axes.swapaxes(1, 2), -1, 0)
+    slopes = (np.linalg.pinv(np.stack([x, y, x * x, x * y, y * y], -1)) @ z[..., None])[:, :2]
+    frames = np.linalg.qr((axes[:, :2] + slopes * axes[:, 2:]).swapaxes(1, 2))[0]
     joined = scipy.sparse.lil_matrix((len(points), len(points)), dtype=bool)
     joined[np.repeat(np.arange(len(points)), NEIGHBOURS), near[:, 1:].ravel()] = True
     return frames, np.argwhere((joined + joined.T).toarray())
