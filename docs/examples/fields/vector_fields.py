@@ -23,7 +23,7 @@ from jaxstack.optim.schedules import Cosine
 from jaxstack.run_config import TrainConfig
 from jaxstack.trainer import numpy_batches
 
-POINTS, NEIGHBOURS, FEATURES, NOISE, BATCH = 1000, 12, 200, 0.05, 32
+POINTS, NEIGHBOURS, FEATURES, NOISE, BATCH = 1000, 10, 200, 0.05, 32
 SMOOTHNESS = 1.5
 """nu of the Matern kernel."""
 
