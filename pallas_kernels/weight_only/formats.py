@@ -42,6 +42,10 @@ class Format(ABC):
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         """Return the matrix in float32."""
 
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        """Return the arrays of the matrix of these rows."""
+        return {name: array[ids] for name, array in arrays.items()}
+
 
 @dataclasses.dataclass(frozen=True)
 class IntegerFormat(Format):
@@ -84,6 +88,12 @@ class LookupFormat(Format):
         rows = indices.reshape(codebook.shape[0], -1)
         return jnp.take_along_axis(codebook, rows, axis=1).reshape(indices.shape)
 
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        indices, codebook = arrays["indices"], arrays["codebook"]
+        if codebook.shape[0] > 1:
+            codebook = codebook[ids // (indices.shape[0] // codebook.shape[0])]
+        return {"indices": indices[ids], "codebook": codebook}
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockFloatFormat(Format):
@@ -122,6 +132,9 @@ class LowRankFormat(Format):
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         u, v = arrays["u"].astype(jnp.float32), arrays["v"].astype(jnp.float32)
         return jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST)
+
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        return {"u": arrays["u"][ids], "v": arrays["v"]}
 
 
 def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:
