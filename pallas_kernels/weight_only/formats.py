@@ -38,6 +38,11 @@ class Format(ABC):
     def bits_of(self) -> Mapping[str, int]:
         """Bits of each value of the integer arrays, by the array's name; arrays of floats are not listed."""
 
+    @property
+    @abstractmethod
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Dim of the matrix, "out" or "in", that each dim of an array runs along, by the array's name; None: neither."""
+
     @abstractmethod
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         """Return the matrix in float32."""
@@ -61,6 +66,10 @@ class IntegerFormat(Format):
     def bits_of(self) -> Mapping[str, int]:
         return {"q": self.grid.bits}
 
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"q": ("out", "in"), "scales": ("out", "in")}
+
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         return self.grid.dequantize(arrays["q"].astype(jnp.int8), arrays["scales"].astype(jnp.float32))
 
@@ -82,6 +91,10 @@ class LookupFormat(Format):
     @property
     def bits_of(self) -> Mapping[str, int]:
         return {"indices": self.bits}
+
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"indices": ("out", "in"), "codebook": (None, None)}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         indices, codebook = arrays["indices"].astype(jnp.int32), arrays["codebook"].astype(jnp.float32)
@@ -112,6 +125,10 @@ class BlockFloatFormat(Format):
     def bits_of(self) -> Mapping[str, int]:
         return {"q": self.grid.bits, "exponents": 8}
 
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"q": ("out", "in"), "exponents": ("out", "in")}
+
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         return self.grid.dequantize(arrays["q"].astype(jnp.int8), powers_of_two(arrays["exponents"]))
 
@@ -128,6 +145,10 @@ class LowRankFormat(Format):
     @property
     def bits_of(self) -> Mapping[str, int]:
         return {}
+
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"u": ("out", None), "v": (None, "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         u, v = arrays["u"].astype(jnp.float32), arrays["v"].astype(jnp.float32)

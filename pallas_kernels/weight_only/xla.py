@@ -27,7 +27,7 @@ COMPILER_OPTIONS: Mapping[str, bool] = {
     "xla_gpu_enable_triton_gemm": True,
     "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
 }
-"""Options with which XLA reads packed weights as stored; versions of jaxlib that lack one write a copy of the weights."""
+"""Options with which XLA reads packed weights as stored; a jaxlib that lacks one writes a copy of the weights."""
 
 _MOST_SELECTED_BITS = 4
 """Bits of an index up to which a table is read by selections, which XLA fuses into a matmul; a gather it does not."""
