@@ -3,7 +3,7 @@
 `compressed/` in a run directory holds
 
     compressed.json       step, the format of each packed weight, and the SHA-256 of each file; written last
-    model*.safetensors    plain parameters by path; the arrays of a packed weight as `PATH:NAME`, integers as bit streams
+    model*.safetensors    plain parameters by path; arrays of packed weights as `PATH:NAME`, integers as bit streams
 """
 
 import dataclasses
@@ -109,6 +109,13 @@ def read_compressed(
                     found[path] = value
     make = functools.partial(_make_leaf, weights=weights, place=place, mesh=mesh)
     return nest({path: make(path, value) for path, value in found.items()}), int(manifest["step"])
+
+
+def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
+    """Return a parameter in the shape that the model gives it, as a plain array."""
+    if not isinstance(leaf, PackedWeight):
+        return leaf
+    return leaf.matrix() if path.endswith("/table") else leaf.dense()  # a packed table is the transpose
 
 
 def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

@@ -2,7 +2,8 @@
 
 On a GPU the conversion to the dtype of x, and the scales, become part of the matmul's prologue. Scales of groups, which
 multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;
-without it XLA writes the weights in the dtype of x first. Either needs `xla_gpu_enable_triton_gemm`.
+without it XLA writes the weights in the dtype of x first. Either needs `xla_gpu_enable_triton_gemm`. Weights of a lookup
+table are stored small, but written in the dtype of x before each product.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,9 +29,6 @@ COMPILER_OPTIONS: Mapping[str, bool] = {
     "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
 }
 """Options with which XLA reads packed weights as stored; a jaxlib that lacks one writes a copy of the weights."""
-
-_MOST_SELECTED_BITS = 4
-"""Bits of an index up to which a table is read by selections, which XLA fuses into a matmul; a gather it does not."""
 
 
 def unsupported_reason(request: PackedMatmulRequest) -> str | None:
@@ -69,16 +67,9 @@ def _times_block_float(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
     return _times_scaled(x, arrays["q"], powers_of_two(arrays["exponents"]))
 
 
-def _times_lookup(x: jax.Array, arrays: Arrays, format: Any) -> jax.Array:
-    indices, codebook, bits = arrays["indices"], arrays["codebook"], format.bits
-    if bits > _MOST_SELECTED_BITS:
-        return _times_transposed(x, format.dense(arrays).astype(x.dtype))
-    index = indices.astype(jnp.int32).reshape(codebook.shape[0], -1, indices.shape[1])
-    values = [jnp.broadcast_to(codebook[:, k, None, None].astype(x.dtype), index.shape) for k in range(2**bits)]
-    for bit in range(bits):
-        is_set = (index >> bit) & 1 == 1
-        values = [jnp.where(is_set, odd, even) for even, odd in zip(values[::2], values[1::2], strict=True)]
-    return _times_transposed(x, values[0].reshape(indices.shape))
+def _times_lookup(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
+    # XLA fuses neither a gather nor a tree of selections into a matmul: it writes the values first.
+    return _times_transposed(x, format.dense(arrays).astype(x.dtype))
 
 
 def _times_low_rank(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
