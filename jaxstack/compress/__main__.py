@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jaxstack.cli import CommandParser, add_examples, required_option, run_command
+from jaxstack.cli import CommandParser, add_examples, run_command
 from jaxstack.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def make_parser() -> CommandParser:
         "with a report of bytes and held-out perplexity before and after.",
         epilog="The model is compressed on one device, in float32.",
     )
-    parser.add_argument("--run", metavar="DIR", help="run directory, or Hugging Face checkpoint")
+    parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
     parser.add_argument(
         "--recipe", metavar="NAME|FILE", required=True, help="recipe by name (such as int8) or YAML file"
     )
@@ -44,8 +44,7 @@ def make_parser() -> CommandParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = make_parser()
-    args = required_option(parser, parser.parse_args(argv), "run", os.path.isdir)
+    args = make_parser().parse_args(argv)
     return run_command("jaxstack compress", lambda: _compress(args))
 
 

@@ -183,10 +183,8 @@ def _charts(report: CompressionReport) -> str:
         for kind in kinds
     ]
     sizes = [
-        Curve("before", make_series((int(n), sum(row.bytes_before for row in rows)) for n, rows in layers.items())),
-        Curve(
-            "after", make_series((int(n), sum(row.bytes_after for row in rows)) for n, rows in layers.items()), "second"
-        ),
+        Curve("before", make_series((n, sum(r.bytes_before for r in layers[str(n)])) for n in numbers)),
+        Curve("after", make_series((n, sum(r.bytes_after for r in layers[str(n)])) for n in numbers), "second"),
     ]
     charts = [
         Chart("Perplexity", curves, over="layer", wide=True),

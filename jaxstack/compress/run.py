@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, write_compressed
+from jaxstack.checkpoint.compressed import dense_parameter, is_compressed, named_leaves, write_compressed
+from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.methods.base import Compressed, Method
 from jaxstack.compress.recipe import WeightDims, choose_methods, dense_weights, load_recipe, method_name, order_of
@@ -76,8 +77,7 @@ def compress(
     directory, output, options = Path(directory), Path(output), options or CompressOptions()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     config = read_config(directory)
-    if output.exists():
-        raise ConfigError(f"{output} exists already; give another directory, or remove it.")
+    _check_directories(directory, output, report)
     dims = dense_weights(config.model)
     methods = choose_methods(recipe, dims)
     report(f"compressing {len(methods)} of {len(dims)} weights")
@@ -110,6 +110,15 @@ def compress(
     write_report(output, result, dump_yaml(recipe))
     write_file(output / "config.yaml", dump_yaml(config).encode())  # last: without it this is no run directory
     return result
+
+
+def _check_directories(directory: Path, output: Path, report: Callable[[str], None]) -> None:
+    if output.exists():
+        raise ConfigError(f"{output} exists already; give another directory, or remove it.")
+    if is_compressed(directory):
+        raise ConfigError(f"{directory} is compressed already; compress the run that it was made from.")
+    if is_run(directory) and CheckpointManager(directory / "checkpoints", report=report).latest_step() is None:
+        raise ConfigError(f"{directory} holds no checkpoint yet; train the run first.")
 
 
 def compress_leaves(

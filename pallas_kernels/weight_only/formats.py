@@ -41,7 +41,7 @@ class Format(ABC):
     @property
     @abstractmethod
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Dim of the matrix ("out" or "in") that each dim of an array runs along, by the array's name; None: neither."""
+        """Dim of the matrix ("out" or "in") along which each dim of an array runs, by the array's name; None: none."""
 
     @abstractmethod
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
