@@ -14,11 +14,10 @@ from pallas_kernels.weight_only.packed import pack_integers, pack_lookup, pack_l
 def parameters():
     w = jax.random.normal(jax.random.key(0), (6, 16))
     grid = Grid(3, 8)
+    scales = grid.scales(w)
     indices = jnp.asarray(np.random.default_rng(0).integers(0, 8, (6, 16)))
     return {
-        "a": {
-            "kernel": pack_integers(grid, grid.quantize(w, grid.scales(w)), grid.scales(w)).with_dims((4, 4), (2, 3))
-        },
+        "a": {"kernel": pack_integers(grid, grid.quantize(w, scales), scales).with_dims((4, 4), (2, 3))},
         "b": {"kernel": pack_lookup(3, indices, w[:1, :8]), "bias": w[0]},
         "c": pack_low_rank(w[:, :2].astype(jnp.bfloat16), w[:2].astype(jnp.bfloat16)),
         "d": w.astype(jnp.bfloat16),

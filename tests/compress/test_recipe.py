@@ -68,7 +68,5 @@ def test_an_unknown_recipe_is_one_message():
 def test_a_rule_that_matches_nothing_or_does_not_fit_is_one_message():
     with pytest.raises(ConfigError, match="layers of the recipe: 'mpl' matches no parameter"):
         choose_methods(recipe({"path": "mpl", "method": "rtn"}), WEIGHTS)
-    with pytest.raises(
-        ConfigError, match="down_proj/kernel cannot be compressed by rtn: group_size 32 does not divide"
-    ):
+    with pytest.raises(ConfigError, match="down_proj/kernel cannot be compressed by rtn: group_size 32"):
         choose_methods(recipe({"path": ".*", "method": "rtn", "group_size": 32}), WEIGHTS)
