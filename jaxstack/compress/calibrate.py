@@ -51,9 +51,7 @@ class LayerRunner:
     def __init__(self, dtype: jax.typing.DTypeLike, rules: AxisRules | None = None):
         self._dtype, self._rules = dtype, rules
         self._apply = jax.jit(self._apply_layer, static_argnames="graphdef", donate_argnames="x")
-        self._measure = jax.jit(
-            self._add_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums"
-        )
+        self._measure = jax.jit(self._add_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums")
         self._measure_head = jax.jit(
             self._add_head_statistics, static_argnames=("graphdef", "needs"), donate_argnames="sums"
         )

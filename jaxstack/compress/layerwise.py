@@ -87,7 +87,7 @@ def compress_layers(
 
 
 def _kernels(block: Block) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the (inputs, outputs) dims of the kernels of a block's dense layers by path, such as `mlp/up_proj/kernel`."""
+    """Return the (inputs, outputs) dims of the kernels of a block by path, such as `mlp/up_proj/kernel`."""
     layers = dense_layers(block)
     return {
         f"{path}/kernel": (layer.kernel.shape[: layer.contracted], layer.kernel.shape[layer.contracted :])

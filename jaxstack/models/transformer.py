@@ -143,9 +143,7 @@ class Transformer(nnx.Module):
         context = self._training_context(tokens, positions, segment_ids)
         return self._embed(tokens, context, None), context
 
-    def _training_context(
-        self, tokens: jax.Array, positions: jax.Array | None, segment_ids: SegmentIds
-    ) -> Context:
+    def _training_context(self, tokens: jax.Array, positions: jax.Array | None, segment_ids: SegmentIds) -> Context:
         counted = positions is None
         if positions is None and splits_length():
             raise ValueError(
