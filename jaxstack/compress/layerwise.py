@@ -86,6 +86,29 @@ def compress_layers(
     return result
 
 
+def replace_parameters(params: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an unrolled model with other leaves at the paths of `weights`.
+
+    Args:
+      params: nested dicts of arrays.
+      weights: new leaves by path, such as `LayerwiseResult.weights`.
+
+    Raises:
+      KeyError: a path is no parameter's.
+    """
+    new = {key: dict(value) if isinstance(value, Mapping) else value for key, value in params.items()}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, leaf in weights.items():
+        key, _, rest = path.partition("/")
+        if key not in new or bool(rest) != isinstance(new[key], Mapping):
+            raise KeyError(f"no parameter {path!r}; an unrolled model has {sorted(new)} there.")
+        if rest:
+            inner.setdefault(key, {})[rest] = leaf
+        else:
+            new[key] = leaf
+    return new | {key: replace_parameters(new[key], leaves) for key, leaves in inner.items()}
+
+
 def _kernels(block: Block) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the (inputs, outputs) dims of the kernels of a block by path, such as `mlp/up_proj/kernel`."""
     layers = dense_layers(block)

@@ -113,7 +113,8 @@ def sweep(w: Float[Array, "out in"], upper: Float[Array, "in in"], rule: Rule, d
         return jax.lax.dynamic_update_slice_in_dim(w, after, start, axis=1)
 
     whole = inputs // BLOCK
-    w = jax.lax.fori_loop(0, whole, lambda i, w: block(i * BLOCK, w, BLOCK), w)
+    if whole:
+        w = jax.lax.fori_loop(0, whole, lambda i, w: block(i * BLOCK, w, BLOCK), w)
     return w if whole * BLOCK == inputs else block(whole * BLOCK, w, inputs - whole * BLOCK)
 
 

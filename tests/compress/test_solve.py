@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.synthetic_layer import SyntheticLayer, make_layer
 from jaxstack.compress.prune import Pattern, magnitude, wanda
 from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
 from jaxstack.compress.solve import factorize, gptq, sparsegpt
 from pallas_kernels.weight_only.grid import Grid
-from tests.compress.synthetic import SyntheticLayer, make_layer
 
 PRUNING = {
     "50%": (Pattern(), {"magnitude": 0.071, "wanda": 0.017, "sparsegpt": 0.013}),
