@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,13 @@ def _smoothed(w: jax.Array, statistics: InputStatistics, grid: Grid) -> jax.Arra
     return round_scaled(w, best, grid)
 
 
-def model_rows(overrides: list[str], steps: int, sequences: int, group_size: int) -> Iterator[Row]:
+def model_rows(
+    overrides: list[str],
+    steps: int,
+    sequences: int,
+    group_size: int,
+    settings: Mapping[str, tuple[Method, ...]] = SETTINGS,
+) -> Iterator[Row]:
     """Train a model, and yield its held-out perplexity under each method."""
     from jaxstack.run.build import make_trainer
 
@@ -119,7 +125,7 @@ def model_rows(overrides: list[str], steps: int, sequences: int, group_size: int
     yield {**common, "variant": "uncompressed", "implementation": "float32", "perplexity": base}
     size = math.gcd(sequences, 8)
     batches = [data.batch(n, global_batch_size=size, rows=range(size)) for n in range(sequences // size)]
-    for variant, methods in SETTINGS.items():
+    for variant, methods in settings.items():
         for method in methods:
             chosen = method.model_copy(update={"group_size": group_size}) if "int" in variant else method
             paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(config.model.num_layers) for path in DENSE]
