@@ -17,6 +17,7 @@ benchmarks/results/compression.jsonl.
 """
 
 import argparse
+import functools
 import math
 import os
 import sys
@@ -38,12 +39,13 @@ from benchmarks.learning import learn
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import open_run
 from benchmarks.synthetic_layer import make_layer
-from jaxstack.compress.layerwise import compress_layers, replace_parameters
+from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods import Awq, Gptq, Magnitude, Method, Rtn, SparseGpt, Wanda
 from jaxstack.compress.methods.base import InputStatistics
 from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
 from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.tree_rules import map_by_path
 from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import PackedWeight
 
@@ -133,10 +135,14 @@ def model_rows(
             model = trainer.module.merge(params, non_params)
             weights = compress_layers(model, batches, dict.fromkeys(paths, chosen)).weights
             seconds = time.perf_counter() - began
-            dense = {path: w.dense() if isinstance(w, PackedWeight) else w for path, w in weights.items()}
-            found = perplexity(replace_parameters(params, dense))
+            found = perplexity(map_by_path(functools.partial(_changed, weights), params))
             yield {**common, "variant": variant, "implementation": method.method, "perplexity": found,
                    "perplexity_rise": found - base, "seconds": seconds}  # fmt: skip
+
+
+def _changed(weights: Mapping[str, Any], path: str, leaf: jax.Array) -> jax.Array:
+    new = weights.get(path, leaf)
+    return new.dense() if isinstance(new, PackedWeight) else new
 
 
 def time_row(config: ModelConfig, sequences: int, length: int, batch_size: int) -> Row:

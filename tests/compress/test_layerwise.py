@@ -11,6 +11,7 @@ from flax import nnx
 from jaxstack.compress.calibrate import LayerRunner, dense_layers, layers_in_order
 from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods import Awq, Gptq, Method, Rtn, SparseGpt, Wanda
+from jaxstack.errors import ConfigError
 from jaxstack.models import ModelConfig, Transformer
 from jaxstack.models.stack import Stack
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -136,6 +137,19 @@ def test_failed_solver_and_unknown_path_are_reported():
     model.decoder.layers[0].attention_norm.scale[...] = jnp.full(16, jnp.nan)
     path = "decoder/layers/0/attention/q_proj/kernel"
     compress_layers(model, _batches(1), {path: Gptq(path=".", group_size=16)}, report=said.append)
-    assert len(said) == 1 and said[0].startswith(path) and "not positive definite" in said[0]
-    with pytest.raises(KeyError, match=r"mlp/nothing.* is no dense layer"):
+    assert len(said) == 2 and said[1].startswith(path) and "not positive definite" in said[1]
+    with pytest.raises(KeyError, match=r"mlp/nothing.* is no weight that can be compressed"):
         compress_layers(model, _batches(1), {"decoder/layers/0/mlp/nothing/kernel": Rtn(path=".")})
+
+
+def test_embedding_of_a_tied_model_is_calibrated_as_its_head():
+    model, batches = _model(1, tie_word_embeddings=True), _batches()
+    method, path = Gptq(path=".", group_size=16), "embedding/table"
+    found = compress_layers(model, batches, {path: method})
+    packed = found.weights[path]
+    assert isinstance(packed, PackedWeight) and packed.matrix().shape == (32, 16) and found.output_errors[path] < 0.05
+    rounded = compress_layers(model, batches, {path: Rtn(path=".", bits=4, group_size=16)}).weights[path]
+    assert (packed.arrays["scales"] == rounded.arrays["scales"]).all()
+    assert (packed.arrays["q"] != rounded.arrays["q"]).any()
+    with pytest.raises(ConfigError, match="token ids.*method: keep"):
+        compress_layers(_model(1), batches, {path: method})
