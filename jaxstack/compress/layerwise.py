@@ -109,8 +109,13 @@ class _Run:
 
     def kernel_paths(self) -> list[str]:
         """Return the paths of the kernels of all layers."""
-        blocks = layers_in_order(self.model.decoder)
-        return [f"decoder/layers/{number}/{name}" for number, block in blocks for name in _kernels(block)]
+        stack = self.model.decoder
+        return [
+            f"decoder/layers/{number}/{name}"
+            for index, block in enumerate(stack.layers)
+            for number in stack.layer_numbers(index)
+            for name in _kernels(block)
+        ]
 
     def compress_block(
         self, block: Block, streams: Sequence[Batch], methods: Mapping[str, Method], prefix: str
