@@ -43,8 +43,12 @@ from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods import Awq, Gptq, Magnitude, Method, Rtn, SparseGpt, Wanda
 from jaxstack.compress.methods.base import InputStatistics
 from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
+from jaxstack.data.loader import Data
 from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.run.build import make_trainer
+from jaxstack.run_config import RunConfig
+from jaxstack.trainer import Trainer
 from jaxstack.tree_rules import map_by_path
 from pallas_kernels.weight_only.grid import Grid
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -102,17 +106,15 @@ def _smoothed(w: jax.Array, statistics: InputStatistics, grid: Grid) -> jax.Arra
 
 
 def model_rows(
-    overrides: list[str],
-    steps: int,
+    trainer: Trainer,
+    config: RunConfig,
+    data: Data,
     sequences: int,
     group_size: int,
     settings: Mapping[str, tuple[Method, ...]] = SETTINGS,
 ) -> Iterator[Row]:
-    """Train a model, and yield its held-out perplexity under each method."""
-    from jaxstack.run.build import make_trainer
-
-    config, data = open_run([*overrides, f"train.steps={steps}"])
-    trainer = make_trainer(config, data)
+    """Train a model on one device, and yield its held-out perplexity under each method."""
+    steps = config.train.steps
     learn(trainer, every=max(1, steps // 10), say=lambda point: print(point, flush=True))
     params, non_params = trainer.state.params, trainer.state.non_params
 
@@ -173,7 +175,9 @@ def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
         yield from layer_rows(128 if args.tiny else 256)
     elif part == "model":
         overrides = list(TINY if args.tiny else QUICKSTART)
-        yield from model_rows(overrides, *((4, 8, 32) if args.tiny else (args.steps, args.sequences, 128)))
+        config, data = open_run([*overrides, f"train.steps={4 if args.tiny else args.steps}"])
+        trainer = make_trainer(config, data)
+        yield from model_rows(trainer, config, data, *((8, 32) if args.tiny else (args.sequences, 128)))
     else:
         changes = {"num_layers": 2, "vocab_size": 512} if args.tiny else {}
         sizes = (8, 32, 4) if args.tiny else (args.sequences, args.length, 8)
