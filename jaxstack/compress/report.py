@@ -35,6 +35,7 @@ class WeightRow:
       bytes_before, bytes_after: 2 a weight, and as stored.
       error: relative squared error of the weight, |W' - W|^2 / |W|^2.
       zeros: share of zeros.
+      output_error: relative squared error of the layer's output over the calibration text, where it was measured.
     """
 
     path: str
@@ -45,6 +46,7 @@ class WeightRow:
     bytes_after: int
     error: float
     zeros: float
+    output_error: float | None = None
 
     @property
     def bits(self) -> float:
@@ -204,5 +206,6 @@ def _table_row(row: WeightRow) -> dict[str, Any]:
         "after_bytes": row.bytes_after,
         "bits per weight": round(row.bits, 3),
         "error": f"{row.error:.3e}",
+        "output error": None if row.output_error is None else f"{row.output_error:.3e}",
         "zeros": f"{row.zeros:.1%}",
     }

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from jaxstack.checkpoint.compressed import dense_parameter, is_compressed, named_leaves, write_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.compress.calibration_text import read_calibration
 from jaxstack.compress.config import Recipe
+from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods.base import Compressed, Method
 from jaxstack.compress.recipe import WeightDims, choose_methods, dense_weights, load_recipe, method_name, order_of
 from jaxstack.compress.report import CompressionReport, WeightRow, write_report
@@ -76,9 +78,9 @@ def compress(
     """
     directory, output, options = Path(directory), Path(output), options or CompressOptions()
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    config = read_config(directory)
+    source = read_config(directory)
     _check_directories(directory, output, report)
-    dims = dense_weights(config.model)
+    dims = dense_weights(source.model)
     methods = choose_methods(recipe, dims)
     report(f"compressing {len(methods)} of {len(dims)} weights")
     # In float32, with layers unrolled and adapters merged, on one device.
@@ -87,12 +89,23 @@ def compress(
     )
     before = named_leaves(decoder.params)
     tokenizer = _tokenizer(directory, report)
-    model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
-    config = _compressed_config(config, directory, output, model, tokenizer)
+    model = source.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
+    config = _compressed_config(source, directory, output, model, tokenizer)
     measure = _open_measure(config, directory, options.text, report) if tokenizer is not None else None
     loss_before = None if measure is None else measure(before, options.text.max_tokens)
-    after = compress_leaves(before, methods, dims, report)
-    rows = [_row(path, methods.get(path), dims[path], before[path], after[path]) for path in dims]
+    if any(method.needs for method in methods.values()):
+        batches = read_calibration(directory, source, recipe.calibration, report)
+        module = decoder.module.merge(decoder.params, decoder.non_params)
+        found = compress_layers(module, batches, methods, rules=decoder.rules, report=report)
+        after, errors = {**before, **found.weights}, found.output_errors
+    else:
+        after, errors = compress_leaves(before, methods, dims, report), {}
+    rows = [
+        dataclasses.replace(
+            _row(path, methods.get(path), dims[path], before[path], after[path]), output_error=errors.get(path)
+        )
+        for path in dims
+    ]
     stored = {path: _as_stored(leaf, recipe.store) for path, leaf in after.items()}
     loss_after = None if measure is None else measure(stored, options.text.max_tokens)
     by_layer = _losses_by_layer(before, after, rows, measure, options.layer_tokens, report) if measure else {}
