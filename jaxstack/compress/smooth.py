@@ -10,12 +10,12 @@ Weights are matrices W [out, in].
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxstack.compress.methods.base import Sublayer
 from jaxstack.models.attention import SoftmaxAttention
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.norm import NORMS
@@ -23,6 +23,10 @@ from pallas_kernels.weight_only.grid import Grid
 
 POINTS = 20
 """Exponents between 0 and 1 that AWQ tries."""
+
+
+Sublayer: TypeAlias = Literal["attention", "mlp"]
+"""A sublayer of a Transformer layer, whose output is added to the residual stream."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 import jax
 from jaxtyping import Array, Float
 
+from jaxstack.compress.smooth import Sublayer
 from jaxstack.config.base import PathRule
 from jaxstack.models.config import ModelConfig
 from pallas_kernels.weight_only.packed import PackedWeight
@@ -34,10 +35,6 @@ class InputStatistics:
     hessian: Float[Array, "in in"] | None = None
     mean_abs: Float[Array, " in"] | None = None
     square_sum: Float[Array, " in"] | None = None
-
-
-Sublayer: TypeAlias = Literal["attention", "mlp"]
-"""A sublayer of a Transformer layer, whose output is added to the residual stream."""
 
 
 class Change(Protocol):
