@@ -19,7 +19,7 @@ from jaxstack.compress.report import CompressionReport, WeightRow, write_report
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.decode import Params
+from jaxstack.decoding.decode import Decoder, Params
 from jaxstack.errors import ConfigError
 from jaxstack.files import write_file, writing_to
 from jaxstack.models.adapters import AdapterConfig
@@ -83,46 +83,62 @@ def compress(
     dims = dense_weights(source.model)
     methods = choose_methods(recipe, dims)
     report(f"compressing {len(methods)} of {len(dims)} weights")
+    tokenizer = _tokenizer(directory, report)
+    config = _compressed_config(source, directory, output, tokenizer)
     # In float32, with layers unrolled and adapters merged, on one device.
     decoder, step = load_decoder(
         directory, ["parallel.data=1", "precision.compute=float32"], step=options.step, report=report
     )
+    batches = _calibration(methods, directory, source, recipe, report)
+    after, errors = _compress_weights(decoder, methods, dims, batches, report)
     before = named_leaves(decoder.params)
-    tokenizer = _tokenizer(directory, report)
-    model = source.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
-    config = _compressed_config(source, directory, output, model, tokenizer)
-    measure = _open_measure(config, directory, options.text, report) if tokenizer is not None else None
-    loss_before = None if measure is None else measure(before, options.text.max_tokens)
-    if any(method.needs for method in methods.values()):
-        batches = read_calibration(directory, source, recipe.calibration, report)
-        module = decoder.module.merge(decoder.params, decoder.non_params)
-        found = compress_layers(module, batches, methods, rules=decoder.rules, report=report)
-        after, errors = {**before, **found.weights}, found.output_errors
-    else:
-        after, errors = compress_leaves(before, methods, dims, report), {}
-    rows = [
-        dataclasses.replace(
-            _row(path, methods.get(path), dims[path], before[path], after[path]), output_error=errors.get(path)
-        )
-        for path in dims
-    ]
     stored = {path: _as_stored(leaf, recipe.store) for path, leaf in after.items()}
-    loss_after = None if measure is None else measure(stored, options.text.max_tokens)
-    by_layer = _losses_by_layer(before, after, rows, measure, options.layer_tokens, report) if measure else {}
+    rows = [_row(path, methods.get(path), dims[path], before[path], stored[path], errors.get(path)) for path in dims]
+    measure = None if tokenizer is None else _open_measure(config, directory, options.text, report)
+    limit = options.text.max_tokens
     result = CompressionReport(
         source=str(directory),
         step=step,
         bytes_before=sum(2 * leaf.size for leaf in before.values()),
-        bytes_after=sum(_stored_bytes(leaf) for leaf in stored.values()),
-        loss_before=loss_before,
-        loss_after=loss_after,
+        bytes_after=sum(map(_stored_bytes, stored.values())),
+        loss_before=None if measure is None else measure(before, limit),
+        loss_after=None if measure is None else measure(stored, limit),
         rows=rows,
-        loss_by_layer=by_layer,
+        loss_by_layer=_losses_by_layer(before, after, rows, measure, options.layer_tokens, report),
     )
     _write(output, stored, step, tokenizer, directory)
     write_report(output, result, dump_yaml(recipe))
     write_file(output / "config.yaml", dump_yaml(config).encode())  # last: without it this is no run directory
     return result
+
+
+def _calibration(
+    methods: Mapping[str, Method],
+    directory: Path,
+    source: RunConfig,
+    recipe: Recipe,
+    report: Callable[[str], None],
+) -> Sequence[Mapping[str, Any]]:
+    """Return batches of calibration text; none if no method needs it."""
+    if not any(method.needs for method in methods.values()):
+        return []
+    return read_calibration(directory, source, recipe.calibration, report)
+
+
+def _compress_weights(
+    decoder: Decoder,
+    methods: Mapping[str, Method],
+    dims: Mapping[str, WeightDims],
+    batches: Sequence[Mapping[str, Any]],
+    report: Callable[[str], None],
+) -> tuple[Leaves, dict[str, float]]:
+    """Return the parameters with the weights of `methods` compressed, and the errors of outputs where measured."""
+    leaves = named_leaves(decoder.params)
+    if not batches:
+        return compress_leaves(leaves, methods, dims, report), {}
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    found = compress_layers(model, batches, methods, rules=decoder.rules, report=report)
+    return {**leaves, **found.weights}, found.output_errors
 
 
 def _check_directories(directory: Path, output: Path, report: Callable[[str], None]) -> None:
@@ -171,9 +187,14 @@ def as_parameter(path: str, compressed: Compressed, dims: WeightDims) -> PackedW
 
 
 def _row(
-    path: str, method: Method | None, dims: WeightDims, before: jax.Array, after: PackedWeight | jax.Array
+    path: str,
+    method: Method | None,
+    dims: WeightDims,
+    before: jax.Array,
+    after: PackedWeight | jax.Array,
+    output_error: float | None,
 ) -> WeightRow:
-    dense = dense_parameter(path, after)
+    dense = dense_parameter(path, after).astype(jnp.float32)
     wide, difference = before.astype(jnp.float32), dense - before.astype(jnp.float32)
     return WeightRow(
         path=path,
@@ -181,9 +202,10 @@ def _row(
         method="keep" if method is None else method_name(method),
         shape=dims.matrix,
         bytes_before=2 * before.size,
-        bytes_after=after.stored_bytes if isinstance(after, PackedWeight) else 2 * after.size,
+        bytes_after=_stored_bytes(after),
         error=float(jnp.sum(difference**2) / jnp.maximum(jnp.sum(wide**2), jnp.finfo(jnp.float32).tiny)),
         zeros=float(jnp.mean(dense == 0)),
+        output_error=output_error,
     )
 
 
@@ -206,14 +228,14 @@ def _losses_by_layer(
     before: Leaves,
     after: Leaves,
     rows: Sequence[WeightRow],
-    measure: Measure,
+    measure: Measure | None,
     tokens: int,
     report: Callable[[str], None],
 ) -> dict[str, float]:
     """Return the loss with one layer compressed and all others as before, by layer; `none` is the loss without any."""
     changed = [path for path in after if after[path] is not before[path]]
     layers = dict.fromkeys(row.layer for row in rows if any(layer_name(path) == row.layer for path in changed))
-    if not tokens or not layers:
+    if measure is None or not tokens or not layers:
         return {}
     found = {"none": measure(before, tokens).loss}
     for layer in layers:
@@ -247,10 +269,9 @@ def _tokenizer(directory: Path, report: Callable[[str], None]) -> Tokenizer | No
         return None
 
 
-def _compressed_config(
-    config: RunConfig, directory: Path, output: Path, model: Any, tokenizer: Tokenizer | None
-) -> RunConfig:
+def _compressed_config(config: RunConfig, directory: Path, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
     """Return the configuration of the compressed run."""
+    model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
     if not is_run(directory):
         return converted_config(output, model, tokenizer)
     named = {"name": output.name, "dir": str(output.parent), "seed": config.run.seed}
