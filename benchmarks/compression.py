@@ -68,6 +68,8 @@ SETTINGS: dict[str, tuple[Method, ...]] = {
     "int3, groups of 128": tuple(kind(path=".", bits=3, group_size=128) for kind in (Rtn, Awq, Gptq)),
 }
 """Name of a row's variant -> the methods compared."""
+EVAL_TOKENS = 2**15
+"""Held-out tokens of the part `model`."""
 DENSE = tuple(f"attention/{name}_proj" for name in "qkvo") + tuple(f"mlp/{n}_proj" for n in ("gate", "up", "down"))
 COLUMNS = ("work", "variant", "implementation", "output_error", "perplexity", "perplexity_rise", "seconds", "device")
 
@@ -119,7 +121,7 @@ def model_rows(
     params, non_params = trainer.state.params, trainer.state.non_params
 
     def perplexity(params: Any) -> float:
-        found = trainer.evaluator.run(params, non_params)
+        found = trainer.evaluator.run(params, non_params, EVAL_TOKENS)
         assert found is not None
         return math.exp(found["eval_loss"])
 
