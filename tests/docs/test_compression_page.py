@@ -16,7 +16,7 @@ def test_tables_have_a_line_for_each_setting():
         {**row, "variant": "int4", "implementation": "gptq", "perplexity_rise": 0.125},
         {"work": "GPTQ of x", "device": "d", "seconds": 61.4, "peak_memory_bytes": None, "weights": 4},
     ]
-    page = "a\n<!-- made: model -->\n<!-- end -->\n<!-- made: time -->\n<!-- end -->\n<!-- made: other -->\nb\n<!-- end -->"
+    page = "".join(f"<!-- made: {name} -->\nb\n<!-- end -->\n" for name in ("model", "time", "other"))
     made = compression_page.make_page(page, rows)
     assert "perplexity 9.00 on held-out text, calibrated on 8 sequences" in made
     assert "| 2:4 | – | – | +0.250 |" in made and "| int4 | – | – | +0.125 |" in made
