@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.compression import SETTINGS, model_rows
+from benchmarks.compression import SETTINGS, model_rows, train
 from jaxstack.data.loader import open_data
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import load_config
@@ -33,8 +33,9 @@ def test_sparsegpt_costs_at_most_half_of_what_magnitude_pruning_does(tmp_path):
     config = load_config(None, overrides)
     data = open_data(config.data, sequence_length=128, seed=0)
     trainer = make_trainer(config, data, jax.devices()[:1])
+    train(trainer)
     pruning = {"50 % zeros": SETTINGS["50 % zeros"]}
-    rows = {row["implementation"]: row for row in model_rows(trainer, config, data, 64, 64, pruning)}
+    rows = {row["implementation"]: row for row in model_rows(trainer, data, 400, 64, 64, pruning)}
     rises = {name: rows[name]["perplexity_rise"] for name in ("magnitude", "wanda", "sparsegpt")}
     assert rows["float32"]["perplexity"] < 12  # of 256 bytes: it learned
     assert 0 < rises["sparsegpt"] <= 0.5 * rises["magnitude"]
