@@ -2,7 +2,7 @@
 
     python benchmarks/compression.py                                  # layer and model; a few minutes on two CPU cores
     python benchmarks/compression.py --parts time                     # GPTQ of llama3-1b with random weights, on a GPU
-    python benchmarks/compression.py --parts model --steps 3000 --sequences 256
+    python benchmarks/compression.py --parts model --run runs/quickstart --sequences 256
     python benchmarks/compression.py --tiny                           # tiny sizes; rows go to tiny/
 
 Parts:
@@ -43,11 +43,11 @@ from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods import Awq, Gptq, Magnitude, Method, Rtn, SparseGpt, Wanda
 from jaxstack.compress.methods.base import InputStatistics
 from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
-from jaxstack.data.loader import Data
+from jaxstack.data.loader import Data, open_data
 from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.run.build import make_trainer
-from jaxstack.run_config import RunConfig
+from jaxstack.run.load import read_run_config, restore_parameters
 from jaxstack.trainer import Trainer
 from jaxstack.tree_rules import map_by_path
 from pallas_kernels.weight_only.grid import Grid
@@ -68,6 +68,8 @@ SETTINGS: dict[str, tuple[Method, ...]] = {
     "int3, groups of 128": tuple(kind(path=".", bits=3, group_size=128) for kind in (Rtn, Awq, Gptq)),
 }
 """Name of a row's variant -> the methods compared."""
+EVAL_TOKENS = 2**15
+"""Held-out tokens of the part `model`."""
 DENSE = tuple(f"attention/{name}_proj" for name in "qkvo") + tuple(f"mlp/{n}_proj" for n in ("gate", "up", "down"))
 COLUMNS = ("work", "variant", "implementation", "output_error", "perplexity", "perplexity_rise", "seconds", "device")
 
@@ -105,21 +107,39 @@ def _smoothed(w: jax.Array, statistics: InputStatistics, grid: Grid) -> jax.Arra
     return round_scaled(w, best, grid)
 
 
+def train(trainer: Trainer) -> None:
+    """Train for the configured steps."""
+    learn(trainer, every=max(1, trainer.train.steps // 10), say=lambda point: print(point, flush=True))
+
+
+def open_model(overrides: list[str], steps: int, run: str | None) -> tuple[Trainer, Data, int]:
+    """Return a trained model with its data and its steps: that of a run, or one that is trained now."""
+    if run is None:
+        config, data = open_run([*overrides, f"train.steps={steps}"])
+        trainer = make_trainer(config, data)
+        train(trainer)
+        return trainer, data, steps
+    config = read_run_config(run)
+    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed)
+    trainer = make_trainer(config, data, jax.devices()[:1])
+    params, _, steps = restore_parameters(run, config.model, trainer.module, trainer.rules)
+    trainer.start_from(params)
+    return trainer, data, steps
+
+
 def model_rows(
     trainer: Trainer,
-    config: RunConfig,
     data: Data,
+    steps: int,
     sequences: int,
     group_size: int,
     settings: Mapping[str, tuple[Method, ...]] = SETTINGS,
 ) -> Iterator[Row]:
-    """Train a model on one device, and yield its held-out perplexity under each method."""
-    steps = config.train.steps
-    learn(trainer, every=max(1, steps // 10), say=lambda point: print(point, flush=True))
+    """Yield the held-out perplexity of a trained model on one device, as it is and under each method."""
     params, non_params = trainer.state.params, trainer.state.non_params
 
     def perplexity(params: Any) -> float:
-        found = trainer.evaluator.run(params, non_params)
+        found = trainer.evaluator.run(params, non_params, EVAL_TOKENS)
         assert found is not None
         return math.exp(found["eval_loss"])
 
@@ -127,12 +147,12 @@ def model_rows(
     common = {"work": f"quickstart, {steps} steps", "device": jax.devices()[0].device_kind, "steps": steps,
               "sequences": sequences, "uncompressed_perplexity": base}  # fmt: skip
     yield {**common, "variant": "uncompressed", "implementation": "float32", "perplexity": base}
-    size = math.gcd(sequences, 8)
+    size, layers = math.gcd(sequences, 8), trainer.module.merge(params, non_params).config.num_layers
     batches = [data.batch(n, global_batch_size=size, rows=range(size)) for n in range(sequences // size)]
     for variant, methods in settings.items():
         for method in methods:
             chosen = method.model_copy(update={"group_size": group_size}) if "int" in variant else method
-            paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(config.model.num_layers) for path in DENSE]
+            paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(layers) for path in DENSE]
             began = time.perf_counter()
             model = trainer.module.merge(params, non_params)
             weights = compress_layers(model, batches, dict.fromkeys(paths, chosen)).weights
@@ -175,9 +195,8 @@ def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
         yield from layer_rows(128 if args.tiny else 256)
     elif part == "model":
         overrides = list(TINY if args.tiny else QUICKSTART)
-        config, data = open_run([*overrides, f"train.steps={4 if args.tiny else args.steps}"])
-        trainer = make_trainer(config, data)
-        yield from model_rows(trainer, config, data, *((8, 32) if args.tiny else (args.sequences, 128)))
+        trainer, data, steps = open_model(overrides, 4 if args.tiny else args.steps, args.run)
+        yield from model_rows(trainer, data, steps, *((8, 32) if args.tiny else (args.sequences, 128)))
     else:
         changes = {"num_layers": 2, "vocab_size": 512} if args.tiny else {}
         sizes = (8, 32, 4) if args.tiny else (args.sequences, args.length, 8)
@@ -191,6 +210,7 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", default=["layer", "model"], choices=parts, metavar="PART")
     parser.add_argument("--preset", default="llama3-1b", help="model of the part `time`")
     parser.add_argument("--steps", type=positive(int), default=1000, help="training steps of the part `model`")
+    parser.add_argument("--run", help="directory of a trained quickstart for the part `model`; default: it is trained")
     parser.add_argument("--sequences", type=positive(int), default=128, help="calibration sequences")
     parser.add_argument("--length", type=positive(int), default=2048, help="tokens of a sequence of the part `time`")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")

@@ -229,7 +229,7 @@ class Rounded(NamedTuple):
     q: Int[Array, "out in"]
     """The integers, int8."""
     scales: Float[Array, "out groups"]
-    """Scales of the groups, float32."""
+    """Scales of the groups, bfloat16."""
     valid: Bool[Array, ""]
     """See `Factor.valid`."""
 
@@ -239,7 +239,8 @@ def gptq(w: Float[Array, "out in"], hessian: Float[Array, "in in"], grid: Grid, 
     """Round a matrix to a grid by GPTQ (Frantar et al. 2022, arXiv:2210.17323).
 
     Columns are rounded in descending order of H's diagonal, with the scales of the groups in the original order
-    ("static groups"), so that the result is stored without a permutation.
+    ("static groups"), so that the result is stored without a permutation. The scales are rounded to bfloat16 before the
+    weights are, so that their rounding adds no error.
 
     Args:
       w: weights.
@@ -251,8 +252,9 @@ def gptq(w: Float[Array, "out in"], hessian: Float[Array, "in in"], grid: Grid, 
     factor = factorize(hessian[order][:, order], damping)
     w = w.astype(jnp.float32)
     w = jnp.where(jnp.zeros_like(factor.dead).at[order].set(factor.dead), 0.0, w)
-    scales = grid.scales(w)
+    stored = grid.scales(w).astype(jnp.bfloat16)
+    scales = stored.astype(jnp.float32)
     spread = jnp.repeat(scales, w.shape[1] // scales.shape[1], axis=1)[:, order]
     rounded = sweep(w[:, order], factor.upper, Round(grid), spread)
     rounded = jnp.zeros_like(w).at[:, order].set(rounded)
-    return Rounded(grid.quantize(rounded, scales), scales, factor.valid)
+    return Rounded(grid.quantize(rounded, scales), stored, factor.valid)

@@ -28,7 +28,7 @@ def test_folds_by_the_kind_of_model():
     assert sources(mlp="plain") == ["attention_norm", "attention/v_proj", "mlp_norm"]
 
 
-@pytest.mark.quick
+@pytest.mark.longer
 @pytest.mark.parametrize(
     "changes",
     [

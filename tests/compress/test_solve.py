@@ -8,7 +8,7 @@ import pytest
 from benchmarks.synthetic_layer import SyntheticLayer, make_layer
 from jaxstack.compress.prune import Pattern, magnitude, wanda
 from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
-from jaxstack.compress.solve import factorize, gptq, sparsegpt
+from jaxstack.compress.solve import Rounded, factorize, gptq, sparsegpt
 from pallas_kernels.weight_only.grid import Grid
 
 PRUNING = {
@@ -29,7 +29,12 @@ def _float32(x: np.ndarray) -> jax.Array:
     return jnp.asarray(x, jnp.float32)
 
 
-@pytest.mark.parametrize("name", ["50%", pytest.param("2:4", marks=pytest.mark.longer)])
+def _values(grid: Grid, rounded: Rounded) -> jax.Array:
+    return grid.dequantize(rounded.q, rounded.scales.astype(jnp.float32))
+
+
+@pytest.mark.longer
+@pytest.mark.parametrize("name", list(PRUNING))
 def test_pruning_errors(layer: SyntheticLayer, name: str):
     pattern, expected = PRUNING[name]
     w, hessian = _float32(layer.w), _float32(layer.hessian)
@@ -43,7 +48,8 @@ def test_pruning_errors(layer: SyntheticLayer, name: str):
         assert layer.error(pruned) == pytest.approx(expected[method], rel=0.04), method
 
 
-@pytest.mark.parametrize("bits", [4, pytest.param(3, marks=pytest.mark.longer)])
+@pytest.mark.longer
+@pytest.mark.parametrize("bits", list(ROUNDING))
 def test_rounding_errors(layer: SyntheticLayer, bits: int):
     w, hessian, grid = _float32(layer.w), _float32(layer.hessian), Grid(bits, 128)
     rounded = gptq(w, hessian, grid)
@@ -52,7 +58,7 @@ def test_rounding_errors(layer: SyntheticLayer, bits: int):
     found = {
         "rtn": grid.round(w),
         "awq": round_scaled(w, best, grid),
-        "gptq": grid.dequantize(rounded.q, rounded.scales),
+        "gptq": _values(grid, rounded),
     }
     assert bool(rounded.valid)
     for method, new in found.items():
@@ -82,7 +88,8 @@ def _damped(hessian: np.ndarray) -> np.ndarray:
 def test_gptq_equals_elimination_in_float64():
     layer, grid = make_layer(200, 1024), Grid(4, 50)
     order = np.argsort(-np.diag(layer.hessian))
-    scales = np.asarray(grid.scales(_float32(layer.w)), np.float64)
+    found = gptq(_float32(layer.w), _float32(layer.hessian), grid)
+    scales = np.asarray(found.scales, np.float64)
     spread = np.repeat(scales, 50, 1)[:, order]
 
     def rounded(w: np.ndarray, diagonal: np.ndarray, i: int) -> np.ndarray:
@@ -90,10 +97,9 @@ def test_gptq_equals_elimination_in_float64():
 
     expected = np.empty_like(layer.w)
     expected[:, order] = _eliminate(layer.w[:, order], _damped(layer.hessian)[np.ix_(order, order)], rounded)
-    found = gptq(_float32(layer.w), _float32(layer.hessian), grid)
     same = np.asarray(found.q) == np.round(expected / np.repeat(scales, 50, 1))
     assert same.mean() > 0.99
-    assert layer.error(grid.dequantize(found.q, found.scales)) == pytest.approx(layer.error(expected), rel=0.01)
+    assert layer.error(_values(grid, found)) == pytest.approx(layer.error(expected), rel=0.01)
 
 
 @pytest.mark.longer
@@ -136,9 +142,11 @@ def test_failed_factorization_leaves_plain_rounding():
     hessian = jnp.eye(16).at[0, 1].set(5.0).at[1, 0].set(5.0)
     found = gptq(w, hessian, grid)
     assert not bool(found.valid)
-    np.testing.assert_array_equal(grid.dequantize(found.q, found.scales), grid.round(w))
+    np.testing.assert_array_equal(found.q, grid.quantize(w, found.scales.astype(jnp.float32)))
+    np.testing.assert_array_equal(found.scales, grid.scales(w).astype(jnp.bfloat16))
 
 
+@pytest.mark.longer
 def test_dead_inputs_get_zero_weights():
     layer = make_layer(32, 128)
     hessian = layer.hessian.copy()
