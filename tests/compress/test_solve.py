@@ -61,6 +61,8 @@ def test_rounding_errors(layer: SyntheticLayer, bits: int):
         "gptq": _values(grid, rounded),
     }
     assert bool(rounded.valid)
+    again = grid.quantize(found["gptq"], rounded.scales.astype(jnp.float32))
+    np.testing.assert_array_equal(again, rounded.q)  # the dense weights hold the integers exactly
     for method, new in found.items():
         assert layer.error(new) == pytest.approx(ROUNDING[bits][method], rel=0.04), method
 
