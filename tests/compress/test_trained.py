@@ -34,9 +34,8 @@ def test_sparsegpt_costs_at_most_half_of_what_magnitude_pruning_does(tmp_path):
     data = open_data(config.data, sequence_length=128, seed=0)
     trainer = make_trainer(config, data, jax.devices()[:1])
     train(trainer)
-    pruning = {"50 % zeros": SETTINGS["50 % zeros"]}
+    pruning = {"50 % zeros": (SETTINGS["50 % zeros"][0], SETTINGS["50 % zeros"][2])}
     rows = {row["implementation"]: row for row in model_rows(trainer, data, 400, 64, 64, pruning)}
-    rises = {name: rows[name]["perplexity_rise"] for name in ("magnitude", "wanda", "sparsegpt")}
+    rises = {name: rows[name]["perplexity_rise"] for name in ("magnitude", "sparsegpt")}
     assert rows["float32"]["perplexity"] < 12  # of 256 bytes: it learned
     assert 0 < rises["sparsegpt"] <= 0.5 * rises["magnitude"]
-    assert rises["wanda"] < rises["magnitude"]
