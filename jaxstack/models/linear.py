@@ -236,6 +236,11 @@ def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:
     return [layer.kernel.get_value() for layer in layers]
 
 
+def _unpacked_kernels(layers: tuple[Linear, ...]) -> list[jax.Array | QuantizedWeight]:
+    """Return the kernels of layers that are known to have no packed one."""
+    return cast(list[jax.Array | QuantizedWeight], _stored_kernels(layers))
+
+
 def _is_packed(layer: Linear) -> bool:
     return isinstance(layer.kernel.get_value(), PackedWeight)
 
@@ -255,7 +260,7 @@ def _save_input(x: LayerInput) -> LayerInput:
 
 def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
     """Return the layers' outputs, quantizing the input once; kernels may come quantized from `gather_weights`."""
-    contracted, kernels = layers[0].contracted, _stored_kernels(layers)
+    contracted, kernels = layers[0].contracted, _unpacked_kernels(layers)
     states = _scaling_states(layers)
     whole = save_for_backward(carrier_of(x))
     rows = whole.shape[: whole.ndim - contracted]
@@ -280,5 +285,5 @@ def _is_fp8_mlp(matmul: Fp8Matmul, first_layers: tuple[Linear, ...], last: Linea
 
 def _apply_fp8_mlp(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> jax.Array:
     rows = _save_input(x).reshape(-1, x.shape[-1])
-    out = matmul.swiglu_mlp(rows, _stored_kernels(layers), _scaling_states(layers))
+    out = matmul.swiglu_mlp(rows, _unpacked_kernels(layers), _scaling_states(layers))
     return out.reshape(*x.shape[:-1], -1)
