@@ -19,6 +19,7 @@ from jaxstack.models import (
     Transformer,
     add_adapters,
     in_fp8,
+    with_kv_cache,
 )
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.plan.choose import uses_peer_copies
@@ -77,7 +78,13 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
     Args:
       dtype: dtype of the computation.
     """
-    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
+
+
+    def make(rngs: nnx.Rngs) -> Transformer:
+        model = add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
+        return with_kv_cache(model, config.precision.kv_cache)
+
+    return make
 
 
 def make_trainer(
