@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.weight_only.formats import powers_of_two
+
 _LEAST = -100
 """Smallest exponent of a step, below which values are rounded to zero: far from float32's subnormal numbers."""
 
@@ -15,11 +17,6 @@ def block_exponents(largest: Float[Array, "*blocks"], bits: int) -> Int[Array, "
     """
     exponent = (jax.lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32) >> 23) - 127
     return jnp.clip(exponent - (bits - 2), _LEAST, 127).astype(jnp.int8)
-
-
-def powers_of_two(exponents: Int[Array, "*blocks"]) -> Float[Array, "*blocks"]:
-    """Return 2^exponent in float32, exactly, for exponents from -126 to 127."""
-    return jax.lax.bitcast_convert_type((exponents.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def round_to_steps(x: Float[Array, "..."], exponents: Int[Array, "..."], bits: int) -> Int[Array, "..."]:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels.low_bits.block_float import block_exponents, powers_of_two, round_to_steps
+from pallas_kernels.low_bits.block_float import block_exponents, round_to_steps
+from pallas_kernels.weight_only.formats import powers_of_two
 from pallas_kernels.weight_only.grid import Grid
 
 Parts = tuple[jax.Array, ...]

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import AnyArray
-from pallas_kernels.low_bits.codecs import Fp8Codec
 from pallas_kernels.low_bits.encoded import Encoded, Stored, sort_queries, without_order
 from pallas_kernels.target import Target, current_target
 
@@ -79,8 +78,8 @@ def make_request(
             raise ValueError(f"{name} must be integers, got {array.dtype}")
     return PagedAttentionRequest(
         q if not isinstance(k_pages, Encoded) else sort_queries(q, k_pages),
-        _plain_where_possible(k_pages),
-        _plain_where_possible(v_pages),
+        without_order(k_pages) if isinstance(k_pages, Encoded) else jnp.asarray(k_pages),
+        without_order(v_pages) if isinstance(v_pages, Encoded) else jnp.asarray(v_pages),
         *k_shape[1:3],
         page_table.astype(jnp.int32),
         lengths.astype(jnp.int32),
@@ -96,10 +95,3 @@ def _value_shape(pages: AnyArray | Encoded) -> tuple[int, ...]:
     if not isinstance(pages, Encoded):
         return jnp.shape(pages)
     return jax.eval_shape(pages.codec.decode, pages.parts).shape
-
-
-def _plain_where_possible(pages: AnyArray | Encoded) -> Stored:
-    """Return pages as one array, unless their format needs several; their order is that of the queries now."""
-    if not isinstance(pages, Encoded):
-        return jnp.asarray(pages)
-    return pages.parts[0] if isinstance(pages.codec, Fp8Codec) else without_order(pages)

@@ -16,7 +16,6 @@ from pallas_kernels.paged_attention.request import PagedAttentionRequest
 from pallas_kernels.target import multiprocessors
 
 _LEAST_CAPABILITY = (8, 0)
-_FP8_CAPABILITY = (8, 9)
 _MOST_ROWS = 64
 """Pairs of a new token and a query head per key head: rows of one tile."""
 _MOST_RANGES = 32
@@ -86,14 +85,9 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
         return f"needs an NVIDIA GPU of compute capability 8.0 or more; the target is {request.target}"
     q, k_pages, v_pages = request.q, request.k_pages, request.v_pages
     if isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded):
-        return f"reads no pages of integers with scales or exponents; got {request}"
-    same = q.dtype == k_pages.dtype == v_pages.dtype
-    fp8 = k_pages.dtype == v_pages.dtype == jnp.float8_e4m3fn
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or not (same or (fp8 and capability >= _FP8_CAPABILITY)):
-        return (
-            f"needs queries, keys and values in bfloat16 or float16, or keys and values in float8_e4m3fn on a GPU of "
-            f"compute capability 8.9 or more; got {q.dtype} and {k_pages.dtype} on {request.target}"
-        )
+        return f"reads no pages in few bits; got {request}"
+    if q.dtype != k_pages.dtype or v_pages.dtype != k_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs queries, keys and values in bfloat16 or float16; got {q.dtype} and {k_pages.dtype}"
     if q.shape[-1] not in (32, 64, 128, 256):
         return f"needs a head_dim of 32, 64, 128 or 256; got {q.shape[-1]}"
     rows = q.shape[1] * q.shape[2] // request.key_heads

@@ -41,9 +41,8 @@ def attend_kernel(q, k_pages, v_pages, page_table, lengths, out, log_sums, plan:
         page = tl.load(page_table + sequence * plan.table_width + key // plan.page_size, here, 0).to(tl.int64)
         slot = (page * plan.page_size + key % plan.page_size) * plan.key_heads + head
         place = slot[:, None] * head_dim + column
-        # Keys and values may be FP8, which Triton multiplies only with FP8.
-        keys = tl.load(k_pages + place, here[:, None], 0.0).to(queries.dtype)
-        content = tl.load(v_pages + place, here[:, None], 0.0).to(queries.dtype)
+        keys = tl.load(k_pages + place, here[:, None], 0.0)
+        content = tl.load(v_pages + place, here[:, None], 0.0)
         scores = tl.dot(queries, tl.trans(keys)) * plan.scale
         if plan.soft_cap is not None:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which Triton has no instruction for.

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.low_bits.encoded import Encoded, Stored, decode, map_stored
+from pallas_kernels.low_bits.encoded import Stored, decode, map_stored
 from pallas_kernels.paged_attention.request import PagedAttentionRequest
 
 
@@ -19,8 +19,7 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     batch, length, _, width = q.shape
 
     def rows(pages: Stored) -> jax.Array:
-        copied = map_stored(lambda x: x[table].reshape(batch, -1, *x.shape[2:]), pages)
-        return decode(copied, q.dtype) if isinstance(copied, Encoded) else _widened(copied, q.dtype)
+        return decode(map_stored(lambda x: x[table].reshape(batch, -1, *x.shape[2:]), pages), q.dtype)
 
     k, v = rows(request.k_pages), rows(request.v_pages)
     positions = lengths[:, None] - length + jnp.arange(length, dtype=jnp.int32)
@@ -35,8 +34,3 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)
-
-
-def _widened(pages: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return FP8 numbers in `dtype`, and others as they are."""
-    return pages.astype(dtype) if pages.dtype == jnp.float8_e4m3fn else pages
