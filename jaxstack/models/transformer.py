@@ -21,6 +21,7 @@ from jaxstack.models.rope import Angles, rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig
+from pallas_kernels import PackedWeight, packed_matmul
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
@@ -218,7 +219,11 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Return the float32 logits of the head's inputs, soft-capped if the model has a cap."""
-        logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
+        stored = self.embedding.table if self.head is None else self.head
+        if isinstance(packed := stored.get_raw_value(), PackedWeight):
+            logits = packed_matmul(hidden, packed, out_dtype=jnp.float32)
+        else:
+            logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
         cap = self.config.final_logit_softcapping
         return jnp.tanh(logits / cap) * cap if cap else logits
 
@@ -227,7 +232,10 @@ class Transformer(nnx.Module):
         return gather_parameter(self.stored_output_weight(), self.dtype)
 
     def stored_output_weight(self) -> nnx.Variable:
-        """Return the head's stored float32 matrix [D, V]; the embedding's transpose if they are tied."""
+        """Return the head's stored matrix [D, V], unpacked; the embedding's transpose if they are tied."""
+        stored = self.embedding.table if self.head is None else self.head
+        if isinstance(packed := stored.get_raw_value(), PackedWeight):
+            return stored.copy(packed.dense(self.dtype), logical_axes=HEAD_AXES, whole_shape=packed.shape)
         if self.head is not None:
             return self.head
         table = self.embedding.table
