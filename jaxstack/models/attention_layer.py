@@ -20,6 +20,7 @@ from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
 from jaxstack.models.norm import LayerInput, head_norm, make_norm
 from jaxstack.models.rope import Angles, apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
+from pallas_kernels import PackedWeight
 
 
 class Context(NamedTuple):
@@ -89,7 +90,8 @@ class Attention(nnx.Module):
         cache_format = self.heads.cache_format
         if cache_format is None or not cache_format.sorts_channels:
             return None
-        return magnitude_order(self.k_proj.kernel[...], rotated=self.rotates)
+        kernel = self.k_proj.kernel.get_value()
+        return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
 
     def with_order(self, cache: LayerCache) -> LayerCache:
         """Return an empty cache of this layer with the order of its channels, where it sorts them."""

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Keep, Method
+from jaxstack.compress.methods.bct import Bct
 from jaxstack.compress.methods.bfp import BlockFloat
+from jaxstack.compress.methods.kmeans import KMeans
 from jaxstack.compress.methods.lowrank import LowRank
 from jaxstack.compress.methods.rtn import Rtn
 
-METHODS = (Rtn, BlockFloat, LowRank, Keep)
+METHODS = (Rtn, BlockFloat, LowRank, KMeans, Bct, Keep)
 """Every method that a recipe can choose. A new one is added here."""
 
 if TYPE_CHECKING:
