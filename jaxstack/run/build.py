@@ -79,7 +79,6 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
       dtype: dtype of the computation.
     """
 
-
     def make(rngs: nnx.Rngs) -> Transformer:
         model = add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
         return with_kv_cache(model, config.precision.kv_cache)

@@ -7,7 +7,6 @@ value u = sum of b_i 2^i gives x = 2 u - (2^n - 1), which int8 holds for up to 7
 values of 4 bits, x = 16 high + low.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
@@ -34,9 +33,7 @@ def decode_bipolar(u: UInt8[Array, "..."], bits: int) -> Int[Array, "..."]:
     return 2 * u.astype(jnp.int32) - (2**bits - 1)
 
 
-def bipolar_matmul(
-    x: UInt8[Array, "M K"], x_bits: int, w: UInt8[Array, "K N"], w_bits: int
-) -> Int[Array, "M N"]:
+def bipolar_matmul(x: UInt8[Array, "M K"], x_bits: int, w: UInt8[Array, "K N"], w_bits: int) -> Int[Array, "M N"]:
     """Return the exact product of two matrices of bipolar integers, int32.
 
     Args:

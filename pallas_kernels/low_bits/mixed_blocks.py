@@ -65,16 +65,16 @@ def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: 
     return MixedBlocks(jnp.concatenate(q, axis=1), jnp.concatenate(scales, axis=1), wide)
 
 
-def quantize_weights(w: Float[Array, "N K"], order: Int[Array, " K"]) -> tuple[Int[Array, "N K"], Float[Array, "N blocks"]]:
+def quantize_weights(
+    w: Float[Array, "N K"], order: Int[Array, " K"]
+) -> tuple[Int[Array, "N K"], Float[Array, "N blocks"]]:
     """Return weights as 4-bit integers (int8 array) with inputs in `order`, and a scale for each block of inputs."""
     grid, sorted_w = Grid(4, BLOCK), w[:, order]
     scales = grid.scales(sorted_w)
     return grid.quantize(sorted_w, scales), scales
 
 
-def mixed_matmul(
-    x: MixedBlocks, w: Int[Array, "N K"], w_scales: Float[Array, "N blocks"]
-) -> Float[Array, "M N"]:
+def mixed_matmul(x: MixedBlocks, w: Int[Array, "N K"], w_scales: Float[Array, "N blocks"]) -> Float[Array, "M N"]:
     """Return x times the transpose of w: an exact int8 dot with int32 sums for each block, scaled in float32."""
     blocks = x.scales.shape[1]
     xs, ws = (a.reshape(a.shape[0], blocks, -1) for a in (x.q, w))

@@ -103,6 +103,7 @@ def extend(
     after, size = put(cache, k, v, slots, pinned), cache.slots
     if k.shape[1] == 1:
         return after, after, slot_positions(slots.seen_after, size, pinned)
+
     # The later of several tokens may overwrite keys that the earlier ones still see.
     def append(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.concatenate([old, jnp.moveaxis(new, 2, 1)], axis=2)

@@ -104,9 +104,7 @@ def test_the_order_of_channels_is_that_of_rotated_keys():
     kernel = jnp.asarray(random.normal(size=(16, 1, 32)) * scale, jnp.float32)
     x = jnp.asarray(random.normal(size=(1, 4096, 16)), jnp.float32)
     keys = jnp.einsum("btd,dkh->btkh", x, kernel)
-    np.testing.assert_array_equal(
-        magnitude_order(kernel, rotated=False)[0], jnp.argsort(jnp.square(kernel).sum(0)[0])
-    )
+    np.testing.assert_array_equal(magnitude_order(kernel, rotated=False)[0], jnp.argsort(jnp.square(kernel).sum(0)[0]))
     frequencies = np.full(16, 1.0) + rope_frequencies(32, 10000.0)
     rotated = apply_rope(keys, rope_angles(jnp.arange(4096)[None], frequencies))
     energies = np.asarray(jnp.square(rotated).mean((0, 1, 2)))[np.asarray(magnitude_order(kernel, rotated=True))[0]]

@@ -35,7 +35,9 @@ def test_the_integer_product_is_that_of_the_rounded_values(layer):
     x, w = layer
     order = outlier_order(jnp.abs(x).mean(0))
     rounded, (q, scales) = quantize_activations(x, order, 1), quantize_weights(w, order)
-    wanted = np.asarray(dequantize_activations(rounded), np.float64) @ np.asarray(Grid(4, BLOCK).dequantize(q, scales)).T
+    wanted = (
+        np.asarray(dequantize_activations(rounded), np.float64) @ np.asarray(Grid(4, BLOCK).dequantize(q, scales)).T
+    )
     np.testing.assert_allclose(mixed_matmul(rounded, q, scales), wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
     assert rounded.q.dtype == jnp.int8 and jnp.abs(rounded.q[:, BLOCK:]).max() <= 8
     assert rounded.bits == 5
