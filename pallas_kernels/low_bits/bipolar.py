@@ -1,10 +1,9 @@
 """Bipolar integers of 1 to 8 bits, and their exact products by int8 dots.
 
-A bipolar integer of n bits is the sum of (2 b_i - 1) 2^i over its bits b_i: an odd number from -(2^n - 1) to 2^n - 1, so
-that one bit means +1 or -1. The format is that of arbitrary-precision kernels for language models (Ma et al. 2024,
-arXiv:2409.17870), whose tensor cores multiply one pair of bit planes at a time. Hopper has no such instruction; there the
-value u = sum of b_i 2^i gives x = 2 u - (2^n - 1), which int8 holds for up to 7 bits. A value of 8 bits is two
-values of 4 bits, x = 16 high + low.
+A bipolar integer of n bits is the sum of (2 b_i - 1) 2^i over its bits b_i: an odd number from -(2^n - 1) to 2^n - 1,
+so that one bit means +1 or -1. The format is that of arbitrary-precision kernels for language models (Ma et al. 2024,
+arXiv:2409.17870), whose tensor cores multiply one pair of bit planes at a time. Here the sum u of b_i 2^i gives
+x = 2 u - (2^n - 1), which int8 holds for up to 7 bits. A value of 8 bits is two values of 4 bits, x = 16 high + low.
 """
 
 import jax.numpy as jnp
