@@ -18,7 +18,6 @@ from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.rope import apply_rope, rope_angles, rope_frequencies
 from jaxstack.precision.config import PrecisionConfig
 from pallas_kernels.low_bits.encoded import stored_bytes
-from tests.marks import longer
 
 BASE = {
     "vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
@@ -42,7 +41,8 @@ def test_the_setting_offers_the_formats_of_the_table():
         pytest.param("bfp12", {}, marks=pytest.mark.quick),
         ("int4", WINDOWS),
         ("fp8", {"attention": LongformerAttention(window=4, global_tokens=3)}),
-        *longer(("int8", {}), ("bfp12", WINDOWS)),
+        pytest.param("int8", {}, marks=pytest.mark.longer),
+        pytest.param("bfp12", WINDOWS, marks=pytest.mark.longer),
     ],
 )
 def test_prefill_and_steps_give_the_logits_of_the_forward_with_rounded_keys(name, changes):
