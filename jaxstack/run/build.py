@@ -99,6 +99,11 @@ def make_trainer(
       devices: devices to build the mesh of; default: all.
       mesh: mesh to use instead. With an `AbstractMesh` the trainer can be described, but cannot run.
     """
+    if config.precision.kv_cache != "none" and config.parallel.pipeline > 1:
+        raise ConfigError(
+            f"precision.kv_cache ({config.precision.kv_cache}) does not support a pipeline; set parallel.pipeline=1 "
+            f"({config.parallel.pipeline})."
+        )
     if isinstance(mesh, AbstractMesh):
         platform, mesh = "gpu", cast(Mesh, mesh)
     else:
