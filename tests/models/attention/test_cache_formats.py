@@ -17,6 +17,9 @@ from jaxstack.models.attention.linear import LinearAttention
 from jaxstack.models.attention.longformer import LongformerAttention
 from jaxstack.models.rope import apply_rope, rope_angles, rope_frequencies
 from jaxstack.precision.config import PrecisionConfig
+from jaxstack.run.build import make_trainer
+from jaxstack.run.train import train
+from jaxstack.run_config import load_config
 from pallas_kernels.low_bits.encoded import stored_bytes
 
 BASE = {
@@ -133,3 +136,12 @@ def test_what_has_no_cache_of_this_format_is_refused():
         jax.eval_shape(lambda: make_model("bfp12", head_dim=8).make_cache(1, 8))
     spec = make_model("fp8").decoder.layers[0].attention.heads
     assert dataclasses.replace(spec, cache_format=None) == make_model("none").decoder.layers[0].attention.heads
+
+
+@pytest.mark.quick
+def test_training_and_pipelines_refuse_the_setting():
+    with pytest.raises(ConfigError, match="precision.kv_cache \\(fp8\\) is a setting of trained models"):
+        train(load_config(None, ["precision.kv_cache=fp8"]))
+    config = load_config(None, ["precision.kv_cache=fp8", "parallel.pipeline=2"])
+    with pytest.raises(ConfigError, match="set parallel.pipeline=1 \\(2\\)"):
+        make_trainer(config, lambda step: {})
