@@ -59,9 +59,10 @@ def quantize_activations(x: Float[Array, "M K"], order: Int[Array, " K"], wide: 
     if x.shape[1] % BLOCK or not 0 <= wide <= blocks:
         raise ValueError(f"{x.shape[1]} channels are not blocks of {BLOCK}, {wide} of them wide; pad the channels.")
     sorted_x, edge = x[:, order], wide * BLOCK
-    parts = [(Grid(8, BLOCK), sorted_x[:, :edge]), (Grid(4, BLOCK), sorted_x[:, edge:])]
-    scales = [grid.scales(part) for grid, part in parts if part.shape[1]]
-    q = [grid.quantize(part, s) for (grid, part), s in zip([p for p in parts if p[1].shape[1]], scales, strict=True)]
+    halves = ((Grid(8, BLOCK), sorted_x[:, :edge]), (Grid(4, BLOCK), sorted_x[:, edge:]))
+    parts = [(grid, part) for grid, part in halves if part.shape[1]]
+    scales = [grid.scales(part) for grid, part in parts]
+    q = [grid.quantize(part, own) for (grid, part), own in zip(parts, scales, strict=True)]
     return MixedBlocks(jnp.concatenate(q, axis=1), jnp.concatenate(scales, axis=1), wide)
 
 
