@@ -58,7 +58,7 @@ def test_a_model_in_integers_computes_nearly_the_same():
         run(in_integers(Transformer(config, nnx.Rngs(0))), tokens),
     )
     error = float(jnp.square(found - exact).mean() / jnp.square(exact).mean())
-    assert 1e-7 < error < 1e-3
+    assert 1e-7 < error < 5e-3
     with pytest.raises(ValueError, match="has no cache"):
         in_integers(Transformer(config, nnx.Rngs(0))).make_cache(1, 8)
 

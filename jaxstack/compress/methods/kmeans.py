@@ -47,22 +47,29 @@ def count_patterns(patterns: Int[Array, "out in"]) -> Float[Array, "65536"]:
 def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
     """Return the 2^bits cluster centers of weights with these counts, ascending, float32.
 
-    The centers start at equal steps between the least and the largest weight, and a cluster without weights keeps its
-    center.
+    k-means starts once at equal steps between the least and the largest weight, which suits tails, and once at
+    quantiles, which suits weights of few values; the result with the least squared error counts. A cluster without
+    weights keeps its center.
     """
-    values = pattern_values()
-    seen = counts > 0
-    low, high = jnp.where(seen, values, jnp.inf).min(), jnp.where(seen, values, -jnp.inf).max()
-    entries = 2**bits
-    start = low + (high - low) * (jnp.arange(entries, dtype=jnp.float32) + 0.5) / entries
+    values, entries = pattern_values(), 2**bits
+    middles = (jnp.arange(entries, dtype=jnp.float32) + 0.5) / entries
+    order = jnp.argsort(values)
+    cumulative = jnp.cumsum(counts[order])
+    low, high = values[order][jnp.searchsorted(cumulative, jnp.array([0.5, cumulative[-1] - 0.5]))]
+    quantiles = values[order][jnp.searchsorted(cumulative, middles * cumulative[-1])]
 
     def step(_: int, centers: jax.Array) -> jax.Array:
         cluster = _nearest(values, centers)
         weight = jnp.zeros(entries).at[cluster].add(counts)
         total = jnp.zeros(entries).at[cluster].add(counts * values)
-        return jnp.where(weight > 0, total / jnp.maximum(weight, 1), centers)
+        return jnp.sort(jnp.where(weight > 0, total / jnp.maximum(weight, 1), centers))
 
-    return jnp.sort(jax.lax.fori_loop(0, iterations, step, start))
+    def error(centers: jax.Array) -> jax.Array:
+        return jnp.sum(counts * jnp.square(centers[_nearest(values, centers)] - values))
+
+    starts = (low + (high - low) * middles, quantiles)
+    found = jnp.stack([jax.lax.fori_loop(0, iterations, step, start) for start in starts])
+    return found[jnp.argmin(jax.vmap(error)(found))]
 
 
 def _nearest(values: Float[Array, " n"], centers: Float[Array, " entries"]) -> Int[Array, " n"]:

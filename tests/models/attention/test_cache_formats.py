@@ -125,7 +125,7 @@ def test_a_sorted_cache_rounds_to_the_same_values_in_any_layout():
         rounded = as_stored(k, k, name, order)[0]
         return float((jnp.square(rounded - k) / jnp.square(jnp.asarray(scale))).mean())
 
-    assert small_error(order) < 0.5 * small_error(None)
+    assert small_error(order) < 0.6 * small_error(None)
 
 
 def test_what_has_no_cache_of_this_format_is_refused():
