@@ -21,7 +21,7 @@ from flax import nnx
 
 from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
-from jaxstack.compress.integers import in_integers
+from jaxstack.compress.integers import encode_blocks, in_integers, round_blocks
 from jaxstack.compress.recipe import choose_methods, dense_weights, load_recipe
 from jaxstack.compress.run import compress_leaves
 from jaxstack.decoding.decode import Params
@@ -107,25 +107,36 @@ def cache_rows(measurement: Measurement) -> list[dict[str, Any]]:
 
 
 def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
-    """Return rows of the weights' recipes, relative to float32; vectors stay float32."""
+    """Return rows of the weights' recipes, relative to float32.
+
+    Vectors stay float32, but for the row in which everything is in integers.
+    """
     leaves, dims = named_leaves(measurement.params), dense_weights(measurement.config.model)
-    rows = []
+    count, rows = sum(leaf.size for leaf in leaves.values()), []
     for recipe, integers in (("bct", False), ("bct", True), ("cluster3", False)):
         packed = compress_leaves(leaves, choose_methods(load_recipe(recipe), dims), dims)
-        params = nest({path: dense_parameter(path, leaf) for path, leaf in packed.items()})
-        stored = sum(x.stored_bytes if isinstance(x, PackedWeight) else 4 * x.size for x in packed.values())
-        count = sum(leaf.size for leaf in leaves.values())
+        stored = sum(_stored_bytes(leaf, integers) for leaf in packed.values())
+        dense = {path: dense_parameter(path, leaf) for path, leaf in packed.items()}
+        params = {path: round_blocks(x) if integers and x.ndim == 1 else x for path, x in dense.items()}
+        change = in_integers if integers else lambda model: model
         rows.append(
             {
                 "work": "weights",
-                "format": recipe + ", activations and softmax in 8-bit integers" * integers,
+                "format": recipe + "; vectors, activations and softmax in 8-bit integers" * integers,
                 "bits_per_value": 8 * stored / count,
                 "ratio": 4 * count / stored,
-                "perplexity": measurement.perplexity(in_integers if integers else lambda model: model, params),
+                "perplexity": measurement.perplexity(change, nest(params)),
             }
         )
         print(rows[-1], flush=True)
     return rows
+
+
+def _stored_bytes(leaf: PackedWeight | jax.Array, integers: bool) -> int:
+    """Return the bytes of a parameter; with `integers` a vector has 8-bit integers and an exponent for each block."""
+    if isinstance(leaf, PackedWeight):
+        return leaf.stored_bytes
+    return sum(x.size for x in encode_blocks(leaf)) if integers and leaf.ndim == 1 else 4 * leaf.size
 
 
 def main() -> None:
