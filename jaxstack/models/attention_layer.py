@@ -4,7 +4,7 @@ Dims: B batch, T query length, D model, N heads, K kv heads, H head_dim.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -21,6 +21,7 @@ from jaxstack.models.norm import LayerInput, head_norm, make_norm
 from jaxstack.models.rope import Angles, apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
 from pallas_kernels import PackedWeight
+from pallas_kernels.low_bits.encoded import Encoded
 
 
 class Context(NamedTuple):
@@ -98,7 +99,7 @@ class Attention(nnx.Module):
         order = self.channel_order()
         if order is None or not isinstance(cache, KeyCache | PagedKeys):
             return cache
-        return cache._replace(key=dataclasses.replace(cache.key, order=order))
+        return cache._replace(key=dataclasses.replace(cast(Encoded, cache.key), order=order))
 
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q [B, T, N, H], k and v [B, T, K, H] with norms and rotary positions applied."""

@@ -239,9 +239,10 @@ def page_bytes(model: ModelOnMesh, page_size: int) -> int:
     """Return the bytes of one KV-cache page, over all layers."""
 
     def total(pages: int) -> int:
-        made = jax.eval_shape(
-            lambda *variables: _make_pages(model, *variables, pages, page_size), model.params, model.non_params
-        )
+        def make(params: Params, non_params: Params) -> Pages:
+            return _make_pages(model, params, non_params, pages, page_size)
+
+        made = jax.eval_shape(make, model.params, model.non_params)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
 
     return total(2) - total(1)  # without what all pages share

@@ -42,7 +42,8 @@ def bipolar_matmul(x: UInt8[Array, "M K"], x_bits: int, w: UInt8[Array, "K N"], 
     Raises:
       ValueError: a number of bits is not from 1 to 8, or K is so large that int32 cannot hold every sum.
     """
-    _check_bits(x_bits), _check_bits(w_bits)
+    _check_bits(x_bits)
+    _check_bits(w_bits)
     most = _LARGEST_SUM // ((2**x_bits - 1) * (2**w_bits - 1))
     if x.shape[1] > most:
         raise ValueError(

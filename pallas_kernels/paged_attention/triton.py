@@ -7,6 +7,7 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 import dataclasses
 import importlib.util
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -131,8 +132,8 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     split = plan.ranges > 1
     values, log_sums = jax_triton.triton_call(
         q,
-        request.k_pages,
-        request.v_pages,
+        cast(jax.Array, request.k_pages),
+        cast(jax.Array, request.v_pages),
         request.page_table,
         request.lengths,
         kernel=attend_kernel,
