@@ -266,8 +266,10 @@ class Decoder(ModelOnMesh):
         )
 
     def _cache_bytes(self, rows: int, capacity: int) -> int:
-        model = self.module.merge(self.module.abstract_params, self.module.abstract_non_params)
-        cache = jax.eval_shape(lambda: model.make_cache(rows, capacity).layers)
+        def make(params: Params, non_params: Params) -> list[Cache]:
+            return self.module.merge(params, non_params).make_cache(rows, capacity).layers
+
+        cache = jax.eval_shape(make, self.params, self.non_params)
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
 
     def _prefill_step(

@@ -12,6 +12,7 @@ from .huggingface.load import from_huggingface as from_huggingface
 from .huggingface.save import to_huggingface as to_huggingface
 from .low_precision import count_fp8_matmuls as count_fp8_matmuls
 from .low_precision import in_fp8 as in_fp8
+from .low_precision import with_kv_cache as with_kv_cache
 from .preset import load_preset as load_preset
 from .preset import preset_config as preset_config
 from .preset import preset_names as preset_names

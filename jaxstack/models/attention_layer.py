@@ -3,19 +3,25 @@
 Dims: B batch, T query length, D model, N heads, K kv heads, H head_dim.
 """
 
-from typing import NamedTuple
+import dataclasses
+from typing import NamedTuple, cast
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.models.attention.base import CacheSlots, LayerCache, SegmentIds
+from jaxstack.models.attention.cache_formats import as_stored, magnitude_order
+from jaxstack.models.attention.key_cache import KeyCache
+from jaxstack.models.attention.paged_cache import PagedKeys
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.initialization import make_initializer
 from jaxstack.models.linear import Linear, apply_gathered, apply_scattered
 from jaxstack.models.norm import LayerInput, head_norm, make_norm
 from jaxstack.models.rope import Angles, apply_rope
 from jaxstack.parallel import context_axis, save_for_backward, shard, with_local_heads
+from pallas_kernels import PackedWeight
+from pallas_kernels.low_bits.encoded import Encoded
 
 
 class Context(NamedTuple):
@@ -59,6 +65,7 @@ class Attention(nnx.Module):
         self.k_norm = make_norm(head_norm(config.norm), h, config.norm_eps) if config.qk_norm else None
         self.kind, self.heads = config.attention, config.heads(window)
         self.kind_weight = self.kind.make_weight(self.heads, rngs)
+        self.rotates = config.positions == "rope"
 
     def __call__(
         self, x: LayerInput, context: Context, cache: LayerCache | None = None
@@ -68,12 +75,31 @@ class Attention(nnx.Module):
         weight = () if self.kind_weight is None else (self.kind_weight[...],)
         slots, kind = context.slots, self.kind.with_weight(*weight)
         if cache is None or slots is None or slots.first:
-            out = with_local_heads(self._attend, q, k, v, context.segment_ids, whole=weight)
+            seen = as_stored(k, v, self.heads.cache_format, self.channel_order())
+            out = with_local_heads(self._attend, q, *seen, context.segment_ids, whole=weight)
             cache = cache if cache is None or slots is None else kind.store(k, v, cache, slots, self.heads)
         else:
             out, cache = kind.decode(q, k, v, cache, slots, self.heads)
         out = shard(out, "batch", "length", "act_heads", "act_head_dim")
         return apply_scattered(out, self.o_proj), cache
+
+    def channel_order(self) -> Int[Array, "*layers K H"] | None:
+        """Return the order in which the cache stores the channels of keys; None: it does not sort them.
+
+        A layer that is a stack of layers has an order for each of them.
+        """
+        cache_format = self.heads.cache_format
+        if cache_format is None or not cache_format.sorts_channels:
+            return None
+        kernel = self.k_proj.kernel.get_value()
+        return magnitude_order(kernel.dense() if isinstance(kernel, PackedWeight) else kernel, rotated=self.rotates)
+
+    def with_order(self, cache: LayerCache) -> LayerCache:
+        """Return an empty cache of this layer with the order of its channels, where it sorts them."""
+        order = self.channel_order()
+        if order is None or not isinstance(cache, KeyCache | PagedKeys):
+            return cache
+        return cache._replace(key=dataclasses.replace(cast(Encoded, cache.key), order=order))
 
     def _queries_keys_values(self, x: LayerInput, context: Context) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q [B, T, N, H], k and v [B, T, K, H] with norms and rotary positions applied."""

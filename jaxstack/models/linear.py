@@ -246,6 +246,8 @@ def _is_packed(layer: Linear) -> bool:
 
 
 def _apply_packed(x: LayerInput, layer: Linear) -> jax.Array:
+    if layer.dot_general is not jax.lax.dot_general:
+        raise ValueError(f"packed weights have a matmul of their own; {layer.dot_general} needs plain weights.")
     whole = save_for_backward(carrier_of(x))
     return layer.finish(whole, packed_matmul(whole, cast(PackedWeight, layer.kernel.get_value())))
 

@@ -1,9 +1,13 @@
-"""Selection of the matmuls of a Transformer that run in FP8."""
+"""Selection of the matmuls of a Transformer that run in FP8, and of the format of its cache."""
 
+import dataclasses
 from typing import Any
 
 from flax import nnx
 
+from jaxstack.errors import ConfigError
+from jaxstack.models.attention.cache_formats import CACHE_FORMATS
+from jaxstack.models.attention.masked_softmax import MaskedSoftmax
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.layer_paths import choose_for_all, weight_paths
 from jaxstack.models.stack import Stack
@@ -38,6 +42,34 @@ def in_fp8(model: Transformer, precision: PrecisionConfig) -> Transformer:
 
     use_fp8(model, choose, history=precision.fp8_history)
     check_patterns([rule.path for rule in precision.fp8_rules], seen, "precision.fp8_rules")
+    return model
+
+
+def with_kv_cache(model: Transformer, name: str) -> Transformer:
+    """Set the format in which the model caches keys and values, in place.
+
+    Args:
+      name: `precision.kv_cache`; "none" leaves the model as it is.
+
+    Raises:
+      ConfigError: the model's attention has no such cache, or its heads do not fit the format.
+    """
+    if name == "none":
+        return model
+    config, cache_format = model.config, CACHE_FORMATS[name]
+    if not isinstance(config.attention, MaskedSoftmax):
+        raise ConfigError(
+            f"precision.kv_cache {name} needs attention.name softmax, longformer or block_sparse, which keep the keys "
+            f"and values of tokens; found {config.attention.name}: set precision.kv_cache=none."
+        )
+    problem = cache_format.unsupported_reason(config.width_per_head)
+    if problem:
+        raise ConfigError(
+            f"precision.kv_cache {name} cannot store heads of {config.width_per_head} channels: {problem}; int8 and "
+            "fp8 store heads of any width."
+        )
+    for layer in model.decoder.layers:
+        layer.attention.heads = dataclasses.replace(layer.attention.heads, cache_format=cache_format)
     return model
 
 

@@ -226,10 +226,11 @@ class Transformer(nnx.Module):
         stack = self.decoder
 
         def empty(index: int) -> LayerCache:
-            cache = make(stack.layers[index].attention)
-            if index not in stack.scanned:
-                return cache
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (stack.repeats, *x.shape)), cache)
+            attention = stack.layers[index].attention
+            cache = make(attention)
+            if index in stack.scanned:
+                cache = jax.tree.map(lambda x: jnp.broadcast_to(x, (stack.repeats, *x.shape)), cache)
+            return attention.with_order(cache)
 
         return [empty(index) for index in range(len(stack.layers))]
 

@@ -19,6 +19,7 @@ from jaxstack.models import (
     Transformer,
     add_adapters,
     in_fp8,
+    with_kv_cache,
 )
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.plan.choose import uses_peer_copies
@@ -77,7 +78,12 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
     Args:
       dtype: dtype of the computation.
     """
-    return lambda rngs: add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
+
+    def make(rngs: nnx.Rngs) -> Transformer:
+        model = add_adapters(Transformer(config.model, rngs, dtype=dtype), config.adapters.rules, rngs)
+        return with_kv_cache(model, config.precision.kv_cache)
+
+    return make
 
 
 def make_trainer(
@@ -93,6 +99,11 @@ def make_trainer(
       devices: devices to build the mesh of; default: all.
       mesh: mesh to use instead. With an `AbstractMesh` the trainer can be described, but cannot run.
     """
+    if config.precision.kv_cache != "none" and config.parallel.pipeline > 1:
+        raise ConfigError(
+            f"precision.kv_cache ({config.precision.kv_cache}) does not support a pipeline; set parallel.pipeline=1 "
+            f"({config.parallel.pipeline})."
+        )
     if isinstance(mesh, AbstractMesh):
         platform, mesh = "gpu", cast(Mesh, mesh)
     else:

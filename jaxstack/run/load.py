@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
@@ -25,7 +26,7 @@ from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.pipeline_module import StagedModule
-from jaxstack.models import ModelConfig, Transformer, unroll_layers
+from jaxstack.models import ModelConfig, Transformer, unroll_layers, with_kv_cache
 from jaxstack.models.huggingface.load import read_parameters
 from jaxstack.models.pretrained import is_run, read_model
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
@@ -351,16 +352,23 @@ def load_decoder(
     module = FunctionalModule(build_model(config.model_copy(update={"model": stored}), dtype))
     params, non_params, chosen = restore_parameters(directory, stored, module, rules, step=step, report=report)
     if config.adapters.rules:
-        plain = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
+        plain = FunctionalModule(_plain_model(stored, config.precision, dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
         params, module = merge(*module.split_adapters(params), non_params), plain
     if stored != unrolled:
         params = cast_matrices(module, params, rules)
-        module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))
+        module = FunctionalModule(_plain_model(unrolled, config.precision, dtype))
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         params = jax.jit(functools.partial(unroll_layers, stored), out_shardings=shardings)(params)
     return Decoder(module, params, non_params, rules, vocab_size=vocab_size), chosen
+
+
+def _plain_model(
+    model: ModelConfig, precision: PrecisionConfig, dtype: jax.typing.DTypeLike
+) -> Callable[[nnx.Rngs], Transformer]:
+    """Return a function that creates the model without adapters, with the cache format of `precision`."""
+    return lambda rngs: with_kv_cache(Transformer(model, rngs, dtype=dtype), precision.kv_cache)
 
 
 def sets_layout(overrides: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ from jaxstack.data.loader import Data, open_data
 from jaxstack.distributed.cluster import find_place
 from jaxstack.distributed.coordination import connect
 from jaxstack.distributed.devices import cache_compilations, start_devices
-from jaxstack.errors import cannot_write
+from jaxstack.errors import ConfigError, cannot_write
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.files import write_file
 from jaxstack.loop import LoopSettings
@@ -81,6 +81,11 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
       ConfigError: the configuration cannot run here.
       JaxstackError: the run failed, or was stopped by a signal after saving.
     """
+    if config.precision.kv_cache != "none":
+        raise ConfigError(
+            f"precision.kv_cache ({config.precision.kv_cache}) is a setting of trained models; leave it out, and give "
+            "it to jaxstack generate, evaluate or serve."
+        )
     if config.run.init_from is not None and not CheckpointManager(config.directory / "checkpoints").all_steps():
         is_run(config.run.init_from)  # reports a wrong directory before data is prepared
     warnings, automatic = _connect(config), config.parallel.auto

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxstack.decoding.decode import ModelOnMesh
+from jaxstack.decoding.decode import ModelOnMesh, Params
 from jaxstack.models.attention.base import PageGroup, PageSlots
 from jaxstack.parallel.context import logical_axis_rules
 from jaxstack.serve import schedule
@@ -69,7 +69,8 @@ class Programs:
         """Number of programs compiled so far."""
         whole = model.rules.sharding(jax.P())
         with jax.set_mesh(model.rules.mesh):
-            self._pages = jax.jit(lambda: _make_pages(model, pages, page_size))()
+            make = jax.jit(lambda params, non_params: _make_pages(model, params, non_params, pages, page_size))
+            self._pages = make(model.params, model.non_params)
             self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
         self._forward = jax.jit(
@@ -236,14 +237,20 @@ def pad_chunks(rows: Sequence[Row], shape: ChunkShape) -> Int[np.ndarray, "Q C"]
 
 def page_bytes(model: ModelOnMesh, page_size: int) -> int:
     """Return the bytes of one KV-cache page, over all layers."""
-    pages = jax.eval_shape(lambda: _make_pages(model, 1, page_size))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pages))
+
+    def total(pages: int) -> int:
+        def make(params: Params, non_params: Params) -> Pages:
+            return _make_pages(model, params, non_params, pages, page_size)
+
+        made = jax.eval_shape(make, model.params, model.non_params)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(made))
+
+    return total(2) - total(1)  # without what all pages share
 
 
-def _make_pages(model: ModelOnMesh, pages: int, page_size: int) -> Pages:
-    module = model.module
+def _make_pages(model: ModelOnMesh, params: Params, non_params: Params, pages: int, page_size: int) -> Pages:
     with logical_axis_rules(model.rules):
-        return module.merge(module.abstract_params, module.abstract_non_params).make_pages(pages, page_size)
+        return model.module.merge(params, non_params).make_pages(pages, page_size)
 
 
 def _slots_in(pages: Pages) -> int:

@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.array_types import AnyArray
 from pallas_kernels.dispatch import Backend, select
+from pallas_kernels.low_bits.encoded import Encoded
 from pallas_kernels.paged_attention import triton, xla
 from pallas_kernels.paged_attention.request import make_request
 
@@ -21,8 +22,8 @@ BACKENDS = (
 
 def paged_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P page K H"],
-    v_pages: Float[Array, "P page K H"],
+    k_pages: Float[Array, "P page K H"] | Encoded,
+    v_pages: Float[Array, "P page K H"] | Encoded,
     page_table: Int[AnyArray, "B pages"],
     lengths: Int[AnyArray, " B"],
     *,
@@ -36,7 +37,8 @@ def paged_attention(
     Args:
         q: queries of the tokens at the positions lengths - T .. lengths - 1. Those before position 0 are padding, whose
             outputs have no meaning.
-        k_pages, v_pages: the pages of all sequences, which hold the keys and values of the queries' tokens too.
+        k_pages, v_pages: the pages of all sequences, which hold the keys and values of the queries' tokens too; plain
+            arrays, or `Encoded` in few bits.
         page_table: int32 pages of each sequence in order; entries after the last page are ignored but must be valid.
         lengths: int32 tokens of each sequence, the T new ones included.
         scale: factor of the scores; default 1 / sqrt(H).
@@ -57,8 +59,8 @@ def paged_attention(
 
 def reads_pages_in_place(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "P page K H"],
-    v_pages: Float[Array, "P page K H"],
+    k_pages: Float[Array, "P page K H"] | Encoded,
+    v_pages: Float[Array, "P page K H"] | Encoded,
     page_table: Int[AnyArray, "B pages"],
     lengths: Int[AnyArray, " B"],
 ) -> bool:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.array_types import AnyArray
+from pallas_kernels.low_bits.encoded import Encoded, Stored, sort_queries, without_order
 from pallas_kernels.target import Target, current_target
 
 
@@ -14,8 +15,10 @@ class PagedAttentionRequest:
     """A paged-attention call with its arguments checked.
 
     Attributes:
-        q: queries [B, T, N, H].
-        k_pages, v_pages: [P, page, K, H].
+        q: queries [B, T, N, H], in the order of the channels that `k_pages` are stored in.
+        k_pages, v_pages: [P, page, K, H], or `Encoded` with such values.
+        page_size: tokens of a page.
+        key_heads: K.
         page_table: int32 [B, pages].
         lengths: int32 [B].
         scale: factor of the scores.
@@ -25,8 +28,10 @@ class PagedAttentionRequest:
     """
 
     q: jax.Array
-    k_pages: jax.Array
-    v_pages: jax.Array
+    k_pages: Stored
+    v_pages: Stored
+    page_size: int
+    key_heads: int
     page_table: jax.Array
     lengths: jax.Array
     scale: float
@@ -35,14 +40,15 @@ class PagedAttentionRequest:
     target: Target
 
     def __str__(self) -> str:
-        q, pages = self.q, self.k_pages
-        return f"q {list(q.shape)} {q.dtype.name} pages {list(pages.shape)} {pages.dtype.name} on {self.target}"
+        q, pages = self.q, jax.tree.leaves(self.k_pages)[0]
+        stored = self.k_pages.codec if isinstance(self.k_pages, Encoded) else pages.dtype.name
+        return f"q {list(q.shape)} {q.dtype.name} pages {list(pages.shape)} {stored} on {self.target}"
 
 
 def make_request(
     q: AnyArray,
-    k_pages: AnyArray,
-    v_pages: AnyArray,
+    k_pages: AnyArray | Encoded,
+    v_pages: AnyArray | Encoded,
     page_table: AnyArray,
     lengths: AnyArray,
     *,
@@ -55,12 +61,12 @@ def make_request(
     Raises:
         ValueError: an argument breaks a rule; the message gives the rule and the values.
     """
-    q, k_pages, v_pages = jnp.asarray(q), jnp.asarray(k_pages), jnp.asarray(v_pages)
-    page_table, lengths = jnp.asarray(page_table), jnp.asarray(lengths)
-    shapes = f"got q {list(q.shape)}, k_pages {list(k_pages.shape)}, v_pages {list(v_pages.shape)}"
-    if q.ndim != 4 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape or q.shape[-1] != k_pages.shape[-1]:
+    q, page_table, lengths = jnp.asarray(q), jnp.asarray(page_table), jnp.asarray(lengths)
+    k_shape, v_shape = _value_shape(k_pages), _value_shape(v_pages)
+    shapes = f"got q {list(q.shape)}, k_pages {list(k_shape)}, v_pages {list(v_shape)}"
+    if q.ndim != 4 or len(k_shape) != 4 or k_shape != v_shape or q.shape[-1] != k_shape[-1]:
         raise ValueError(f"q must be [B, T, N, H], and k_pages and v_pages both [P, page, K, H]; {shapes}")
-    if q.shape[2] % k_pages.shape[2]:
+    if q.shape[2] % k_shape[2]:
         raise ValueError(f"the query heads N must be a multiple of the key heads K; {shapes}")
     if page_table.ndim != 2 or lengths.ndim != 1 or not q.shape[0] == page_table.shape[0] == lengths.shape[0]:
         raise ValueError(
@@ -71,9 +77,10 @@ def make_request(
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise ValueError(f"{name} must be integers, got {array.dtype}")
     return PagedAttentionRequest(
-        q,
-        k_pages,
-        v_pages,
+        q if not isinstance(k_pages, Encoded) else sort_queries(q, k_pages),
+        without_order(k_pages) if isinstance(k_pages, Encoded) else jnp.asarray(k_pages),
+        without_order(v_pages) if isinstance(v_pages, Encoded) else jnp.asarray(v_pages),
+        *k_shape[1:3],
         page_table.astype(jnp.int32),
         lengths.astype(jnp.int32),
         q.shape[-1] ** -0.5 if scale is None else scale,
@@ -81,3 +88,10 @@ def make_request(
         window,
         current_target(),
     )
+
+
+def _value_shape(pages: AnyArray | Encoded) -> tuple[int, ...]:
+    """Return the shape of the values of pages."""
+    if not isinstance(pages, Encoded):
+        return jnp.shape(pages)
+    return jax.eval_shape(pages.codec.decode, pages.parts).shape

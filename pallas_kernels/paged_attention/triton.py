@@ -7,10 +7,12 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
 import dataclasses
 import importlib.util
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.low_bits.encoded import Encoded
 from pallas_kernels.paged_attention.request import PagedAttentionRequest
 from pallas_kernels.target import multiprocessors
 
@@ -82,12 +84,14 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
     capability = request.target.compute_capability
     if capability is None or capability < _LEAST_CAPABILITY:
         return f"needs an NVIDIA GPU of compute capability 8.0 or more; the target is {request.target}"
-    q, pages = request.q, request.k_pages
-    if q.dtype != pages.dtype or request.v_pages.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs queries, keys and values in bfloat16 or float16; got {q.dtype} and {pages.dtype}"
+    q, k_pages, v_pages = request.q, request.k_pages, request.v_pages
+    if isinstance(k_pages, Encoded) or isinstance(v_pages, Encoded):
+        return f"reads no pages in few bits; got {request}"
+    if q.dtype != k_pages.dtype or v_pages.dtype != k_pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs queries, keys and values in bfloat16 or float16; got {q.dtype} and {k_pages.dtype}"
     if q.shape[-1] not in (32, 64, 128, 256):
         return f"needs a head_dim of 32, 64, 128 or 256; got {q.shape[-1]}"
-    rows = q.shape[1] * q.shape[2] // pages.shape[2]
+    rows = q.shape[1] * q.shape[2] // request.key_heads
     if rows > _MOST_ROWS:
         return f"takes at most {_MOST_ROWS} pairs of a new token and a query head per key head; got {rows}"
     return None
@@ -96,7 +100,7 @@ def unsupported_reason(request: PagedAttentionRequest) -> str | None:
 def make_plan(request: PagedAttentionRequest) -> PagedAttentionPlan:
     """Return the kernels' constants for a request."""
     batch, new_tokens, num_heads, head_dim = request.q.shape
-    _, page_size, key_heads, _ = request.k_pages.shape
+    page_size, key_heads = request.page_size, request.key_heads
     table_width = request.page_table.shape[1]
     busy = -(-_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors() // (batch * key_heads))
     plan = PagedAttentionPlan(
@@ -128,8 +132,8 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     split = plan.ranges > 1
     values, log_sums = jax_triton.triton_call(
         q,
-        request.k_pages,
-        request.v_pages,
+        cast(jax.Array, request.k_pages),
+        cast(jax.Array, request.v_pages),
         request.page_table,
         request.lengths,
         kernel=attend_kernel,

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.low_bits.encoded import Stored, decode, map_stored
 from pallas_kernels.paged_attention.request import PagedAttentionRequest
 
 
@@ -16,7 +17,11 @@ def attend(request: PagedAttentionRequest) -> jax.Array:
     """Return the attention [B, T, N, H] in the dtype of the queries."""
     q, table, lengths = request.q, request.page_table, request.lengths
     batch, length, _, width = q.shape
-    k, v = (x[table].reshape(batch, -1, *x.shape[2:]) for x in (request.k_pages, request.v_pages))
+
+    def rows(pages: Stored) -> jax.Array:
+        return decode(map_stored(lambda x: x[table].reshape(batch, -1, *x.shape[2:]), pages), q.dtype)
+
+    k, v = rows(request.k_pages), rows(request.v_pages)
     positions = lengths[:, None] - length + jnp.arange(length, dtype=jnp.int32)
     keys = jnp.arange(k.shape[1], dtype=jnp.int32)
     visible = keys <= positions[:, :, None]

@@ -134,6 +134,41 @@ class BlockFloatFormat(Format):
 
 
 @dataclasses.dataclass(frozen=True)
+class TileFloatFormat(Format):
+    """Block floating point in two dims: integers with one power of two for each tile, w = q * 2^exponent.
+
+    Arrays: `q` int4 or int8 [out, in]; `exponents` int8 [out / rows, in / columns] for tiles of rows x columns.
+
+    Attributes:
+      bits: bits of an integer, its sign included.
+    """
+
+    name: ClassVar[str] = "tile_float"
+    bits: int
+
+    @property
+    def bits_of(self) -> Mapping[str, int]:
+        return {"q": self.bits, "exponents": 8}
+
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"q": ("out", "in"), "exponents": (None, None)}
+
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        return arrays["q"].astype(jnp.float32) * self.scales(arrays)
+
+    def scales(self, arrays: Arrays) -> Float[Array, "out in"]:
+        """Return the power of two that each weight is multiplied by, float32."""
+        q, exponents = arrays["q"], arrays["exponents"]
+        rows, columns = q.shape[0] // exponents.shape[0], q.shape[1] // exponents.shape[1]
+        return jnp.repeat(jnp.repeat(powers_of_two(exponents), rows, axis=0), columns, axis=1)
+
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        q, exponents = arrays["q"], arrays["exponents"]
+        return {"q": q[ids], "exponents": exponents[ids // (q.shape[0] // exponents.shape[0])]}
+
+
+@dataclasses.dataclass(frozen=True)
 class LowRankFormat(Format):
     """A product of two thin matrices: w = u @ v.
 
@@ -164,6 +199,6 @@ def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:
 
 
 FORMATS: dict[str, type[Format]] = {
-    format.name: format for format in (IntegerFormat, LookupFormat, BlockFloatFormat, LowRankFormat)
+    format.name: format for format in (IntegerFormat, LookupFormat, BlockFloatFormat, TileFloatFormat, LowRankFormat)
 }
 """Formats by name. A new one is added here."""

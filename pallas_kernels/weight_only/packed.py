@@ -13,6 +13,7 @@ from pallas_kernels.weight_only.formats import (
     IntegerFormat,
     LookupFormat,
     LowRankFormat,
+    TileFloatFormat,
     index_dtype,
     integer_dtype,
 )
@@ -98,6 +99,12 @@ def pack_block_float(grid: Grid, q: Int[Array, "out in"], exponents: Int[Array, 
     """Return the packed weight of integers and the powers of two by which their blocks are scaled."""
     arrays = {"q": q.astype(integer_dtype(grid.bits)), "exponents": exponents.astype(jnp.int8)}
     return _pack(BlockFloatFormat(grid), arrays, q.shape)
+
+
+def pack_tile_float(bits: int, q: Int[Array, "out in"], exponents: Int[Array, "tiles_out tiles_in"]) -> PackedWeight:
+    """Return the packed weight of integers and the powers of two by which their tiles are scaled."""
+    arrays = {"q": q.astype(integer_dtype(bits)), "exponents": exponents.astype(jnp.int8)}
+    return _pack(TileFloatFormat(bits), arrays, q.shape)
 
 
 def pack_low_rank(u: Float[Array, "out rank"], v: Float[Array, "rank in"]) -> PackedWeight:

@@ -20,6 +20,7 @@ from pallas_kernels.weight_only.formats import (
     IntegerFormat,
     LookupFormat,
     LowRankFormat,
+    TileFloatFormat,
     powers_of_two,
 )
 from pallas_kernels.weight_only.request import PackedMatmulRequest
@@ -67,6 +68,11 @@ def _times_block_float(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
     return _times_scaled(x, arrays["q"], powers_of_two(arrays["exponents"]))
 
 
+def _times_tile_float(x: jax.Array, arrays: Arrays, format: TileFloatFormat) -> jax.Array:
+    # Products of integers of few bits and powers of two are exact in any dtype.
+    return _times_transposed(x, arrays["q"].astype(x.dtype) * format.scales(arrays).astype(x.dtype))
+
+
 def _times_lookup(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
     # XLA fuses neither a gather nor a tree of selections into a matmul: it writes the values first.
     return _times_transposed(x, format.dense(arrays).astype(x.dtype))
@@ -81,5 +87,6 @@ _PRODUCTS: Mapping[type[Format], Callable[[jax.Array, Arrays, Any], jax.Array]] 
     IntegerFormat: _times_integers,
     LookupFormat: _times_lookup,
     BlockFloatFormat: _times_block_float,
+    TileFloatFormat: _times_tile_float,
     LowRankFormat: _times_low_rank,
 }

@@ -14,11 +14,24 @@ from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.engine import Engine, EngineBusy, EngineClosed
 from jaxstack.serve.replicas import EngineGroup, open_engine
 from tests.decoding.test_decode import open_decoder
+from tests.marks import longer
 from tests.serve.tiny import open_tiny
 
 GREEDY = Sampling(temperature=0)
 SAMPLINGS = [GREEDY, Sampling(1.0), Sampling(0.8, top_k=10), Sampling(1.1, top_p=0.8), Sampling(0.9, min_p=0.05)]
 SMALL = EngineConfig(slots=4, page_size=4, chunk=16)
+
+
+@pytest.mark.parametrize("name", ["fp8", *longer("int4")])
+def test_answers_over_pages_in_few_bits_are_those_of_the_decoder(name):
+    """Pages of chunked prompts, a cached prefix and draft tokens round keys and values as the decoder's cache does."""
+    decoder = open_tiny(kv_cache=name)
+    asked = prompts([60, 50])
+    asked.append([*asked[0][:48], 7, 8])
+    config = EngineConfig(slots=2, chunk=16, draft_tokens=2)
+    with Engine(decoder, config, warm_up=False) as engine:
+        answers = [engine.submit(prompt, 6, GREEDY).result() for prompt in asked]
+    assert answers == [expected(decoder, prompt, 6) for prompt in asked]
 
 
 @pytest.fixture(scope="module")

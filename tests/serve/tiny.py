@@ -5,7 +5,7 @@ import jax
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.decoding.decode import Decoder
 from jaxstack.functional.module import FunctionalModule
-from jaxstack.models import ModelConfig, Transformer
+from jaxstack.models import ModelConfig, Transformer, with_kv_cache
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 
 TOKENIZER = ByteTokenizer()
@@ -15,9 +15,10 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def open_tiny() -> Decoder:
-    """The model on one device."""
-    module = FunctionalModule(lambda rngs: Transformer(CONFIG, rngs))
+def open_tiny(kv_cache: str = "none") -> Decoder:
+    """The model on one device; with a cache in few bits its heads are wide enough for one."""
+    config = CONFIG if kv_cache == "none" else CONFIG.model_copy(update={"head_dim": 32})
+    module = FunctionalModule(lambda rngs: with_kv_cache(Transformer(config, rngs), kv_cache))
     rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
     params, non_params = jax.jit(module.init)(jax.random.key(0))
     return Decoder(module, params, non_params, rules)

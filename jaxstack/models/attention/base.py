@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxstack.config.base import Component
+from jaxstack.models.attention.cache_formats import CacheFormat
 from jaxstack.parallel import current_context
 from pallas_kernels import with_whole_sequences
 
@@ -33,6 +34,7 @@ class AttentionSpec:
       soft_cap: cap c of the scores, c tanh(score / c).
       window: keys that a query sees, itself included, where the model gives this layer a window.
       implementation: backend by name; None: the first that supports the call.
+      cache_format: how the cache stores keys and values; None: in the compute dtype.
     """
 
     num_heads: int
@@ -42,6 +44,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     window: int | None = None
     implementation: str | None = None
+    cache_format: CacheFormat | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,21 +15,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, CacheSlots
-from jaxstack.parallel import shard
+from jaxstack.models.attention.cache_formats import empty_pair
+from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries, without_order
 from pallas_kernels.paged_attention.api import paged_attention, reads_pages_in_place
 
 
 class KeyCache(NamedTuple):
-    """Keys and values of one layer; those of one head are contiguous, as the matmuls of decoding read them."""
+    """Keys and values [B, K, S, H] of one layer; those of one head are contiguous, as decoding's matmuls read them."""
 
-    key: Float[Array, "B K S H"]
-    value: Float[Array, "B K S H"]
+    key: Stored
+    value: Stored
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of a row, S."""
+        return jax.tree.leaves(self.key)[0].shape[2]
 
 
 def empty_cache(heads: AttentionSpec, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> KeyCache:
     """Return a cache of zeros with `slots` slots per row."""
     shape = (batch, heads.num_kv_heads, slots, heads.head_dim)
-    return KeyCache(*(shard(jnp.zeros(shape, dtype), "batch", "act_kv_heads", None, "act_head_dim") for _ in range(2)))
+    return KeyCache(*empty_pair(heads.cache_format, shape, ("batch", "act_kv_heads", None, "act_head_dim"), dtype))
 
 
 def slot_positions(seen: Int[Array, " B"], slots: int, pinned: int = 0) -> Int[Array, "B S"]:
@@ -49,14 +55,13 @@ def store(
     pinned: int = 0,
 ) -> KeyCache:
     """Return the cache after the first tokens of each row; row b has `seen[b]` tokens, and padding after them."""
-    positions = slot_positions(seen, cache.key.shape[2], pinned)
+    positions = slot_positions(seen, cache.slots, pinned)
     index = jnp.maximum(positions, 0)[:, :, None, None]
 
-    def pick(old: jax.Array, new: jax.Array) -> jax.Array:
-        found = jnp.take_along_axis(new, index, axis=1, mode="clip")
-        return jnp.moveaxis(found, 2, 1).astype(old.dtype)
+    def pick(new: jax.Array) -> jax.Array:
+        return jnp.moveaxis(jnp.take_along_axis(new, index, axis=1, mode="clip"), 2, 1)
 
-    return KeyCache(pick(cache.key, k), pick(cache.value, v))
+    return KeyCache(map_stored(pick, encode_like(cache.key, k)), map_stored(pick, encode_like(cache.value, v)))
 
 
 def put(
@@ -67,7 +72,7 @@ def put(
     pinned: int = 0,
 ) -> KeyCache:
     """Return the cache with further tokens at the positions `slots.queries`; padding is not written."""
-    size, positions = cache.key.shape[2], slots.queries
+    size, positions = cache.slots, slots.queries
     pinned = _pinned(size, pinned)
     ring = pinned + jnp.mod(positions - pinned, size - pinned)
     kept = (positions >= slots.seen_after[:, None] - (size - pinned)) | (positions < pinned)
@@ -75,9 +80,12 @@ def put(
     slot = jnp.where(kept & (positions >= 0), slot, size)
 
     def row(old: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
-        return old.at[:, slot].set(jnp.moveaxis(new, 0, 1).astype(old.dtype), mode="drop")
+        return old.at[:, slot].set(jnp.moveaxis(new, 0, 1), mode="drop")
 
-    return KeyCache(jax.vmap(row)(cache.key, k, slot), jax.vmap(row)(cache.value, v, slot))
+    def write(old: Stored, new: jax.Array) -> Stored:
+        return map_stored(lambda old, new: jax.vmap(row)(old, new, slot), old, encode_like(old, new))
+
+    return KeyCache(write(cache.key, k), write(cache.value, v))
 
 
 def extend(
@@ -92,12 +100,15 @@ def extend(
     Returns:
       The new cache; the keys and values that the queries of these tokens may see; and their positions.
     """
-    after, size = put(cache, k, v, slots, pinned), cache.key.shape[2]
+    after, size = put(cache, k, v, slots, pinned), cache.slots
     if k.shape[1] == 1:
         return after, after, slot_positions(slots.seen_after, size, pinned)
+
     # The later of several tokens may overwrite keys that the earlier ones still see.
-    new = KeyCache(*(jnp.moveaxis(x, 2, 1).astype(old.dtype) for x, old in zip((k, v), cache, strict=True)))
-    both = KeyCache(*(jnp.concatenate(pair, axis=2) for pair in zip(cache, new, strict=True)))
+    def append(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.concatenate([old, jnp.moveaxis(new, 2, 1)], axis=2)
+
+    both = KeyCache(*(map_stored(append, old, encode_like(old, x)) for old, x in zip(cache, (k, v), strict=True)))
     return after, both, jnp.concatenate([slot_positions(slots.seen, size, pinned), slots.queries], axis=1)
 
 
@@ -110,13 +121,14 @@ def attend_to(
     kernel where the cache is full.
     """
     batch, length, num_heads, width = q.shape
-    q = q.reshape(batch, length, seen.key.shape[1], -1, width)
-    scores = jnp.einsum("btkgh,bksh->bkgts", q, seen.key, preferred_element_type=jnp.float32) * heads.scale
+    k, v = decode(seen.key, q.dtype), decode(seen.value, q.dtype)
+    q = sort_queries(q, seen.key).reshape(batch, length, k.shape[1], -1, width)
+    scores = jnp.einsum("btkgh,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * heads.scale
     if heads.soft_cap:
         scores = jnp.tanh(scores / heads.soft_cap) * heads.soft_cap
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(seen.value.dtype)
-    return jnp.einsum("bkgts,bksh->btkgh", weights, seen.value).reshape(batch, length, num_heads, width)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bksh->btkgh", weights, v).reshape(batch, length, num_heads, width)
 
 
 def attend_newest(
@@ -135,12 +147,17 @@ def attend_newest(
     Returns:
       None if no kernel supports the call.
     """
-    _, key_heads, slots, width = cache.key.shape
+    batch, key_heads, slots, _ = jax.tree.leaves(cache.key)[0].shape
     # A key head of a row is a sequence of one page; the table is a constant of the program.
-    sequences = cache.key.shape[0] * key_heads
-    k_pages, v_pages = (x.reshape(sequences, slots, 1, width) for x in cache)
+    sequences = batch * key_heads
+
+    def as_pages(x: jax.Array) -> jax.Array:
+        return x.reshape(sequences, slots, 1, x.shape[-1])
+
+    k_pages, v_pages = map_stored(as_pages, without_order(cache.key)), map_stored(as_pages, cache.value)
     table = np.arange(sequences, dtype=np.int32)[:, None]
-    call = (q.reshape(sequences, 1, -1, width), k_pages, v_pages, table, jnp.repeat(lengths, key_heads))
+    rows = sort_queries(q, cache.key).reshape(sequences, 1, -1, q.shape[-1])
+    call = (rows, k_pages, v_pages, table, jnp.repeat(lengths, key_heads))
     if implementation is None and not reads_pages_in_place(*call):
         return None
     out = paged_attention(*call, scale=heads.scale, soft_cap=heads.soft_cap, implementation=implementation)

@@ -50,7 +50,7 @@ class MaskedSoftmax(AttentionKind):
     ) -> tuple[Float[Array, "B T N H"], KeyCache]:
         cache, seen, positions = extend(cache, k, v, slots, self.keys_kept(heads)[0])
         visible = (positions >= 0)[:, None]
-        masked = self.mask(heads, cache.key.shape[2]).visible(slots.queries, positions)
+        masked = self.mask(heads, cache.slots).visible(slots.queries, positions)
         return attend_to(q, seen, visible if masked is None else visible & masked, heads), cache
 
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxstack.models.attention.base import AttentionSpec, PageGroup, PageSlots
-from jaxstack.parallel import current_rules, shard, with_local_heads
+from jaxstack.models.attention.cache_formats import empty_pair
+from jaxstack.parallel import current_rules, with_local_heads
 from pallas_kernels import flash_attention
+from pallas_kernels.low_bits.encoded import Stored, decode, encode_like, map_stored, sort_queries
 from pallas_kernels.paged_attention.api import paged_attention
 
 _FEW = 16
@@ -20,16 +22,16 @@ _FEW = 16
 
 
 class PagedKeys(NamedTuple):
-    """Keys and values of one layer."""
+    """Keys and values [P, page, K, H] of one layer."""
 
-    key: Float[Array, "P page K H"]
-    value: Float[Array, "P page K H"]
+    key: Stored
+    value: Stored
 
 
 def empty_pages(heads: AttentionSpec, pages: int, page_size: int, dtype: jax.typing.DTypeLike) -> PagedKeys:
     """Return `pages` pages of zeros for `page_size` tokens each."""
     shape = (pages, page_size, heads.num_kv_heads, heads.head_dim)
-    return PagedKeys(*(shard(jnp.zeros(shape, dtype), None, None, "act_kv_heads", "act_head_dim") for _ in range(2)))
+    return PagedKeys(*empty_pair(heads.cache_format, shape, (None, None, "act_kv_heads", "act_head_dim"), dtype))
 
 
 def attend_pages(
@@ -75,12 +77,12 @@ def _attend_chunks(
     q: Float[Array, "R T N H"], cache: PagedKeys, group: PageGroup, heads: AttentionSpec
 ) -> Float[Array, "R T N H"]:
     """Return the attention of chunks of prompts, whose keys are copied to the end of one array per sequence."""
-    size = cache.key.shape[1]
+    size = jax.tree.leaves(cache.key)[0].shape[1]
     room = group.table.shape[1] * size
     positions = jnp.arange(room, dtype=jnp.int32) - room + group.lengths[:, None]
     page = jnp.take_along_axis(group.table, jnp.maximum(positions, 0) // size, axis=1)
     index = page * size + jnp.maximum(positions, 0) % size
-    k, v = (x.reshape(-1, *x.shape[2:])[index] for x in cache)
+    k, v = (decode(map_stored(lambda x: x.reshape(-1, *x.shape[2:])[index], stored), q.dtype) for stored in cache)
     key_segments = jnp.where(positions >= 0, 0, -1)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, other: jax.Array) -> jax.Array:
@@ -96,9 +98,12 @@ def _attend_chunks(
         )
         return cast(jax.Array, out)
 
-    return with_local_heads(attend, q, k, v, jnp.zeros(q.shape[:2], jnp.int32), key_segments)
+    return with_local_heads(attend, sort_queries(q, cache.key), k, v, jnp.zeros(q.shape[:2], jnp.int32), key_segments)
 
 
-def _write(pages: jax.Array, new: jax.Array, write: Int[Array, " T"]) -> jax.Array:
-    flat = pages.reshape(-1, *pages.shape[2:])
-    return flat.at[write].set(new[0].astype(pages.dtype), mode="drop").reshape(pages.shape)
+def _write(pages: Stored, new: jax.Array, write: Int[Array, " T"]) -> Stored:
+    def put(pages: jax.Array, new: jax.Array) -> jax.Array:
+        flat = pages.reshape(-1, *pages.shape[2:])
+        return flat.at[write].set(new[0], mode="drop").reshape(pages.shape)
+
+    return map_stored(put, pages, encode_like(pages, new))

@@ -29,12 +29,18 @@ class _Summaries(NamedTuple):
     """Document that each block's summaries belong to."""
 
 
+class BlockSums(NamedTuple):
+    """Summaries of all blocks as far as their tokens are known, float32."""
+
+    key: Float[Array, "B K M R H"]
+    value: Float[Array, "B K M R H"]
+
+
 class ProjectedCache(NamedTuple):
-    """Keys and values of the newest block, and the summaries of all blocks as far as their tokens are known."""
+    """Keys and values of the newest block, and the summaries of all blocks."""
 
     block: KeyCache
-    summaries: KeyCache
-    """Two float32 arrays [B, K, M, R, H]."""
+    summaries: BlockSums
 
 
 class ProjectedAttention(AttentionKind):
@@ -124,7 +130,7 @@ class ProjectedAttention(AttentionKind):
     def make_cache(self, heads: AttentionSpec, batch: int, length: int, dtype: jax.typing.DTypeLike) -> ProjectedCache:
         shape = (batch, heads.num_kv_heads, -(-length // self.block_size), self.summaries, heads.head_dim)
         names = ("batch", "act_kv_heads", None, None, "act_head_dim")
-        summaries = KeyCache(*(shard(jnp.zeros(shape, jnp.float32), *names) for _ in range(2)))
+        summaries = BlockSums(*(shard(jnp.zeros(shape, jnp.float32), *names) for _ in range(2)))
         return ProjectedCache(empty_cache(heads, batch, min(length, self.block_size), dtype), summaries)
 
     def store(
@@ -160,7 +166,7 @@ class ProjectedAttention(AttentionKind):
             flat = summary.reshape(*summary.shape[:2], -1, summary.shape[-1])
             return jnp.concatenate([flat.astype(token.dtype), token], axis=2)
 
-        seen = KeyCache(*(join(*pair) for pair in zip(summaries, near, strict=True)))
+        seen = KeyCache(*(join(sums, cast(jax.Array, x)) for sums, x in zip(summaries, near, strict=True)))
         return attend_to(q, seen, visible, heads), ProjectedCache(block, summaries)
 
     def flops_per_token(self, heads: AttentionSpec, length: int) -> float:
@@ -236,7 +242,7 @@ class ProjectedAttention(AttentionKind):
         )
         return cast(jax.Array, out).reshape(q.shape)
 
-    def _add_tokens(self, summaries: KeyCache, k: jax.Array, v: jax.Array, slots: CacheSlots) -> KeyCache:
+    def _add_tokens(self, summaries: BlockSums, k: jax.Array, v: jax.Array, slots: CacheSlots) -> BlockSums:
         """Return the summaries with the contribution of further tokens [B, T, K, H]; padding contributes nothing."""
         positions, blocks = slots.queries, summaries.key.shape[2]
         to_block = jax.nn.one_hot(jnp.where(positions < 0, -1, positions // self.block_size), blocks)
@@ -246,4 +252,4 @@ class ProjectedAttention(AttentionKind):
             weight = self._weight[which].astype(jnp.float32)[positions % self.block_size]
             return sums + jnp.einsum("btm,btr,btkh->bkmrh", to_block, weight, x.astype(jnp.float32))
 
-        return KeyCache(add(0, summaries.key, k), add(1, summaries.value, v))
+        return BlockSums(add(0, summaries.key, k), add(1, summaries.value, v))

@@ -1,0 +1,162 @@
+"""Held-out perplexity of a trained run with its cache, its weights or its activations in few bits.
+
+    python benchmarks/cache_formats.py --run runs/quickstart --max-tokens 100000
+
+Each format of `precision.kv_cache` is evaluated on the run's held-out text, where every query sees rounded keys and
+values, so that the loss is that of decoding through the cache. The bits of a value are counted on the arrays of a cache
+in bfloat16. The rows of weights have the recipes `bct` and `cluster3`, with activations in the compute dtype and, for
+`bct`, in integers.
+"""
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks.rows import append_rows, print_table, require_commit
+from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
+from jaxstack.compress.integers import encode_blocks, in_integers, round_blocks
+from jaxstack.compress.recipe import choose_methods, dense_weights, load_recipe
+from jaxstack.compress.run import compress_leaves
+from jaxstack.decoding.decode import Params
+from jaxstack.loss import language_model_loss
+from jaxstack.models import Transformer
+from jaxstack.models.attention.cache_formats import CACHE_FORMATS, CacheFormat
+from jaxstack.models.huggingface.load import nest
+from jaxstack.plan.choose import evaluation_layout
+from jaxstack.run.evaluate import TextOptions, measure_loss, open_evaluation
+from jaxstack.run.load import load_decoder, read_config
+from jaxstack.trainer import Trainer
+from pallas_kernels import PackedWeight
+from pallas_kernels.low_bits.encoded import stored_bytes
+
+SCRIPT = "cache_formats"
+COLUMNS = ("format", "bits_per_value", "ratio", "perplexity", "change_percent")
+Change = Callable[[Transformer], Transformer]
+"""Function that changes a model in place, and returns it."""
+
+
+def cached_in(cache_format: CacheFormat, model: Transformer) -> Transformer:
+    """Set the cache format of a model, in place; formats may be others than those of the table."""
+    for layer in model.decoder.layers:
+        layer.attention.heads = dataclasses.replace(layer.attention.heads, cache_format=cache_format)
+    return model
+
+
+def cache_bits(make: Callable[[nnx.Rngs], Transformer]) -> float:
+    """Return the bits of a value of the model's cache."""
+
+    def caches() -> list[Any]:
+        model = make(nnx.Rngs(0))
+        model.dtype = jnp.bfloat16
+        return model.make_cache(1, 64).layers
+
+    found = [(cache.key, cache.value) for cache in jax.eval_shape(caches)]
+    model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    values = 2 * 64 * model.config.kv_heads * model.config.width_per_head * len(found)
+    return 8 * sum(stored_bytes(key) + stored_bytes(value) for key, value in found) / values
+
+
+class Measurement:
+    """Perplexities of a run's parameters, of others, and of changed models, on the run's held-out text."""
+
+    def __init__(self, directory: Path, max_tokens: int | None):
+        config = read_config(directory, ["precision.compute=float32"])
+        model = config.model.model_copy(update={"scan_layers": False})
+        self.config = evaluation_layout(config.model_copy(update={"model": model}), 1, chosen=False)
+        self.max_tokens = max_tokens
+        self.trainer, self.data = open_evaluation(self.config, directory, TextOptions(), print)
+        decoder, self.step = load_decoder(directory, ["parallel.data=1", "precision.compute=float32"])
+        self.params, self.non_params = decoder.params, decoder.non_params
+
+    def make(self, change: Change, rngs: nnx.Rngs) -> Transformer:
+        return change(Transformer(self.config.model, rngs))
+
+    def perplexity(self, change: Change = lambda model: model, params: Params | None = None) -> float:
+        trainer = Trainer(
+            functools.partial(self.make, change),
+            language_model_loss,
+            self.data,
+            optimizer=self.config.optimizer,
+            mesh=self.trainer.rules,
+            train=self.config.train,
+        )
+        params = self.params if params is None else params
+        return measure_loss(trainer, self.data, params, self.non_params, self.max_tokens).perplexity
+
+
+def cache_rows(measurement: Measurement) -> list[dict[str, Any]]:
+    """Return a row for each format of the cache, and one for bfp12 without sorted channels."""
+    unsorted = dataclasses.replace(CACHE_FORMATS["bfp12"], sorts_channels=False)
+    formats = {**CACHE_FORMATS, "bfp12, channels unsorted": unsorted}
+    rows = [{"format": "none (bfloat16 counted)", "bits_per_value": 16.0, "perplexity": measurement.perplexity()}]
+    for name, cache_format in formats.items():
+        change = functools.partial(cached_in, cache_format)
+        bits = cache_bits(functools.partial(measurement.make, change))
+        rows.append({"format": name, "bits_per_value": bits, "perplexity": measurement.perplexity(change)})
+        print(rows[-1], flush=True)
+    for row in rows:
+        row |= {"work": "cache of keys and values", "ratio": 16 / row["bits_per_value"]}
+    return rows
+
+
+def weight_rows(measurement: Measurement) -> list[dict[str, Any]]:
+    """Return rows of the weights' recipes, relative to float32.
+
+    Vectors stay float32, but for the row in which everything is in integers.
+    """
+    leaves, dims = named_leaves(measurement.params), dense_weights(measurement.config.model)
+    count, rows = sum(leaf.size for leaf in leaves.values()), []
+    for recipe, integers in (("bct", False), ("bct", True), ("cluster3", False)):
+        packed = compress_leaves(leaves, choose_methods(load_recipe(recipe), dims), dims)
+        stored = sum(_stored_bytes(leaf, integers) for leaf in packed.values())
+        dense = {path: dense_parameter(path, leaf) for path, leaf in packed.items()}
+        params = {path: round_blocks(x) if integers and x.ndim == 1 else x for path, x in dense.items()}
+        change = in_integers if integers else lambda model: model
+        rows.append(
+            {
+                "work": "weights",
+                "format": recipe + "; vectors, activations and softmax in 8-bit integers" * integers,
+                "bits_per_value": 8 * stored / count,
+                "ratio": 4 * count / stored,
+                "perplexity": measurement.perplexity(change, nest(params)),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _stored_bytes(leaf: PackedWeight | jax.Array, integers: bool) -> int:
+    """Return the bytes of a parameter; with `integers` a vector has 8-bit integers and an exponent for each block."""
+    if isinstance(leaf, PackedWeight):
+        return leaf.stored_bytes
+    return sum(x.size for x in encode_blocks(leaf)) if integers and leaf.ndim == 1 else 4 * leaf.size
+
+
+def main() -> None:
+    """Measure all formats, and append their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, required=True, help="run directory of a trained language model")
+    parser.add_argument("--max-tokens", type=int, help="held-out tokens (default: all)")
+    args = parser.parse_args()
+    require_commit(SCRIPT)
+    measurement = Measurement(args.run, args.max_tokens)
+    caches = cache_rows(measurement)
+    plain = caches[0]["perplexity"]
+    rows = [*caches, *weight_rows(measurement)]
+    device = jax.devices()[0].device_kind
+    for row in rows:
+        row |= {"change_percent": 100 * (row["perplexity"] / plain - 1), "step": measurement.step, "device": device}
+        row |= {"devices": 1, "implementation": "jaxstack", "max_tokens": args.max_tokens}
+    print_table(rows, COLUMNS)
+    append_rows(SCRIPT, rows)
+
+
+if __name__ == "__main__":
+    main()

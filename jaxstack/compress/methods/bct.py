@@ -1,0 +1,60 @@
+"""BCT: integers of whole tiles of a matrix share one power of two."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+from pydantic import Field
+
+from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
+from pallas_kernels.low_bits.block_float import block_exponents, round_to_steps
+from pallas_kernels.weight_only.formats import powers_of_two
+from pallas_kernels.weight_only.packed import pack_tile_float
+
+_CANDIDATES = 3
+"""Steps that are tried for a tile: that of its largest magnitude, a half and a quarter of it, which clip outliers."""
+
+
+class Bct(Method):
+    """Rounds square tiles to integers that share a power of two (Dong et al. 2023, arXiv:2304.01483).
+
+    Of the steps that are powers of two each tile takes the one with the least squared error. Needs no calibration text.
+    `jaxstack.compress.integers.in_integers` rounds activations and softmax too.
+    """
+
+    method: Literal["bct"] = "bct"
+    bits: int = Field(default=4, ge=2, le=8)
+    """Bits of an integer, its sign included."""
+    tile_size: int = Field(default=64, ge=1)
+    """Rows and columns of a tile, which has one exponent of 8 bits."""
+
+    def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
+        for name, size in (("inputs", inputs), ("outputs", outputs)):
+            if size % self.tile_size:
+                fitting = max(n for n in range(1, self.tile_size + 1) if inputs % n == outputs % n == 0)
+                return f"tile_size {self.tile_size} does not divide its {size} {name}; {fitting} does"
+        return None
+
+    def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
+        del statistics
+        q, exponents = round_tiles(w, self.bits, self.tile_size)
+        return pack_tile_float(self.bits, q, exponents)
+
+
+def round_tiles(
+    w: Float[Array, "out in"], bits: int, size: int
+) -> tuple[Int[Array, "out in"], Int[Array, "tiles_out tiles_in"]]:
+    """Return the integers of square tiles, int8, and the exponents of their steps, int8."""
+    outputs, inputs = w.shape
+    tiles = w.astype(jnp.float32).reshape(outputs // size, size, inputs // size, size)
+    largest = block_exponents(jnp.abs(tiles).max((1, 3)), bits).astype(jnp.int32)
+
+    def error(exponents: Int[Array, "tiles_out tiles_in"]) -> Float[Array, "tiles_out tiles_in"]:
+        step = exponents[:, None, :, None]
+        return jnp.square(round_to_steps(tiles, step, bits) * powers_of_two(step) - tiles).sum((1, 3))
+
+    candidates = jnp.maximum(largest - jnp.arange(_CANDIDATES)[:, None, None], -100)
+    best = jnp.argmin(jnp.stack([error(exponents) for exponents in candidates]), axis=0)
+    exponents = jnp.take_along_axis(candidates, best[None], axis=0)[0]
+    q = round_to_steps(tiles, exponents[:, None, :, None], bits).reshape(w.shape)
+    return q, exponents.astype(jnp.int8)

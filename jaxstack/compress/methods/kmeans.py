@@ -1,0 +1,77 @@
+"""Palettization: each weight becomes an index into a small table, which k-means fits to the matrix."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+from pydantic import Field
+
+from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
+from pallas_kernels.weight_only.packed import pack_lookup
+
+_PATTERNS = 2**16
+
+
+class KMeans(Method):
+    """Clusters the weights of a matrix by k-means (Lloyd 1982). Needs no calibration text.
+
+    As in eDKM (Cho et al. 2023, arXiv:2309.00964), weights are rounded to bfloat16 first, of which there are 65,536 at
+    most: an iteration reads that many values, each weighted by its count, whatever the size of the matrix.
+    """
+
+    method: Literal["kmeans"] = "kmeans"
+    bits: int = Field(default=3, ge=1, le=8)
+    """Bits of an index: the table has 2^bits values."""
+    iterations: int = Field(default=100, ge=1)
+    """Iterations of k-means."""
+
+    def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
+        del statistics
+        patterns = jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
+        codebook = cluster_patterns(count_patterns(patterns), self.bits, self.iterations)
+        return pack_lookup(self.bits, _nearest(pattern_values(), codebook)[patterns], codebook[None])
+
+
+def pattern_values() -> Float[Array, "65536"]:
+    """Return the value of every bfloat16 by its bits, float32; 0 for infinities and NaN."""
+    values = jax.lax.bitcast_convert_type(jnp.arange(_PATTERNS).astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
+    return jnp.where(jnp.isfinite(values), values, 0.0)
+
+
+def count_patterns(patterns: Int[Array, "out in"]) -> Float[Array, "65536"]:
+    """Return how often each bfloat16 occurs, float32."""
+    return jnp.bincount(patterns.ravel(), length=_PATTERNS).astype(jnp.float32)
+
+
+def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
+    """Return the 2^bits cluster centers of weights with these counts, ascending, float32.
+
+    k-means starts once at equal steps between the least and the largest weight, which suits tails, and once at
+    quantiles, which suits weights of few values; the result with the least squared error counts. A cluster without
+    weights keeps its center.
+    """
+    values, entries = pattern_values(), 2**bits
+    middles = (jnp.arange(entries, dtype=jnp.float32) + 0.5) / entries
+    order = jnp.argsort(values)
+    cumulative = jnp.cumsum(counts[order])
+    low, high = values[order][jnp.searchsorted(cumulative, jnp.array([0.5, cumulative[-1] - 0.5]))]
+    quantiles = values[order][jnp.searchsorted(cumulative, middles * cumulative[-1])]
+
+    def step(_: int, centers: jax.Array) -> jax.Array:
+        cluster = _nearest(values, centers)
+        weight = jnp.zeros(entries).at[cluster].add(counts)
+        total = jnp.zeros(entries).at[cluster].add(counts * values)
+        return jnp.sort(jnp.where(weight > 0, total / jnp.maximum(weight, 1), centers))
+
+    def error(centers: jax.Array) -> jax.Array:
+        return jnp.sum(counts * jnp.square(centers[_nearest(values, centers)] - values))
+
+    starts = (low + (high - low) * middles, quantiles)
+    found = jnp.stack([jax.lax.fori_loop(0, iterations, step, start) for start in starts])
+    return found[jnp.argmin(jax.vmap(error)(found))]
+
+
+def _nearest(values: Float[Array, " n"], centers: Float[Array, " entries"]) -> Int[Array, " n"]:
+    """Return the index of the nearest of ascending centers for each value."""
+    return jnp.searchsorted((centers[1:] + centers[:-1]) / 2, values)

@@ -1,0 +1,100 @@
+"""Formats of the cache of keys and values in few bits: the table of `precision.kv_cache`.
+
+Every query sees the stored keys and values, its own included, in evaluations without a cache too: their loss is that of
+decoding with it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxstack.parallel import shard
+from pallas_kernels.low_bits.codecs import BlockFloatCodec, Codec, Fp8Codec, IntegerCodec
+from pallas_kernels.low_bits.encoded import Encoded, Stored, round_trip
+from pallas_kernels.weight_only.grid import Grid
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFormat:
+    """How a cache stores keys and values.
+
+    Attributes:
+      key, value: codecs of one head's vectors.
+      sorts_channels: True if the channels of keys are sorted by magnitude, so that those of a block are alike.
+    """
+
+    key: Codec
+    value: Codec
+    sorts_channels: bool = False
+
+    def unsupported_reason(self, head_dim: int) -> str | None:
+        """Return why heads of this width cannot be stored, or None."""
+        return self.key.unsupported_reason(head_dim) or self.value.unsupported_reason(head_dim)
+
+
+_BLOCK = 32
+"""Values that share a scale or an exponent where a value has 4 bits."""
+
+CACHE_FORMATS: dict[str, CacheFormat] = {
+    "int8": CacheFormat(IntegerCodec(Grid(8)), IntegerCodec(Grid(8))),
+    "fp8": CacheFormat(Fp8Codec(), Fp8Codec()),
+    "int4": CacheFormat(IntegerCodec(Grid(4, _BLOCK)), IntegerCodec(Grid(4, _BLOCK))),
+    "bfp12": CacheFormat(BlockFloatCodec(4, _BLOCK), BlockFloatCodec(8, _BLOCK), sorts_channels=True),
+}
+"""Formats by the name that `precision.kv_cache` has for them. bfp12 (4-bit integers, 8-bit exponents, sorted channels)
+follows Trukhanov & Soloveychik 2024, arXiv:2403.20137; its values have 8-bit integers."""
+
+
+def empty_pair(
+    format: CacheFormat | None,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype: jax.typing.DTypeLike,
+) -> tuple[Stored, Stored]:
+    """Return empty arrays of keys and of values.
+
+    Args:
+      format: how they are stored; None: as numbers of `dtype`.
+      shape: shape of each, which ends with head_dim.
+      axes: logical axes of the dims of `shape`.
+    """
+
+    def empty(codec: Codec | None) -> Stored:
+        if codec is None:
+            return shard(jnp.zeros(shape, dtype), *axes)
+        parts = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(shape, dtype))
+        return Encoded(tuple(shard(jnp.zeros(part.shape, part.dtype), *axes) for part in parts), None, codec)
+
+    return (empty(None), empty(None)) if format is None else (empty(format.key), empty(format.value))
+
+
+def as_stored(
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    format: CacheFormat | None,
+    order: Int[Array, "K H"] | None,
+) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Return keys and values rounded as a cache of this format rounds them.
+
+    Args:
+      order: order of the channels in which keys are stored, see `magnitude_order`.
+    """
+    if format is None:
+        return k, v
+    return round_trip(k, format.key, order), round_trip(v, format.value)
+
+
+def magnitude_order(kernel: Float[Array, "*layers D K H"], *, rotated: bool) -> Int[Array, "*layers K H"]:
+    """Return the channels of each head's keys by ascending norm of their weights, int32.
+
+    Args:
+      kernel: projection from D inputs to the keys.
+      rotated: True if keys get rotary positions: over a text the two channels of a pair have one magnitude then.
+    """
+    squares = jnp.square(kernel.astype(jnp.float32)).sum(-3)
+    if rotated:
+        first, second = jnp.split(squares, 2, axis=-1)
+        squares = jnp.concatenate([first + second] * 2, axis=-1)
+    return jnp.argsort(squares, axis=-1).astype(jnp.int32)

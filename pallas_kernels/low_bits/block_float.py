@@ -1,0 +1,26 @@
+"""Block floating point: integers of few bits with one power of two for each block of values."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.weight_only.formats import powers_of_two
+
+_LEAST = -100
+"""Smallest exponent of a step, below which values are rounded to zero: far from float32's subnormal numbers."""
+
+
+def block_exponents(largest: Float[Array, "*blocks"], bits: int) -> Int[Array, "*blocks"]:
+    """Return the exponent of each block's step, int8: its largest magnitude then needs all `bits`, sign included.
+
+    With e = floor(log2(largest)) the step is 2^(e - bits + 2).
+    """
+    exponent = (jax.lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32) >> 23) - 127
+    return jnp.clip(exponent - (bits - 2), _LEAST, 127).astype(jnp.int8)
+
+
+def round_to_steps(x: Float[Array, "..."], exponents: Int[Array, "..."], bits: int) -> Int[Array, "..."]:
+    """Return x / 2^exponent as int8, rounded to the nearest and clipped to signed integers of `bits`."""
+    limit = 2 ** (bits - 1)
+    scaled = x.astype(jnp.float32) * powers_of_two(-exponents.astype(jnp.int32))
+    return jnp.clip(jnp.round(scaled), -limit, limit - 1).astype(jnp.int8)

@@ -1,0 +1,124 @@
+"""Codecs that store vectors, such as the keys of one head, in few bits along their last dim."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from pallas_kernels.low_bits.block_float import block_exponents, round_to_steps
+from pallas_kernels.weight_only.formats import powers_of_two
+from pallas_kernels.weight_only.grid import Grid
+
+Parts = tuple[jax.Array, ...]
+"""The arrays that store one array: each has its leading dims, and a last dim of its own."""
+
+
+class Codec(ABC):
+    """A format of vectors [..., H]. Subclasses are frozen dataclasses."""
+
+    @abstractmethod
+    def encode(self, x: Float[Array, "*dims H"]) -> Parts:
+        """Return the stored arrays of x."""
+
+    @abstractmethod
+    def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
+        """Return the values of stored arrays, float32."""
+
+    def unsupported_reason(self, width: int) -> str | None:
+        """Return why vectors of this width cannot be stored, or None."""
+        del width
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Codec(Codec):
+    """One e4m3 number a value (Micikevicius et al. 2022, arXiv:2209.05433), without scales; saturates at 448."""
+
+    def encode(self, x: Float[Array, "*dims H"]) -> Parts:
+        largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
+        return (jnp.clip(x.astype(jnp.float32), -largest, largest).astype(jnp.float8_e4m3fn),)
+
+    def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
+        return parts[0].astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerCodec(Codec):
+    """Integers of a grid with a bfloat16 scale for each vector, or for each group of its values.
+
+    Attributes:
+      grid: 8 bits, or 4, of which two values share a byte; and the size of groups.
+    """
+
+    grid: Grid
+
+    def encode(self, x: Float[Array, "*dims H"]) -> Parts:
+        rows = x.reshape(-1, x.shape[-1])
+        scales = self.grid.scales(rows).astype(jnp.bfloat16)
+        q = self.grid.quantize(rows, scales.astype(jnp.float32)).reshape(x.shape)
+        return _pack(q, self.grid.bits), scales.reshape(*x.shape[:-1], -1)
+
+    def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
+        q, scales = _unpack(parts[0], self.grid.bits), parts[1]
+        values = self.grid.dequantize(
+            q.reshape(-1, q.shape[-1]), scales.reshape(-1, scales.shape[-1]).astype(jnp.float32)
+        )
+        return values.reshape(q.shape)
+
+    def unsupported_reason(self, width: int) -> str | None:
+        return _block_problem(self.grid.group_size or 1, width)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFloatCodec(Codec):
+    """Block floating point: integers with a shared power of two for each block, whose exponent is one byte.
+
+    Attributes:
+      bits: bits of an integer, its sign included: 8, or 4, of which two values share a byte.
+      block: number of neighbouring values that share an exponent.
+    """
+
+    bits: int
+    block: int
+
+    def encode(self, x: Float[Array, "*dims H"]) -> Parts:
+        blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
+        exponents = block_exponents(jnp.abs(blocks).max(-1), self.bits)
+        q = round_to_steps(blocks, exponents[..., None], self.bits).reshape(x.shape)
+        return _pack(q, self.bits), exponents
+
+    def decode(self, parts: Parts) -> Float[Array, "*dims H"]:
+        q, exponents = _unpack(parts[0], self.bits), parts[1]
+        blocks = q.astype(jnp.float32).reshape(*exponents.shape, self.block)
+        return (blocks * powers_of_two(exponents)[..., None]).reshape(q.shape)
+
+    def unsupported_reason(self, width: int) -> str | None:
+        return _block_problem(self.block, width)
+
+
+def pack_nibbles(q: Int[Array, "*dims H"]) -> UInt8[Array, "*dims half"]:
+    """Return signed 4-bit integers as bytes: the first half of the values in the low bits, the second in the high."""
+    low, high = jnp.split(q.astype(jnp.uint8), 2, axis=-1)
+    return (low & 15) | (high << 4)
+
+
+def unpack_nibbles(packed: UInt8[Array, "*dims half"]) -> Int[Array, "*dims H"]:
+    """Return the signed 4-bit integers of `pack_nibbles` as int8."""
+    signed = jax.lax.bitcast_convert_type(packed, jnp.int8)
+    return jnp.concatenate([(signed << 4) >> 4, signed >> 4], axis=-1)
+
+
+def _pack(q: jax.Array, bits: int) -> jax.Array:
+    return pack_nibbles(q) if bits == 4 else q
+
+
+def _unpack(stored: jax.Array, bits: int) -> jax.Array:
+    return unpack_nibbles(stored) if bits == 4 else stored
+
+
+def _block_problem(block: int, width: int) -> str | None:
+    if width % 2 == 0 and width % block == 0:
+        return None
+    return f"its blocks of {block} values do not divide vectors of {width}"

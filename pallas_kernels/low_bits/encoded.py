@@ -1,0 +1,88 @@
+"""`Encoded`: an array of vectors in few bits, as one node of a tree, and functions for it and for plain arrays."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.low_bits.codecs import Codec, Parts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Vectors [*dims, H] in few bits.
+
+    Attributes:
+      parts: the stored arrays, with the same leading dims.
+      order: channel of each stored value, int32 [K, H], where the dims of the values end with the K heads and H; None:
+        values are in their own order.
+      codec: their format.
+    """
+
+    parts: Parts
+    order: Int[Array, "*layers K H"] | None
+    codec: Codec = dataclasses.field(metadata={"static": True})
+
+
+Stored: TypeAlias = jax.Array | Encoded
+"""An array of vectors, plain or in few bits."""
+
+
+def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
+    """Apply a function that keeps the last dim of its arguments to plain arrays, or to each part of encoded ones."""
+    if not isinstance(stored[0], Encoded):
+        return function(*stored)
+    columns = zip(*(cast(Encoded, one).parts for one in stored), strict=True)
+    return dataclasses.replace(stored[0], parts=tuple(function(*column) for column in columns))
+
+
+def encode_like(stored: Stored, x: Float[Array, "*dims K H"]) -> Stored:
+    """Return x in the dtype or in the format, and in the order, of `stored`."""
+    if not isinstance(stored, Encoded):
+        return x.astype(stored.dtype)
+    return dataclasses.replace(stored, parts=stored.codec.encode(sort_channels(x, stored.order)))
+
+
+def decode(stored: Stored, dtype: jax.typing.DTypeLike) -> Float[Array, "*dims H"]:
+    """Return the values of an encoded array in `dtype` and in the order that they are stored in.
+
+    A plain array is returned as it is.
+    """
+    return stored.codec.decode(stored.parts).astype(dtype) if isinstance(stored, Encoded) else stored
+
+
+def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None) -> Float[Array, "*dims N H"]:
+    """Return x with the channels of each head in `order`; N is a multiple of K, consecutive heads have one order."""
+    if order is None:
+        return x
+    heads, width = order.shape
+    grouped = x.reshape(*x.shape[:-2], heads, -1, width)
+    return jnp.take_along_axis(grouped, order[(None,) * (x.ndim - 2)][..., None, :], axis=-1).reshape(x.shape)
+
+
+def sort_queries(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*dims N H"]:
+    """Return queries in the order of the channels of `keys`, which leaves the sum of every product of both the same."""
+    return sort_channels(q, keys.order if isinstance(keys, Encoded) else None)
+
+
+def without_order(stored: Stored) -> Stored:
+    """Return the same stored values, taken to be in their own order."""
+    return dataclasses.replace(stored, order=None) if isinstance(stored, Encoded) else stored
+
+
+def round_trip(
+    x: Float[Array, "*dims K H"], codec: Codec, order: Int[Array, "K H"] | None = None
+) -> Float[Array, "*dims K H"]:
+    """Return x as it is after it was encoded, with its channels in `order`, and decoded."""
+    decoded = codec.decode(codec.encode(sort_channels(x, order))).astype(x.dtype)
+    return sort_channels(decoded, None if order is None else jnp.argsort(order, axis=-1))
+
+
+def stored_bytes(stored: Stored) -> int:
+    """Return the bytes of a stored array in memory, without the order of its channels."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(without_order(stored)))

@@ -1,0 +1,16 @@
+"""The tables of docs/compression_cache.md are those of the newest rows."""
+
+from scripts import cache_page
+
+
+def test_the_page_shows_the_newest_rows():
+    page = cache_page.PAGE.read_text(encoding="utf-8")
+    assert page == cache_page.make_page(page, cache_page.newest_run())
+
+
+def test_a_format_that_misses_the_claim_is_said_to():
+    row = {"work": "cache of keys and values", "format": "x", "bits_per_value": 8.25, "ratio": 1.94, "perplexity": 2.0}
+    row |= {"change_percent": 0.1, "date": "2026-11-23", "commit": "0123456789", "device": "cpu", "command": "c"}
+    assert "| x | 8.250 | 1.940 | 2.000 | +0.10 % | **missed** |" in cache_page.table("cache", [row])
+    assert " met |" in cache_page.table("cache", [{**row, "ratio": 2.0}])
+    assert "**missed**" in cache_page.table("cache", [{**row, "ratio": 3.0, "change_percent": 1.5}])
