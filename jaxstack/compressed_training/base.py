@@ -23,6 +23,11 @@ class WeightRule(PathRule):
     one_by_one: ClassVar[bool] = False
     """True: the matrices of a stack are compressed in a loop."""
 
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The method with its main settings, for reports."""
+
     def check(self, weight: Weight) -> None:
         """Check that the method can compress a weight.
 
@@ -65,7 +70,7 @@ class WeightRule(PathRule):
         """Return the compressed weight that evaluation and export have."""
         return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
 
-    def penalty(self, stored: Stored, layout: MatrixLayout) -> jax.Array | None:
+    def loss_term(self, stored: Stored, layout: MatrixLayout) -> jax.Array | None:
         """Return a scalar that is added to the mean loss; None: nothing."""
         del stored, layout
         return None

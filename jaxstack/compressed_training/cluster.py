@@ -18,10 +18,10 @@ from pydantic import Field
 from jaxstack.compressed_training.base import WeightRule
 
 _PATTERNS = 65536
-_VALUES = np.arange(_PATTERNS, dtype=np.uint32) << 16
-_PATTERN_VALUES = np.where((_VALUES & 0x7F800000) == 0x7F800000, 0, _VALUES).view(np.float32)
-_PATTERN_VALUES.flags.writeable = False
-"""The value of each bfloat16 pattern; 0 for infinities and NaN."""
+_VALUES = np.arange(_PATTERNS, dtype=np.uint32) << np.uint32(16)
+_LARGEST = 2.0**13
+_PATTERN_VALUES = np.where(np.abs(_VALUES.view(np.float32)) < _LARGEST, _VALUES, 0).view(np.float32)
+"""The value of each bfloat16 pattern; 0 for NaN and for magnitudes that no weight has, whose squares overflow."""
 _ASCENDING = np.argsort(_PATTERN_VALUES, kind="stable")
 
 
@@ -45,6 +45,10 @@ class ClusterRule(WeightRule):
     """Temperature of the softmax over squared distances, as a multiple of the mean square of the matrix."""
     iterations: int = Field(default=4, ge=1)
     """Iterations of k-means in each step, from the quantiles of the weights."""
+
+    @property
+    def title(self) -> str:
+        return f"clustered around {2**self.bits} values a matrix"
 
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
         settings = Clustering(self.bits, self.temperature, self.iterations)

@@ -4,6 +4,7 @@ import functools
 import operator
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
@@ -15,6 +16,7 @@ from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.compressed_training.matrices import Weight
 from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component, load_yaml
 from jaxstack.errors import ConfigError
 from jaxstack.models.layer_paths import choose_for_all
 from jaxstack.tree_rules import check_patterns
@@ -38,6 +40,16 @@ class CompressionConfig(Component):
     def has(self, method: type[WeightRule]) -> bool:
         """Return True if a rule is of this method."""
         return any(isinstance(rule, method) for rule in self.rules)
+
+
+def read_compression(run: str | Path) -> CompressionConfig:
+    """Return the section `compression` of a run directory.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    path = Path(run) / "config.yaml"
+    return build_component(CompressionConfig, load_yaml(path).get("compression") or {}, str(path))
 
 
 def choose_rules(weights: Sequence[Weight], rules: Sequence[WeightRule]) -> dict[str, tuple[WeightRule, Weight]]:

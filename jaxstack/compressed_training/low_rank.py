@@ -30,6 +30,10 @@ class LowRankRule(WeightRule):
     threshold: float = Field(default=1e-5, ge=0)
     """Ranks whose two norms have a smaller product are set to zero."""
 
+    @property
+    def title(self) -> str:
+        return "low rank"
+
     def check(self, weight: Weight) -> None:
         largest = min(weight.layout.size)
         if self.rank is not None and self.rank > largest:
@@ -71,12 +75,12 @@ class LowRankRule(WeightRule):
     def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
         return self.use(stored, layout, None)
 
-    def penalty(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+    def loss_term(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
         del layout
-        return self.penalty_of(stored["u"]) + self.penalty_of(jnp.swapaxes(stored["v"], -1, -2))
+        return self._group_lasso(stored["u"]) + self._group_lasso(jnp.swapaxes(stored["v"], -1, -2))
 
-    def penalty_of(self, factor: Float[Array, "*stack n rank"]) -> Float[Array, ""]:
-        """Return the group lasso of one factor: the sum over b of the norm of its ranks from b on."""
+    def _group_lasso(self, factor: jax.Array) -> jax.Array:
+        """Return the penalty of a factor [*stack, n, rank]: the sum over b of the norm of its ranks from b on."""
         squares = jnp.sum(jnp.square(factor), axis=-2)
         tails = jnp.flip(jnp.cumsum(jnp.flip(squares, -1), axis=-1), -1)
         alive = tails > 0

@@ -18,6 +18,10 @@ class MaskRule(WeightRule):
 
     method: Literal["mask"] = "mask"
 
+    @property
+    def title(self) -> str:
+        return "sparse"
+
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
         del train
         return jnp.where(w == 0, 0, w)  # the gradient of a zero is zero

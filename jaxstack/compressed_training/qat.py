@@ -30,6 +30,11 @@ class QatRule(WeightRule):
         """The grid of the rounded weights."""
         return Grid(self.bits, self.group_size)
 
+    @property
+    def title(self) -> str:
+        group = "one scale an output" if self.group_size is None else f"groups of {self.group_size}"
+        return f"quantized to int{self.bits} ({group})"
+
     def check(self, weight: Weight) -> None:
         try:
             self.grid.groups(weight.layout.size[1])

@@ -76,8 +76,8 @@ class CompressedModule(FunctionalModule):
         for path, (rule, _) in self.chosen.items():
             if is_frozen(path):
                 raise ConfigError(
-                    f"compression.rules: {rule.path!r} matches {path}, which optimizer.groups freezes, so that it cannot "
-                    "be trained in its compressed form; drop one of the two."
+                    f"compression.rules: {rule.path!r} matches {path}, which optimizer.groups freezes, so that it "
+                    "cannot be trained in its compressed form; drop one of the two."
                 )
         self._used.freeze(is_frozen)
         super().freeze(is_frozen)
@@ -89,7 +89,7 @@ class CompressedModule(FunctionalModule):
             drawn = None if choice is None else choice - self._offsets[weight.path]
             return rule.use(stored, weight.layout, drawn)
 
-        penalties = [rule.penalty(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()]
+        penalties = [rule.loss_term(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()]
         found = [penalty for penalty in penalties if penalty is not None]
         return self._mapped(use, params), sum(found[1:], found[0]) if found else None
 
@@ -102,6 +102,11 @@ class CompressedModule(FunctionalModule):
     def kept(self, params: Dict) -> dict[str, jax.Array]:
         """Return path -> number of values that an export has to store, for each compressed weight. Traceable."""
         return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
+
+    def kept_of(self, params: Dict, path: str) -> jax.Array:
+        """Return the number of values to store of one weight, given parameters of `used`."""
+        rule, weight = self.chosen[path]
+        return rule.kept(rule.store(self._get(params, path), weight.layout), weight.layout)
 
     def _items(self) -> list[tuple[str, tuple[WeightRule, Weight]]]:
         return list(self.chosen.items())

@@ -75,7 +75,7 @@ class TrainingTasks:
         if self._model is None:
             self._model = self._make_model(self._harness, report_alive)
         else:
-            self._model.generator.decoder.load(state.params, state.non_params)
+            self._model.generator.decoder.load(self._trainer.exported_parameters(), state.non_params)
         found = self._harness.run_tasks(
             self._model, train.eval_tasks, limit=train.eval_tasks_limit, manager=self._manager
         )
@@ -86,7 +86,8 @@ class TrainingTasks:
     def _make_model(self, harness: ModuleType, report_alive: Callable[[], None]) -> "HarnessModel":
         train, trainer, state = self._config.train, self._trainer, self._trainer.state
         vocab_size, start = self._tokenizer.vocab_size, self._tokenizer.document_start
-        decoder = Decoder(trainer.module, state.params, state.non_params, trainer.rules, vocab_size=vocab_size)
+        params = trainer.exported_parameters()
+        decoder = Decoder(trainer.module.used, params, state.non_params, trainer.rules, vocab_size=vocab_size)
         return harness.HarnessModel(
             TextGenerator(decoder, self._tokenizer, [start], [start]),
             max_length=default_max_length(self._config),

@@ -22,6 +22,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text import TextGenerator
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.functional.compressed import compress_in_training
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
@@ -332,13 +333,17 @@ def load_decoder(
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     unrolled = config.model.model_copy(update={"scan_layers": False})
     stored = config.model if is_run(directory) else unrolled  # a run stores its layers stacked as in training
-    module = FunctionalModule(build_model(config.model_copy(update={"model": stored}), dtype))
+    compression = config.compression.rules if is_run(directory) else ()
+    module = compress_in_training(build_model(config.model_copy(update={"model": stored}), dtype), compression)
     params, non_params, chosen = restore_parameters(directory, stored, module, rules, step=step, report=report)
     if config.adapters.rules:
         plain = FunctionalModule(lambda rngs: Transformer(stored, rngs, dtype=dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
         params, module = merge(*module.split_adapters(params), non_params), plain
+    if module.used is not module:
+        layout = jax.tree.map(rules.sharding, module.used.parameter_specs(rules))
+        params, module = jax.jit(module.export, out_shardings=layout)(params), module.used
     if stored != unrolled:
         params = cast_matrices(module, params, rules)
         module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))
