@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.compressed_training.matrices import MatrixLayout, Weight
 from jaxstack.config.base import PathRule
+from pallas_kernels.weight_only.packed import PackedWeight
 
 Stored: TypeAlias = Any
 """What the train state holds of a weight: an array, or a dict of arrays for a weight that is stored in factors."""
@@ -79,6 +80,13 @@ class WeightRule(PathRule):
         """Return the stored values after an optimizer step from `old` to `new`, with the method's constraint."""
         del old
         return new
+
+    @abstractmethod
+    def pack(self, stored: Stored) -> PackedWeight | Float[Array, "out in"]:
+        """Return one matrix in the form of its export, given what is stored of it, without dims of a stack.
+
+        Not traceable: the shapes may depend on the values.
+        """
 
     def kept(self, stored: Stored, layout: MatrixLayout) -> Int[Array, ""]:
         """Return the number of values that an export has to store, int32."""

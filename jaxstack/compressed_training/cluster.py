@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
-from jaxstack.compressed_training.base import WeightRule
+from jaxstack.compressed_training.base import Stored, WeightRule
+from pallas_kernels.weight_only.packed import PackedWeight, pack_lookup
 
 _PATTERNS = 65536
 _VALUES = np.arange(_PATTERNS, dtype=np.uint32) << np.uint32(16)
@@ -41,7 +42,7 @@ class ClusterRule(WeightRule):
     method: Literal["cluster"] = "cluster"
     bits: int = Field(default=3, ge=1, le=8)
     """Bits of an index: each matrix has 2^bits different values."""
-    temperature: float = Field(default=0.01, gt=0)
+    temperature: float = Field(default=0.02, gt=0)
     """Temperature of the softmax over squared distances, as a multiple of the mean square of the matrix."""
     iterations: int = Field(default=4, ge=1)
     """Iterations of k-means in each step, from the quantiles of the weights."""
@@ -51,8 +52,16 @@ class ClusterRule(WeightRule):
         return f"clustered around {2**self.bits} values a matrix"
 
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
-        settings = Clustering(self.bits, self.temperature, self.iterations)
-        return soft_clusters(w, settings) if train else hard_clusters(w, settings)
+        return soft_clusters(w, self.settings) if train else hard_clusters(w, self.settings)
+
+    @property
+    def settings(self) -> Clustering:
+        """The settings of the k-means iterations."""
+        return Clustering(self.bits, self.temperature, self.iterations)
+
+    def pack(self, stored: Stored) -> PackedWeight:
+        indices, table = assign(stored, self.settings)
+        return pack_lookup(self.bits, indices, table[None])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

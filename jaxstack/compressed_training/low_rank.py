@@ -17,6 +17,7 @@ from pydantic import Field
 from jaxstack.compressed_training.base import Stored, WeightRule
 from jaxstack.compressed_training.matrices import MatrixLayout, Weight
 from jaxstack.errors import ConfigError
+from pallas_kernels.weight_only.packed import PackedWeight, pack_low_rank
 
 
 class LowRankRule(WeightRule):
@@ -90,6 +91,9 @@ class LowRankRule(WeightRule):
     def keep(self, old: Stored, new: Stored) -> Stored:
         alive = (_products(old) > 0) & (_products(new) >= self.threshold)
         return {"u": new["u"] * alive[..., None, :], "v": new["v"] * alive[..., :, None]}
+
+    def pack(self, stored: Stored) -> PackedWeight:
+        return pack_low_rank(*trim(stored["u"], stored["v"]))
 
     def kept(self, stored: Stored, layout: MatrixLayout) -> Int[Array, ""]:
         return jnp.sum(_products(stored) > 0, dtype=jnp.int32) * sum(layout.size)

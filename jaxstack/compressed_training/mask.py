@@ -26,6 +26,9 @@ class MaskRule(WeightRule):
         del train
         return jnp.where(w == 0, 0, w)  # the gradient of a zero is zero
 
+    def pack(self, stored: Stored) -> Float[Array, "out in"]:
+        return stored
+
     def keep(self, old: Stored, new: Stored) -> Stored:
         return jnp.where(old == 0, 0, new)
 

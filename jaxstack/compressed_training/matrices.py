@@ -40,6 +40,11 @@ class MatrixLayout:
         return self.shape[: self.stack]
 
     @property
+    def has_layers(self) -> bool:
+        """True if the first dim counts layers."""
+        return bool(self.axes) and self.axes[0] == "layers"
+
+    @property
     def size(self) -> tuple[int, int]:
         """(outputs, inputs) of a matrix."""
         first, second = self._parts

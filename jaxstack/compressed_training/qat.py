@@ -10,10 +10,11 @@ import jax
 from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxstack.compressed_training.base import WeightRule
+from jaxstack.compressed_training.base import Stored, WeightRule
 from jaxstack.compressed_training.matrices import Weight
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.packed import PackedWeight, pack_integers
 
 
 class QatRule(WeightRule):
@@ -43,6 +44,10 @@ class QatRule(WeightRule):
 
     def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
         return round_straight_through(w, self.grid) if train else self.grid.round(w)
+
+    def pack(self, stored: Stored) -> PackedWeight:
+        scales = self.grid.scales(stored)
+        return pack_integers(self.grid, self.grid.quantize(stored, scales), scales)
 
 
 def round_straight_through(w: Float[Array, "out in"], grid: Grid) -> Float[Array, "out in"]:

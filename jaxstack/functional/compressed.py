@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxstack.compressed_training.base import Stored, WeightRule
@@ -12,6 +13,7 @@ from jaxstack.compressed_training.config import choose_rules
 from jaxstack.compressed_training.matrices import Weight, find_weights
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import Dict, FunctionalModule, flatten, make_functional, nest
+from pallas_kernels.weight_only.packed import PackedWeight
 
 
 class CompressedModule(FunctionalModule):
@@ -102,6 +104,18 @@ class CompressedModule(FunctionalModule):
     def kept(self, params: Dict) -> dict[str, jax.Array]:
         """Return path -> number of values that an export has to store, for each compressed weight. Traceable."""
         return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
+
+    def pack(self, params: Dict) -> dict[str, PackedWeight | jax.Array]:
+        """Return path -> the matrix [out, in] in the form of its export, for each layer and expert. Not traceable."""
+        packed: dict[str, PackedWeight | jax.Array] = {}
+        for path, (rule, weight) in self._items():
+            stored, layout = self._get(params, path), weight.layout
+            stored = stored if isinstance(stored, dict) else layout.to_matrices(stored)
+            for place in np.ndindex(*layout.stack_shape):
+                layer, expert = (place[0], place[1:]) if layout.has_layers else (0, place)
+                name = "/".join([weight.names[layer], *map(str, expert)])
+                packed[name] = rule.pack(jax.tree.map(lambda x, place=place: x[place], stored))
+        return packed
 
     def kept_of(self, params: Dict, path: str) -> jax.Array:
         """Return the number of values to store of one weight, given parameters of `used`."""
