@@ -186,7 +186,8 @@ class Trainer:
             state = init_state(self.module, self.optimizer, key)
             return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
 
-        create = jax.jit(create, out_shardings=self.shardings, donate_argnums=1)
+        donated = 1 if self.module.used is self.module else ()  # factors have other shapes
+        create = jax.jit(create, out_shardings=self.shardings, donate_argnums=donated)
         self._state = create(jax.random.key(self.seed), params)
 
     @property
@@ -200,7 +201,7 @@ class Trainer:
         return start_shapes(self.module, self.rules, self.steps.layout.zero)
 
     def set_teacher(self, params: Dict) -> None:
-        """Give the teacher, which no checkpoint holds, its parameters, as `start_shapes` describes them."""
+        """Set the teacher's parameters, which no checkpoint holds, see `start_shapes`."""
         self._teacher = {"teacher": params}
         if self._state is not None:
             self.state = self._state
@@ -240,11 +241,6 @@ class Trainer:
     def trained_module(self) -> Any:
         """The module with the current parameters."""
         return self.module.merge(self.state.params, self.state.non_params)
-
-    def exported_parameters(self) -> Dict:
-        """Return the current parameters of `module.used`, with weights that are compressed in training as exported."""
-        module, params = self.module, self.state.params
-        return params if module.used is module else jax.jit(module.export)(params)
 
     def count_parameters(self) -> int:
         """Return the number of the module's parameters."""
@@ -320,8 +316,6 @@ class Trainer:
         """Return the schedule of the pipeline's stages as plain JSON; empty without a pipeline."""
         return self.program.describe_pipeline()
 
-    # --- batches -----------------------------------------------------------------------------------------------------
-
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, dtypes and shardings of full batches, learnt from that of step `start`, which stays unread."""
         size = self.train.global_batch_size
@@ -338,8 +332,6 @@ class Trainer:
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """Return a whole global batch, laid out on the devices."""
         return self.placement.put(batch)
-
-    # --- training ----------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
         """Take one step on a global batch on the devices; return its metrics without waiting for them."""

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jaxstack.models.embedding import Embedding
 from jaxstack.models.layer_paths import weight_paths
 from jaxstack.models.linear import Linear
 from jaxstack.models.moe_layer import Experts
+from jaxstack.models.transformer import Transformer
 from jaxstack.tree_rules import TEACHER
 
 
@@ -121,9 +121,9 @@ def find_weights(model: nnx.Module) -> list[Weight]:
 
 
 def _names(model: nnx.Module, path: Sequence[str | int], name: str) -> list[str]:
-    if name != "kernel":
-        return ["/".join(map(str, (*path, name)))]
-    return weight_paths(cast(Any, model), path)
+    if name == "kernel" and isinstance(model, Transformer):
+        return weight_paths(model, path)
+    return ["/".join(map(str, (*path, name)))]
 
 
 def _layout(node: object, name: str, param: nnx.Param) -> MatrixLayout | None:

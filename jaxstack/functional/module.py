@@ -53,7 +53,7 @@ class FunctionalModule:
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._non_params if issubclass(variable.type, ScalingState)
         ]
-        self._is_frozen: Callable[[str], bool] = lambda path: False
+        self._is_frozen: Callable[[str], bool] = lambda path: bool(TEACHER.search(path))
         self._set_params(nnx.to_flat_state(params))
 
     def _set_params(self, params: Any) -> None:

@@ -54,7 +54,7 @@ def folder(tmp_path_factory) -> Path:
         "train": {"steps": 4, "global_batch_size": 8, "sequence_length": 32},
         "schedule": {"name": "constant"},
         "optimizer": {"learning_rate": 0.01, "weight_decay": 0.1},
-        "parallel": {"fsdp": 2, "data": 2, "simulate_devices": 4},
+        "parallel": {"fsdp": 4, "data": 2},
         "checkpoint": {"every_steps": 2},
         "observe": {"trackers": ["jsonl"], "log_every": 1, "progress": False},
     }
@@ -116,7 +116,7 @@ def test_evaluation_and_export_have_the_compressed_weights(folder, small):
         name = lambda part, layer=layer: f"decoder/layers/{layer}/{part}/kernel"  # noqa: E731
         q = weights["decoder/layers/0/attention/q_proj/kernel"][layer]
         rounded = Rtn(path=".*", bits=4, group_size=8).compress(jnp.asarray(q.reshape(32, -1).T), None)
-        np.testing.assert_array_equal(found[name("attention/q_proj")].reshape(32, -1).T, rounded.matrix())
+        np.testing.assert_allclose(found[name("attention/q_proj")].reshape(32, -1).T, rounded.matrix(), rtol=1e-6)
         zeros = pruned[name("attention/v_proj")] == 0
         assert 0.4 < zeros.mean() < 0.6
         np.testing.assert_array_equal(found[name("attention/v_proj")] == 0, zeros)
