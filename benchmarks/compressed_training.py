@@ -10,7 +10,7 @@ the width learns with and without the trained model as its teacher, from the sam
 
 import argparse
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rows import append_rows, require_commit
-from jaxstack.compressed_training.cluster import stored_bytes
+from jaxstack.compressed_training.cluster import (
+    Clustering,
+    ClusterRule,
+    count_patterns,
+    soft_clusters,
+    start_centroids,
+    stored_bytes,
+)
 from jaxstack.compressed_training.distill import DistillConfig, distillation_loss, empty_model, with_teacher
 from jaxstack.data.loader import Data, open_data
 from jaxstack.functional.compressed import CompressedModule
@@ -205,8 +212,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         rows.append({"work": "distill", **common, "seed": seed, **losses})
         print(rows[-1], flush=True)
+    clustering = ClusterRule(path=".").settings
+    dense, table = (saved_bytes(form, 4096, clustering) for form in (dense_clusters, soft_clusters))
+    rows.append({"work": "map of 4096 x 4096, 3 bits", **common, "bytes_before": dense, "bytes": table})
     rows.append({"work": "LLaMA 7B, clustered", **common, **seven_billion()})
+    print(*rows[-2:], sep="\n")
     append_rows(SCRIPT, rows)
+
+
+def dense_clusters(w: jax.Array, settings: Clustering) -> jax.Array:
+    """Return `soft_clusters` of weights [out, in] as DKM defines it, with a map of every weight to every centroid."""
+    centroids, temperature = start_centroids(count_patterns(w)[1], settings)
+    x = w.reshape(-1, 1)
+    shares = x
+    for _ in range(settings.iterations):
+        shares = jax.nn.softmax(-jnp.square(x - centroids) / temperature, axis=-1)
+        centroids = jnp.sum(shares * x, axis=0) / jnp.sum(shares, axis=0)
+    return jnp.sum(shares * centroids, axis=-1).reshape(w.shape)
+
+
+def saved_bytes(function: Callable[..., jax.Array], size: int, settings: Clustering) -> int:
+    """Return the bytes that the backward pass of a square matrix needs of the forward pass; nothing is computed."""
+    w = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    pull = jax.eval_shape(lambda w: jax.vjp(lambda w: function(w, settings), w)[1], w)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
 
 
 def seven_billion() -> dict[str, int]:

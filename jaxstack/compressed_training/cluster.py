@@ -70,7 +70,7 @@ def soft_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Arra
 
     The initial centroids and the temperature's scale are constants in the gradient.
     """
-    patterns, counts = _count(w)
+    patterns, counts = count_patterns(w)
     values = jnp.asarray(_PATTERN_VALUES)
     return _means(values, values, counts, settings)[patterns]
 
@@ -80,7 +80,7 @@ def _forward(w: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(settings: Clustering, rounded: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    patterns, counts = _count(rounded)
+    patterns, counts = count_patterns(rounded)
     totals = jnp.zeros(_PATTERNS).at[patterns].add(gradient)
     values = jnp.asarray(_PATTERN_VALUES)
     # A weight acts on its own mean, and through the centroids on all. The first is elementwise in the table; the second
@@ -102,7 +102,7 @@ def hard_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Arra
 
 def assign(w: Float[Array, "out in"], settings: Clustering) -> tuple[Int[Array, "out in"], Float[Array, " k"]]:
     """Return the index of each weight's nearest centroid, and the bfloat16 centroids."""
-    patterns, counts = _count(w)
+    patterns, counts = count_patterns(w)
     values = jnp.asarray(_PATTERN_VALUES)
     centroids, _ = _iterate(values, counts, settings)
     table = centroids.astype(jnp.bfloat16)
@@ -115,13 +115,13 @@ def stored_bytes(weights: int, matrices: int, bits: int) -> int:
     return -(-weights * bits // 8) + matrices * 2**bits * 2
 
 
-def _count(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def count_patterns(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the bfloat16 pattern of each weight, int32, and the number of weights of each pattern, float32."""
     patterns = jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
     return patterns, jnp.zeros(_PATTERNS).at[patterns].add(1.0)
 
 
-def _start(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
+def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
     """Return the initial centroids, quantiles of the weights, and the temperature in squared units of the weights."""
     values, total = jnp.asarray(_PATTERN_VALUES), jnp.sum(counts)
     k = 2**settings.bits
@@ -134,7 +134,7 @@ def _start(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Arra
 
 def _iterate(data: jax.Array, counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
     """Return the centroids after all iterations, and those before the last one, [k]."""
-    centroids, temperature = jax.lax.stop_gradient(_start(counts, settings))
+    centroids, temperature = jax.lax.stop_gradient(start_centroids(counts, settings))
     before = centroids
     for _ in range(settings.iterations):
         shares = jax.nn.softmax(-jnp.square(data[:, None] - centroids) / temperature, axis=-1) * counts[:, None]
@@ -147,6 +147,6 @@ def _iterate(data: jax.Array, counts: jax.Array, settings: Clustering) -> tuple[
 def _means(x: jax.Array, data: jax.Array, counts: jax.Array, settings: Clustering) -> jax.Array:
     """Return the weighted mean of the centroids of `data` for each x."""
     centroids, before = _iterate(data, counts, settings)
-    _, temperature = _start(counts, settings)
+    _, temperature = start_centroids(counts, settings)
     shares = jax.nn.softmax(-jnp.square(x[:, None] - before) / temperature, axis=-1)
     return jnp.sum(shares * centroids, axis=-1)

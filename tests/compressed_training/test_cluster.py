@@ -1,6 +1,5 @@
 """Clustering by a table of 16-bit values: equal to k-means over all weights, in a fraction of the memory."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.compressed_training import cluster
+from benchmarks.compressed_training import dense_clusters, saved_bytes, seven_billion
 from jaxstack.compressed_training.cluster import Clustering, ClusterRule, assign, soft_clusters
 
 SETTINGS = Clustering(bits=3, temperature=0.3, iterations=4)
@@ -20,17 +19,6 @@ def weights(*shape: int) -> jax.Array:
     return w.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def dense(w: jax.Array, settings: Clustering) -> jax.Array:
-    """Differentiable k-means as DKM defines it, with the map of every weight to every centroid."""
-    centroids, temperature = cluster._start(cluster._count(w)[1], settings)
-    x = w.reshape(-1, 1)
-    shares = x
-    for _ in range(settings.iterations):
-        shares = jax.nn.softmax(-jnp.square(x - centroids) / temperature, axis=-1)
-        centroids = jnp.sum(shares * x, axis=0) / jnp.sum(shares, axis=0)
-    return jnp.sum(shares * centroids, axis=-1).reshape(w.shape)
-
-
 def test_values_and_gradients_equal_those_of_the_dense_form():
     w = weights(48, 64)
     target = jax.random.normal(jax.random.key(1), w.shape)
@@ -39,22 +27,15 @@ def test_values_and_gradients_equal_those_of_the_dense_form():
         loss = lambda w: jnp.sum(function(w, SETTINGS) * target)  # noqa: E731
         return function(w, SETTINGS), jax.grad(loss)(w)
 
-    (expected, expected_gradient), (found, gradient) = map(value_and_gradient, (dense, soft_clusters))
+    (expected, expected_gradient), (found, gradient) = map(value_and_gradient, (dense_clusters, soft_clusters))
     np.testing.assert_allclose(found, expected, atol=1e-6 * 0.02)
     error = jnp.linalg.norm(gradient - expected_gradient) / jnp.linalg.norm(expected_gradient)
     assert error < 1e-6, error
 
 
-def saved_bytes(function: Callable[..., jax.Array], size: int) -> int:
-    """Bytes that the backward pass of a square matrix needs from the forward pass; nothing is computed."""
-    w = jax.ShapeDtypeStruct((size, size), jnp.float32)
-    pull = jax.eval_shape(lambda w: jax.vjp(functools.partial(function, settings=SETTINGS), w)[1], w)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
-
-
 def test_the_backward_pass_needs_only_the_16_bit_weights():
-    assert saved_bytes(soft_clusters, 4096) == 4096**2 * 2
-    assert saved_bytes(lambda w, settings: dense(w, settings), 4096) > 100 * saved_bytes(soft_clusters, 4096)
+    assert saved_bytes(soft_clusters, 4096, SETTINGS) == 4096**2 * 2
+    assert saved_bytes(dense_clusters, 4096, SETTINGS) > 100 * saved_bytes(soft_clusters, 4096, SETTINGS)
 
 
 def test_export_has_a_table_of_values_and_the_nearest_of_them():
@@ -79,9 +60,5 @@ def test_degenerate_matrices_give_finite_values_and_gradients(w: jax.Array):
 
 def test_a_model_of_7_billion_weights_takes_a_fifth_of_its_16_bits():
     """LLaMA 7B with 3 bits in its layers and 8 bits in embedding and head: 12.6 -> 2.5 GiB, as eDKM reports."""
-    layers, d, f, vocabulary = 32, 4096, 11008, 32000
-    matrices = layers * (4 * d * d + 3 * d * f)
-    tables, norms = 2 * vocabulary * d, (2 * layers + 1) * d
-    before = 2 * (matrices + tables + norms)
-    after = cluster.stored_bytes(matrices, 7 * layers, bits=3) + cluster.stored_bytes(tables, 2, bits=8) + 2 * norms
-    assert (round(before / 2**30, 1), round(after / 2**30, 1)) == (12.6, 2.5)
+    found = seven_billion()
+    assert (round(found["bytes_before"] / 2**30, 1), round(found["bytes"] / 2**30, 1)) == (12.6, 2.5)
