@@ -52,5 +52,5 @@ class QatRule(WeightRule):
 
 def round_straight_through(w: Float[Array, "out in"], grid: Grid) -> Float[Array, "out in"]:
     """Return the weights rounded to the grid, whose gradient passes to w unchanged."""
-    # The difference is exactly zero, so that the value is exactly that of the grid.
-    return jax.lax.stop_gradient(grid.round(w)) + (w - jax.lax.stop_gradient(w))
+    fixed = jax.lax.stop_gradient(w)
+    return grid.round(fixed) + (w - fixed)  # the difference is exactly zero

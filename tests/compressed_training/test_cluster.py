@@ -25,7 +25,7 @@ def test_values_and_gradients_equal_those_of_the_dense_form():
 
     def value_and_gradient(function: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array]:
         loss = lambda w: jnp.sum(function(w, SETTINGS) * target)  # noqa: E731
-        return function(w, SETTINGS), jax.grad(loss)(w)
+        return jax.jit(lambda w: (function(w, SETTINGS), jax.grad(loss)(w)))(w)
 
     (expected, expected_gradient), (found, gradient) = map(value_and_gradient, (dense_clusters, soft_clusters))
     np.testing.assert_allclose(found, expected, atol=1e-6 * 0.02)
