@@ -34,8 +34,8 @@ RULES = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A trained run `base`, the same pruned, and a configuration that compresses the pruned one in training."""
+def configured(tmp_path_factory) -> Path:
+    """Configurations of a run `base`, and of one that compresses the pruned base in training; nothing is trained."""
     place = tmp_path_factory.mktemp("compressed")
     texts = place / "texts"
     texts.mkdir()
@@ -59,12 +59,18 @@ def folder(tmp_path_factory) -> Path:
         "observe": {"trackers": ["jsonl"], "log_every": 1, "progress": False},
     }
     (place / "base.yaml").write_text(json.dumps(config))
-    train(load_config(place / "base.yaml"))
-    prune(place / "base", place / "pruned")
     new = {"name": "small", "init_from": str(place / "pruned")}
     changed = {"run": config["run"] | new, "compression": {"rules": RULES}, "distill": {"teacher": str(place / "base")}}
     (place / "small.yaml").write_text(json.dumps(config | changed))
     return place
+
+
+@pytest.fixture(scope="module")
+def folder(configured) -> Path:
+    """The same with the trained run `base`, and that run pruned."""
+    train(load_config(configured / "base.yaml"))
+    prune(configured / "base", configured / "pruned")
+    return configured
 
 
 def prune(source: Path, target: Path) -> None:
@@ -98,6 +104,7 @@ def stored(folder: Path, name: str) -> dict[str, np.ndarray]:
     return {"/".join(path): x for path, x in flatten(tree["params"]).items()}
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_run_goes_on_exactly(folder, small):
     train(load_config(folder / "small.yaml", ["run.name=stopped", "train.steps=2"]))
     resumed = train(load_config(folder / "small.yaml", ["run.name=stopped"])).metrics
@@ -108,6 +115,7 @@ def test_a_stopped_run_goes_on_exactly(folder, small):
         np.testing.assert_array_equal(value, other[path], err_msg=path)
 
 
+@pytest.mark.exhaustive
 def test_evaluation_and_export_have_the_compressed_weights(folder, small):
     weights, pruned = stored(folder, "small"), stored(folder, "pruned")
     decoder, _ = load_decoder(folder / "small")
@@ -128,12 +136,21 @@ def test_evaluation_and_export_have_the_compressed_weights(folder, small):
     np.testing.assert_allclose(from_huggingface(folder / "exported")(TOKENS), expected, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_another_run_starts_from_the_compressed_weights(folder, small):
     again = ["run.name=again", f"run.init_from={folder / 'small'}", "train.steps=1", "optimizer.learning_rate=1e-12"]
     found = train(load_config(folder / "base.yaml", again)).metrics
     assert found["eval_loss"] == pytest.approx(small["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.exhaustive
+def test_a_mask_needs_zeros(folder, capsys):
+    rules = ["compression.rules=[{path: mlp, method: mask}]", "distill.teacher=null", "run.name=without-zeros"]
+    assert command.main(["--config", str(folder / "small.yaml"), *rules]) == 2
+    assert "has no zeros" in capsys.readouterr().err
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -143,8 +160,7 @@ def test_another_run_starts_from_the_compressed_weights(folder, small):
             "a weight has one method",
         ),
         (["compression.rules=[{path: mlp, method: qat, group_size: 7}]"], "Groups of 7 do not divide"),
-        (["compression.rules=[{path: mlp, method: mask}]", "run.init_from=null"], "name its directory"),
-        (["compression.rules=[{path: mlp, method: mask}]"], "has no zeros"),
+        (["compression.rules=[{path: mlp, method: mask}]"], "name its directory"),
         (["compression.rules=[{path: mlp, method: low_rank, rank: 99}]"], "rank 99 is more than"),
         (["compression.rules=[{path: mlp, method: cluster}]", "adapters.rules=[{path: mlp}]"], "exclude each other"),
         (
@@ -155,12 +171,12 @@ def test_another_run_starts_from_the_compressed_weights(folder, small):
         (["distill.teacher=other"], "has a vocabulary of 64 ids"),
     ],
 )
-def test_errors_are_one_message_and_exit_code_2(folder, monkeypatch, capsys, overrides, message):
-    monkeypatch.chdir(folder)
-    other = folder / "other"
+def test_errors_are_one_message_and_exit_code_2(configured, monkeypatch, capsys, overrides, message):
+    monkeypatch.chdir(configured)
+    other = configured / "other"
     other.mkdir(exist_ok=True)
     (other / "config.yaml").write_text(json.dumps({"model": {"hidden_size": 32, "num_layers": 1, "vocab_size": 64}}))
-    arguments = ["--config", "small.yaml", "run.name=refused", "distill.teacher=null", *overrides]
+    arguments = ["--config", "small.yaml", "run.name=refused", "run.init_from=null", "distill.teacher=null", *overrides]
     assert command.main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error
