@@ -17,8 +17,10 @@ from jaxstack.compressed_training.qat import QatRule
 from jaxstack.config.loader import build_component
 from jaxstack.errors import ConfigError
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
+from jaxstack.loop import LoopSettings
 from jaxstack.loss import language_model_loss
 from jaxstack.models import ModelConfig, Transformer
+from jaxstack.observe.config import ObserveConfig
 from jaxstack.parallel import ParallelConfig, make_mesh
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import TrainConfig
@@ -49,12 +51,10 @@ def squared_error(model: Small, batch: Any) -> jax.Array:
 DATA = {"x": np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32), "y": np.ones((32, 2), np.float32)}
 
 
-def small_trainer(
-    module: Any, loss: Any, data: Any, optimizer: optax.GradientTransformation, rows: int = 32
-) -> Trainer:
+def small_trainer(module: Any, loss: Any, data: Any, optimizer: Any, *, rows: int = 32, steps: int = 10) -> Trainer:
     """A trainer on one device."""
     mesh = make_mesh(ParallelConfig(), jax.devices()[:1])
-    train = TrainConfig(steps=10, global_batch_size=rows)
+    train = TrainConfig(steps=steps, global_batch_size=rows)
     return Trainer(module, loss, data, optimizer=optimizer, mesh=mesh, train=train)
 
 
@@ -103,6 +103,26 @@ def test_masks_hold_for_an_optimizer_that_moves_every_weight():
     np.testing.assert_array_equal(after == 0, before == 0)
     assert not np.any(np.asarray(after == before)[:, 1::2])
     np.testing.assert_array_equal(trainer.trained_module.first.kernel[...], after)
+
+
+def test_a_stopped_run_goes_on_exactly(tmp_path):
+    start = Small(nnx.Rngs(0))
+    start.second.kernel[...] = jnp.where(jnp.arange(8)[:, None] % 2 == 0, 0.0, start.second.kernel[...])
+    rules = [LowRankRule(path="first", rank=3), MaskRule(path="second")]
+    settings = LoopSettings(observe=ObserveConfig(trackers=(), progress=False))
+
+    def fit(name: str, steps: int) -> Trainer:
+        module = compress_in_training(start, rules)
+        trainer = small_trainer(module, squared_error, numpy_batches(DATA, 32), optax.adam(0.01), steps=steps)
+        trainer.fit(tmp_path / name, settings)
+        return trainer
+
+    whole = fit("whole", 4)
+    fit("stopped", 2)
+    resumed = fit("stopped", 4)
+    assert int(resumed.state.step) == 4
+    jax.tree.map(np.testing.assert_array_equal, resumed.state.params, whole.state.params)
+    assert not np.any(resumed.state.params["second"]["kernel"][::2])
 
 
 def test_the_penalty_is_a_part_of_the_gradient():
