@@ -71,6 +71,11 @@ class WeightRule(PathRule):
         """Return the compressed weight that evaluation and export have."""
         return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
 
+    def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        """Return the float32 weight that the optimizer changes, from which compression after training starts."""
+        del layout
+        return stored
+
     def loss_term(self, stored: Stored, layout: MatrixLayout) -> jax.Array | None:
         """Return a scalar that is added to the mean loss; None: nothing."""
         del stored, layout

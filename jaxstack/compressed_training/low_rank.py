@@ -76,6 +76,9 @@ class LowRankRule(WeightRule):
     def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
         return self.use(stored, layout, None)
 
+    def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        return self.use(stored, layout, None)
+
     def loss_term(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
         del layout
         return self._group_lasso(stored["u"]) + self._group_lasso(jnp.swapaxes(stored["v"], -1, -2))

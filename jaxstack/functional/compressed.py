@@ -98,6 +98,10 @@ class CompressedModule(FunctionalModule):
     def export(self, params: Dict) -> Dict:
         return self._mapped(lambda rule, weight, stored: rule.export(stored, weight.layout), params)
 
+    def master(self, params: Dict) -> Dict:
+        """Return the parameters of `used` that the optimizer changes, not yet rounded or clustered. Traceable."""
+        return self._mapped(lambda rule, weight, stored: rule.master(stored, weight.layout), params)
+
     def keep_constraints(self, old: Dict, new: Dict) -> Dict:
         return self._mapped(lambda rule, weight, stored: rule.keep(self._get(old, weight.path), stored), new)
 

@@ -22,7 +22,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text import TextGenerator
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
-from jaxstack.functional.compressed import compress_in_training
+from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers
@@ -314,6 +314,7 @@ def load_decoder(
     *,
     step: int | None = None,
     vocab_size: int | None = None,
+    master: bool = False,
     report: Callable[[str], None] = warnings.warn,
 ) -> tuple[Decoder, int]:
     """Load the model of a run or a Hugging Face checkpoint, without its tokenizer.
@@ -321,6 +322,8 @@ def load_decoder(
     Args:
       directory, overrides, step, report: as of `load`.
       vocab_size: number of ids that may be generated; default: all rows of the model's vocabulary.
+      master: True leaves weights that were compressed in training as the optimizer stored them, neither rounded nor
+        clustered, so that compression may do that by itself.
 
     Returns:
       The decoder, and the step of its checkpoint.
@@ -341,9 +344,10 @@ def load_decoder(
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
         params, module = merge(*module.split_adapters(params), non_params), plain
-    if module.used is not module:
+    if isinstance(module, CompressedModule):
         layout = jax.tree.map(rules.sharding, module.used.parameter_specs(rules))
-        params, module = jax.jit(module.export, out_shardings=layout)(params), module.used
+        convert = module.master if master else module.export
+        params, module = jax.jit(convert, out_shardings=layout)(params), module.used
     if stored != unrolled:
         params = cast_matrices(module, params, rules)
         module = FunctionalModule(lambda rngs: Transformer(unrolled, rngs, dtype=dtype))

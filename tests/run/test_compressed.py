@@ -131,6 +131,9 @@ def test_evaluation_and_export_have_the_compressed_weights(folder, small):
         u, v = (weights[f"decoder/layers/0/mlp/up_proj/kernel/{part}"][layer] for part in "uv")
         np.testing.assert_allclose(found[name("mlp/up_proj")].T, u @ v, atol=1e-6)
         assert len(np.unique(found[name("mlp/down_proj")])) <= 8
+    master, _ = load_decoder(folder / "small", master=True)
+    kernel = master.params["decoder"]["layers"]["1"]["attention"]["q_proj"]["kernel"]
+    np.testing.assert_array_equal(kernel, weights["decoder/layers/0/attention/q_proj/kernel"][1])
     assert convert.main([str(folder / "small"), "--output", str(folder / "exported")]) == 0
     expected = decoder.module.merge(decoder.params, decoder.non_params)(TOKENS)
     np.testing.assert_allclose(from_huggingface(folder / "exported")(TOKENS), expected, atol=1e-5)
