@@ -35,6 +35,7 @@ from jaxstack.models import Transformer
 from jaxstack.run.build import make_trainer, resolve_model
 from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.trainer import Trainer
+from pallas_kernels.weight_only.packed import PackedWeight
 
 SCRIPT = "compressed_training"
 EVAL_TOKENS = 32768
@@ -133,7 +134,7 @@ def measure(base: Base, work: str, plain: Dict, steps: int) -> dict[str, Any]:
     after = take_steps(trainer)
     assert isinstance(trainer.module, CompressedModule)
     packed = trainer.module.pack(jax.device_get(trainer.state.params))
-    size = sum(getattr(x, "stored_bytes", 4 * x.size) for x in packed.values())
+    size = sum(x.stored_bytes if isinstance(x, PackedWeight) else 4 * x.size for x in packed.values())
     plainly = compressing(base, rule, steps, after_plain)
     if work == "low_rank":
         truncate(trainer, plainly)

@@ -143,7 +143,7 @@ class FunctionalModule:
         Raises:
           TypeError: one of them consists of integers or booleans.
         """
-        for path, leaf in _flat(self.split_frozen(self.abstract_params)[0]).items():
+        for path, leaf in flatten(self.split_frozen(self.abstract_params)[0]).items():
             if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
                 raise TypeError(
                     f"the parameter {'/'.join(path)} has dtype {leaf.dtype}, which has no gradient: make it a float32 "
