@@ -160,8 +160,6 @@ class Trainer:
         parallel = ParallelConfig(**shape)
         return plan_pipeline(parallel, self.train.global_batch_size, self.train.gradient_accumulation)
 
-    # --- the train state ---------------------------------------------------------------------------------------------
-
     @property
     def state(self) -> TrainState:
         """The train state; it is created, sharded, when it is first used."""
@@ -238,8 +236,6 @@ class Trainer:
     def _stored_shardings(self) -> TrainState:
         return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)
 
-    # --- the module --------------------------------------------------------------------------------------------------
-
     @property
     def trained_module(self) -> Any:
         """The module with the current parameters."""
@@ -255,8 +251,6 @@ class Trainer:
         frozen = self.module.split_frozen(known)[1]
         leaves = jax.tree_util.tree_leaves_with_path(frozen, is_leaf=lambda x: isinstance(x, tuple))
         return {path_name(path): leaf for path, leaf in leaves}
-
-    # --- the compiled step -------------------------------------------------------------------------------------------
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compile the train step ahead of its first use; `choices` then tells which kernels it took.
