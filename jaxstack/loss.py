@@ -186,7 +186,7 @@ def sampled_label_loss(model: Transformer, batch: Batch, *, key: jax.Array | Non
     uniform = jax.vmap(jax.vmap(jax.random.uniform))(keys)
     labels = jnp.where(batch["labels"] == IGNORE, IGNORE, _sample_labels(model, hidden, uniform))
     with jax.named_scope("loss"):
-        total = _cross_entropy(model, hidden, labels, 0.0)
+        total = vocabulary_loss(model, hidden, labels, 0.0)
     return LossSum(total, jnp.sum(labels != IGNORE, dtype=jnp.float32))
 
 
@@ -202,7 +202,7 @@ def _sample_labels(model: Transformer, hidden: jax.Array, uniform: jax.Array) ->
     return jax.lax.stop_gradient(jax.lax.map(of_row, (jax.lax.stop_gradient(hidden), uniform)))
 
 
-def _cross_entropy(model: Transformer, hidden: jax.Array, labels: jax.Array, z_loss: float) -> jax.Array:
+def vocabulary_loss(model: Transformer, hidden: jax.Array, labels: jax.Array, z_loss: float) -> jax.Array:
     """Return the sum of the tokens' cross-entropies, without storing the logits."""
 
     def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
@@ -243,7 +243,7 @@ def language_model_loss(
     z_loss = z_loss if train else 0.0
 
     with jax.named_scope("loss"):
-        total = _cross_entropy(model, hidden, batch["labels"], z_loss)
+        total = vocabulary_loss(model, hidden, batch["labels"], z_loss)
     if router_loss is not None and train:
         total += router_loss
     return LossSum(total, jnp.sum(batch["labels"] != IGNORE, dtype=jnp.float32))

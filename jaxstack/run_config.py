@@ -12,6 +12,10 @@ from typing import get_args
 from pydantic import model_validator
 
 from jaxstack.checkpoint.config import CheckpointConfig
+from jaxstack.compressed_training.config import CompressionConfig
+from jaxstack.compressed_training.distill import DistillConfig
+from jaxstack.compressed_training.low_rank import LowRankRule
+from jaxstack.compressed_training.mask import MaskRule
 from jaxstack.config.base import Component
 from jaxstack.config.loader import (
     Tree,
@@ -52,6 +56,8 @@ class RunConfig(Component):
     parallel: ParallelConfig = ParallelConfig()
     precision: PrecisionConfig = PrecisionConfig()
     adapters: AdapterConfig = AdapterConfig()
+    compression: CompressionConfig = CompressionConfig()
+    distill: DistillConfig = DistillConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
     resilience: ResilienceConfig = ResilienceConfig()
@@ -59,7 +65,7 @@ class RunConfig(Component):
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
         problem = self._length_problem() or self._batch_problem() or self._transfer_problem() or self._width_problem()
-        problem = problem or self._noise_problem() or self._ramp_problem()
+        problem = problem or self._noise_problem() or self._ramp_problem() or self._compression_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()):
@@ -141,6 +147,22 @@ class RunConfig(Component):
             check_rule(self.optimizer)
         except ConfigError as error:
             return str(error)
+        return None
+
+    def _compression_problem(self) -> str | None:
+        rules, stages = self.compression.rules, self.parallel.pipeline
+        if stages > 1 and (rules or self.distill.teacher is not None):
+            section = "compression.rules" if rules else "distill.teacher"
+            return f"{section} does not support a pipeline; set parallel.pipeline=1 ({stages}), or remove it."
+        if rules and self.adapters.rules:
+            return (
+                "compression.rules and adapters.rules exclude each other: a merged adapter would move weights out of "
+                "their compressed form; merge the adapters first, by starting from that run with run.init_from."
+            )
+        if self.compression.has(LowRankRule) and self.model.parametrization != "standard":
+            return "model.parametrization mup has no rule for the factors of method low_rank; set it to standard."
+        if self.compression.has(MaskRule) and self.run.init_from is None and self.run.branch_from is None:
+            return "method mask keeps the zeros of a pruned model: name its directory with run.init_from."
         return None
 
     @property

@@ -49,6 +49,29 @@ def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransforma
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
 
 
+def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> tuple[Any, Any]:
+    """Return shapes, dtypes and shardings of the parameters that a run starts from, and of its teacher's.
+
+    The first are those that a step computes with, in the order of checkpoints, without adapters; the second are {}
+    without a teacher. Arguments as of `state_shardings`.
+    """
+    used = module.used.plain
+    shardings = jax.tree.map(rules.sharding, used.parameter_specs(rules, zero))
+    shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+    own, teacher = module.split_teacher(jax.tree.map(shape, used.abstract_params, shardings))
+    return module.split_adapters(own)[0], teacher.get("teacher", {})
+
+
+def without_teacher(module: FunctionalModule, state: TrainState) -> TrainState:
+    """Return the state, or its shapes, without the parameters of a teacher."""
+    return state._replace(params=module.split_teacher(state.params)[0])
+
+
+def replace_teacher(module: FunctionalModule, state: TrainState, teacher: Any) -> TrainState:
+    """Return the state with these parameters of a teacher, as `split_teacher` returns them; {}: unchanged."""
+    return state._replace(params=module.join(without_teacher(module, state).params, teacher)) if teacher else state
+
+
 def state_shardings(
     module: FunctionalModule, optimizer: optax.GradientTransformation, rules: AxisRules, zero: int = 0
 ) -> TrainState:

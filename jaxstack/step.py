@@ -84,7 +84,7 @@ class StepFunctions:
           ConfigError: the optimizer needs sampled labels, which the loss does not declare.
         """
         context = ShardingContext(self.rules, self.layout)
-        self.gradients = make_gradients(self.module, self._loss, context, self.accumulation)
+        self.gradients = make_gradients(self.module.used, self._loss, context, self.accumulation)
         if self._curvature_every:
             sampled = as_loss(self._loss).sampled
             if sampled is None:
@@ -93,7 +93,7 @@ class StepFunctions:
                     "and the loss function does not say how: declare it with @jaxstack.loss.samples_labels(...), or "
                     "choose another optimizer."
                 )
-            self._sampled_gradients = make_gradients(self.module, sampled, context, self.accumulation)
+            self._sampled_gradients = make_gradients(self.module.used, sampled, context, self.accumulation)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step.
@@ -112,14 +112,15 @@ class StepFunctions:
         point = state.params
         if (at := getattr(self.optimizer, "gradient_point", None)) is not None:
             point = self.module.join(at(trained, state.optimizer), frozen)
-        sums, non_params = self.gradients(point, state.non_params, batch, key, noise=self.noise_scale)
+        used, to_stored = self._use(point, key)
+        sums, non_params = self.gradients(used, state.non_params, batch, key, noise=self.noise_scale)
         count = jnp.maximum(sums.count, 1.0)
-        gradients = jax.tree.map(lambda g: g / count, sums.gradients)
+        gradients = to_stored(jax.tree.map(lambda g: g / count, sums.gradients), 1.0)
         loss, norm = sums.loss / count, gradient_norm(gradients)
-        extra = self._curvature(state, point, batch, key) if self._curvature_every else {}
+        extra = self._curvature(state, used, to_stored, batch, key) if self._curvature_every else {}
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained, **extra)
         _check_dtypes(trained, optimizer, state.optimizer)
-        new_trained = optax.apply_updates(trained, updates)
+        new_trained = self.module.keep_constraints(trained, optax.apply_updates(trained, updates))
 
         taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
         if self.spike_threshold is not None:
@@ -153,7 +154,32 @@ class StepFunctions:
             metrics["learning_rate"] = self.learning_rate(state.step)
         return new, metrics
 
-    def _curvature(self, state: TrainState, params: Dict, batch: Batch, key: jax.Array) -> dict[str, Any]:
+    def _use(self, params: Dict, key: jax.Array) -> tuple[Dict, Callable[[Dict, float], Dict]]:
+        """Return the parameters to compute with, and a function from their gradients to those of the stored ones.
+
+        The function takes the gradients of the trained parameters, and the weight of the module's own penalty.
+        """
+        module = self.module
+        if module.used is module:
+            return params, lambda gradients, penalty: gradients
+        trained, frozen = module.split_frozen(params)
+
+        def use(trained: Dict) -> tuple[tuple[Dict, jax.Array], Dict]:
+            used, penalty = module.use(module.join(trained, frozen), jax.random.fold_in(key, 2))
+            own, others = module.used.split_frozen(used)
+            return (own, jnp.zeros(()) if penalty is None else penalty), others
+
+        (own, _), pull, others = jax.vjp(use, trained, has_aux=True)
+        return module.join(own, others), lambda gradients, penalty: pull((gradients, jnp.float32(penalty)))[0]
+
+    def _curvature(
+        self,
+        state: TrainState,
+        params: Dict,
+        to_stored: Callable[[Dict, float], Dict],
+        batch: Batch,
+        key: jax.Array,
+    ) -> dict[str, Any]:
         """Return what `StepOptimizer.update` takes: the estimate of the curvature where it is due, and that flag.
 
         The Gauss-Newton-Bartlett estimate is the square of the mean gradient over sampled labels, times their number
@@ -164,10 +190,10 @@ class StepFunctions:
         def estimate() -> Dict:
             keyed = self._with_keys(batch, key, always=True)
             sums, _ = self._sampled_gradients(params, state.non_params, keyed, key)
-            return jax.tree.map(lambda g: g**2 / jnp.maximum(sums.count, 1.0), sums.gradients)
+            return jax.tree.map(lambda g: g**2 / jnp.maximum(sums.count, 1.0), to_stored(sums.gradients, 0.0))
 
         renewed = state.step % self._curvature_every == 0
-        zeros = lambda: jax.tree.map(jnp.zeros_like, self.module.split_frozen(params)[0])  # noqa: E731
+        zeros = lambda: jax.tree.map(jnp.zeros_like, self.module.split_frozen(state.params)[0])  # noqa: E731
         return {"curvature": jax.lax.cond(renewed, estimate, zeros), "renewed": renewed}
 
     def _with_keys(self, batch: Batch, key: jax.Array, always: bool = False) -> Batch:
@@ -181,7 +207,7 @@ class StepFunctions:
 
     def eval_step(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
         """Return the loss sum and item count of a batch in evaluation."""
-        return self.gradients.loss(params, non_params, batch)
+        return self.gradients.loss(self.module.export(params), non_params, batch)
 
 
 class StepProgram:

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxstack.data.batch_ramp import BatchSizes, sliceable
-from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, check_batch, peek
+from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
+from jaxstack.data.batch_source import numpy_batches as numpy_batches
 from jaxstack.data.device import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
 from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
-from jaxstack.gradients.pipeline_module import StagedModule
+from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
 from jaxstack.optim.base import Optimizer, StepOptimizer
@@ -30,7 +30,15 @@ from jaxstack.optim.schedules import Cosine, Schedule
 from jaxstack.parallel import AxisRules, ParallelConfig, StepLayout, make_mesh, make_rules
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
 from jaxstack.run_config import TrainConfig
-from jaxstack.state import TrainState, abstract_state, init_state, state_shardings
+from jaxstack.state import (
+    TrainState,
+    abstract_state,
+    init_state,
+    replace_teacher,
+    start_shapes,
+    state_shardings,
+    without_teacher,
+)
 from jaxstack.step import Metrics, StepFunctions, StepProgram, XlaOptions
 from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice
@@ -44,7 +52,8 @@ class Trainer:
 
     Args:
       module: a `flax.nnx.Module`; or a function `rngs -> nnx.Module` (created sharded, for large models), such as
-        `jaxstack.functional.linen.from_linen` makes of a `flax.linen.Module`.
+        `jaxstack.functional.linen.from_linen` makes of a `flax.linen.Module`; or a `FunctionalModule`, such as
+        `jaxstack.functional.compressed.compress_in_training` makes.
       loss_fn: `loss_fn(module, batch)`, which may also have parameters `key` and `train`; returns the mean over the
         batch, or a `LossSum` if it is declared with `jaxstack.loss.returns_sum`. See `jaxstack.loss`.
       data: batches as dicts of arrays whose first dim is the global batch: an iterable, a function of the step, or an
@@ -64,7 +73,7 @@ class Trainer:
 
     def __init__(
         self,
-        module: nnx.Module | NNXFactory,
+        module: nnx.Module | NNXFactory | FunctionalModule,
         loss_fn: LossFunction | Loss,
         data: Data,
         *,
@@ -85,7 +94,7 @@ class Trainer:
         self.pipeline = layout.pipeline or self._default_pipeline()
         self.module: FunctionalModule = make_functional(module)
         if self.pipeline is not None:
-            self.module = StagedModule(self.module.make, self.pipeline.stages, self.pipeline.chunks)
+            self.module = stage_module(self.module, self.pipeline.stages, self.pipeline.chunks)
         self.learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] | None = None
         if not isinstance(optimizer, optax.GradientTransformation):
             if not isinstance(optimizer, Optimizer | None):
@@ -111,6 +120,7 @@ class Trainer:
         check_held_out(eval_data)
         self._eval_data = data if eval_data is None and isinstance(data, HeldOutData) else eval_data
         self._state: TrainState | None = None
+        self._teacher: Dict = {}
 
     @functools.cached_property
     def evaluator(self) -> Evaluator:
@@ -150,34 +160,35 @@ class Trainer:
         parallel = ParallelConfig(**shape)
         return plan_pipeline(parallel, self.train.global_batch_size, self.train.gradient_accumulation)
 
-    # --- the train state ---------------------------------------------------------------------------------------------
-
     @property
     def state(self) -> TrainState:
         """The train state; it is created, sharded, when it is first used."""
         state = self._state
         if state is None:
             create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
-            state = self._state = create(jax.random.key(self.seed))
+            state = replace_teacher(self.module, create(jax.random.key(self.seed)), self._teacher)
+            self._state, self._teacher = state, {}
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = state
+        self._state = replace_teacher(self.module, state, self._take_teacher())
 
     def start_from(self, params: Dict) -> None:
         """Replace the state by a fresh one at step 0 with these parameters, whose buffers are donated.
 
         Args:
-          params: as in `abstract_stored_state`, but without the parameters of adapters, which are initialized.
+          params: as `start_shapes` describes; the parameters of adapters are initialized.
         """
+        params = self.module.join(params, self._take_teacher())
 
         def create(key: jax.Array, params: Dict) -> TrainState:
             params = self.module.add_adapters(self.module.params_from_plain(params), key)
             state = init_state(self.module, self.optimizer, key)
             return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
 
-        create = jax.jit(create, out_shardings=self.shardings, donate_argnums=1)
+        donated = 1 if self.module.used is self.module else ()  # factors have other shapes
+        create = jax.jit(create, out_shardings=self.shardings, donate_argnums=donated)
         self._state = create(jax.random.key(self.seed), params)
 
     @property
@@ -185,11 +196,27 @@ class Trainer:
         """Shapes, dtypes and shardings of the state."""
         return _with_shardings(abstract_state(self.module, self.optimizer), self.shardings)
 
+    @functools.cached_property
+    def start_shapes(self) -> tuple[Dict, Dict]:
+        """Shapes, dtypes and shardings of what `start_from` and `set_teacher` take; {} without a teacher."""
+        return start_shapes(self.module, self.rules, self.steps.layout.zero)
+
+    def set_teacher(self, params: Dict) -> None:
+        """Set the teacher's parameters, which no checkpoint holds, see `start_shapes`."""
+        self._teacher = {"teacher": params}
+        if self._state is not None:
+            self.state = self._state
+
+    def _take_teacher(self) -> Dict:
+        """Return the teacher that a new state gets: the one that was set last, or else the present state's."""
+        teacher, self._teacher = self._teacher, {}
+        return teacher or (self.module.split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
+
     @property
     def stored_state(self) -> TrainState:
         """The state as checkpoints hold it: the same for every layout."""
         if self.module.stores_plain:
-            return self.state
+            return without_teacher(self.module, self.state)
         to_plain = functools.partial(self.module.to_plain, self.optimizer)
         return jax.jit(to_plain, out_shardings=self._stored_shardings())(self.state)
 
@@ -198,17 +225,16 @@ class Trainer:
         if not self.module.stores_plain:
             from_plain = functools.partial(self.module.from_plain, self.optimizer)
             state = jax.jit(from_plain, out_shardings=self.shardings)(state)
-        self._state = state
+        self._state = replace_teacher(self.module, state, self._take_teacher())
 
     @property
     def abstract_stored_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `stored_state`."""
-        return _with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
+        shapes = _with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
+        return without_teacher(self.module, shapes)
 
     def _stored_shardings(self) -> TrainState:
         return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)
-
-    # --- the module --------------------------------------------------------------------------------------------------
 
     @property
     def trained_module(self) -> Any:
@@ -225,8 +251,6 @@ class Trainer:
         frozen = self.module.split_frozen(known)[1]
         leaves = jax.tree_util.tree_leaves_with_path(frozen, is_leaf=lambda x: isinstance(x, tuple))
         return {path_name(path): leaf for path, leaf in leaves}
-
-    # --- the compiled step -------------------------------------------------------------------------------------------
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compile the train step ahead of its first use; `choices` then tells which kernels it took.
@@ -289,8 +313,6 @@ class Trainer:
         """Return the schedule of the pipeline's stages as plain JSON; empty without a pipeline."""
         return self.program.describe_pipeline()
 
-    # --- batches -----------------------------------------------------------------------------------------------------
-
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, dtypes and shardings of full batches, learnt from that of step `start`, which stays unread."""
         size = self.train.global_batch_size
@@ -307,8 +329,6 @@ class Trainer:
     def put(self, batch: HostBatch) -> dict[str, jax.Array]:
         """Return a whole global batch, laid out on the devices."""
         return self.placement.put(batch)
-
-    # --- training ----------------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
         """Take one step on a global batch on the devices; return its metrics without waiting for them."""
@@ -374,22 +394,3 @@ def _with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
 
 def _is_stacked(names: Sequence[str | None] | None, *_: object) -> bool:
     return bool(names) and names[0] == "layers"
-
-
-def numpy_batches(rows: HostBatch, batch_size: int, seed: int = 0) -> Callable[[int], HostBatch]:
-    """Return a data function for `Trainer` over arrays in memory.
-
-    Batch `step` depends on (seed, step) alone, so that a resumed run sees the same batches.
-
-    Args:
-      rows: arrays whose first dims are equal.
-      batch_size: rows of a batch, drawn with replacement.
-      seed: of the draws.
-    """
-    count = len(next(iter(check_batch(rows).values())))
-
-    def at(step: int) -> HostBatch:
-        pick = np.random.default_rng((seed, step)).integers(0, count, batch_size)
-        return {name: value[pick] for name, value in rows.items()}
-
-    return at

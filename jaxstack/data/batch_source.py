@@ -244,3 +244,22 @@ def items_in_batch(batch: Mapping[str, _Shaped]) -> int:
         if name in batch:
             return int(np.prod(batch[name].shape))
     return int(next(iter(batch.values())).shape[0])
+
+
+def numpy_batches(rows: HostBatch, batch_size: int, seed: int = 0) -> Callable[[int], HostBatch]:
+    """Return a data function for `Trainer` over arrays in memory.
+
+    Batch `step` depends on (seed, step) alone, so that a resumed run sees the same batches.
+
+    Args:
+      rows: arrays whose first dims are equal.
+      batch_size: rows of a batch, drawn with replacement.
+      seed: of the draws.
+    """
+    count = len(next(iter(check_batch(rows).values())))
+
+    def at(step: int) -> HostBatch:
+        pick = np.random.default_rng((seed, step)).integers(0, count, batch_size)
+        return {name: value[pick] for name, value in rows.items()}
+
+    return at

@@ -20,7 +20,7 @@ from jaxstack.models.low_precision import count_fp8_matmuls
 from jaxstack.models.parametrization import Width
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.precision.recipe import ScalingState, update_scaling
-from jaxstack.tree_rules import ADAPTER
+from jaxstack.tree_rules import ADAPTER, TEACHER
 
 State = TypeVar("State")
 Dict = dict[str, Any]
@@ -54,7 +54,7 @@ class FunctionalModule:
         self._scaling = [
             tuple(map(str, path)) for path, variable in self._non_params if issubclass(variable.type, ScalingState)
         ]
-        self._is_frozen: Callable[[str], bool] = lambda path: False
+        self._is_frozen: Callable[[str], bool] = lambda path: bool(TEACHER.search(path))
         self._set_params(nnx.to_flat_state(params))
 
     def _set_params(self, params: Any) -> None:
@@ -78,6 +78,28 @@ class FunctionalModule:
     def params_from_plain(self, params: Dict) -> Dict:
         """Convert parameters from the order of checkpoints, that of `plain`, to this module's. Traceable."""
         return params
+
+    @property
+    def used(self) -> "FunctionalModule":
+        """The module whose parameters a step computes with: another one if the state stores them in another form."""
+        return self
+
+    def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
+        """Return the parameters of `used` that a train step computes with, and a scalar to add to the mean loss.
+
+        Differentiable. The key draws what is random; the scalar is None if there is none.
+        """
+        del key
+        return params, None
+
+    def export(self, params: Dict) -> Dict:
+        """Return the parameters of `used` that evaluation and other programs compute with. Traceable."""
+        return params
+
+    def keep_constraints(self, old: Dict, new: Dict) -> Dict:
+        """Return the trained parameters after an optimizer step from `old` to `new`, with constraints enforced."""
+        del old
+        return new
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
         """Convert this module's train state to the order of checkpoints, that of `plain`. Traceable."""
@@ -121,7 +143,7 @@ class FunctionalModule:
         Raises:
           TypeError: one of them consists of integers or booleans.
         """
-        for path, leaf in _flat(self.split_frozen(self.abstract_params)[0]).items():
+        for path, leaf in flatten(self.split_frozen(self.abstract_params)[0]).items():
             if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
                 raise TypeError(
                     f"the parameter {'/'.join(path)} has dtype {leaf.dtype}, which has no gradient: make it a float32 "
@@ -130,19 +152,19 @@ class FunctionalModule:
 
     def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
         """Return (trained, frozen) parameters, or the two parts of any tree of their structure."""
-        flat = _flat(params)
+        flat = flatten(params)
         frozen = {path: flat.pop(path) for path in list(flat) if self._is_frozen("/".join(path))}
-        return _nest(flat.items()), _nest(frozen.items())
+        return nest(flat.items()), nest(frozen.items())
 
     def join(self, *parts: Dict) -> Dict:
         """Merge trees that `split_frozen`, `split_adapters` or `split_scaling` separated."""
-        return _nest(item for part in parts for item in _flat(part).items())
+        return nest(item for part in parts for item in flatten(part).items())
 
     def split_adapters(self, params: Dict) -> tuple[Dict, Dict]:
         """Return (parameters of the module without adapters, parameters of adapters)."""
-        flat = _flat(params)
+        flat = flatten(params)
         adapters = {path: flat.pop(path) for path in list(flat) if ADAPTER.search("/".join(path))}
-        return _nest(flat.items()), _nest(adapters.items())
+        return nest(flat.items()), nest(adapters.items())
 
     def add_adapters(self, params: Dict, key: jax.Array) -> Dict:
         """Return all parameters from those without adapters; fresh adapters change no result. Traceable."""
@@ -156,11 +178,17 @@ class FunctionalModule:
         """Return the parameters of a module without adapters that computes the same. Traceable."""
         return self.split(merge_adapters(self.merge(self.join(base, adapters), non_params)))[0]
 
+    def split_teacher(self, params: Dict) -> tuple[Dict, Dict]:
+        """Return (parameters of the module without a teacher, parameters of the teacher, which no checkpoint holds)."""
+        flat = flatten(params)
+        teacher = {path: flat.pop(path) for path in list(flat) if TEACHER.search("/".join(path))}
+        return nest(flat.items()), nest(teacher.items())
+
     def split_scaling(self, non_params: Dict) -> tuple[Dict, Dict]:
         """Return (scaling states of low-precision matmuls, others) of the variables that are not parameters."""
-        flat = _flat(non_params)
+        flat = flatten(non_params)
         scaling = {path: flat.pop(path) for path in self._scaling}
-        return _nest(scaling.items()), _nest(flat.items())
+        return nest(scaling.items()), nest(flat.items())
 
     def renew_scaling(self, non_params: Dict, maxima: Dict) -> Dict:
         """Return the variables with the next step's scaling states, made from this step's amax values."""
@@ -180,7 +208,7 @@ class FunctionalModule:
             known = len(names) == len(variable.shape) and all(n is None or n in rules.table for n in names)
             return function(names if known else None, variable.shape, metadata)
 
-        return _nest((path, apply(variable)) for path, variable in self._params)
+        return nest((path, apply(variable)) for path, variable in self._params)
 
     def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
         """Return the PartitionSpec in which every parameter is stored, in the structure of `abstract_params`.
@@ -195,9 +223,13 @@ class FunctionalModule:
 def make_functional(module: object) -> FunctionalModule:
     """Return a FunctionalModule of an NNX module, whose values are the initial ones, or of a function of `nnx.Rngs`.
 
+    A FunctionalModule is returned as it is.
+
     Raises:
       TypeError: the module is neither.
     """
+    if isinstance(module, FunctionalModule):
+        return module
     if isinstance(module, nnx.Module):
         graphdef, state = nnx.split(module)
         return FunctionalModule(lambda rngs: nnx.merge(graphdef, state))
@@ -251,10 +283,11 @@ def _check_made(made: object) -> nnx.Module:
 
 
 def _nested(flat: Any) -> Dict:
-    return _nest((path, variable.get_raw_value()) for path, variable in flat)
+    return nest((path, variable.get_raw_value()) for path, variable in flat)
 
 
-def _nest(items: Any) -> Dict:
+def nest(items: Any) -> Dict:
+    """Return nested dicts from pairs (path as a tuple of keys, leaf)."""
     tree: Dict = {}
     for path, value in items:
         branch = tree
@@ -264,10 +297,14 @@ def _nest(items: Any) -> Dict:
     return tree
 
 
-def _flat(tree: Dict, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+def flatten(
+    tree: Dict, path: tuple[str, ...] = (), stop: Callable[[tuple[str, ...]], bool] = lambda path: False
+) -> dict[tuple[str, ...], Any]:
+    """Return the leaves of nested dicts by their path; a dict at whose path `stop` is true counts as a leaf."""
     flat: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
-        flat.update(_flat(value, (*path, key)) if isinstance(value, dict) else {(*path, key): value})
+        below = isinstance(value, dict) and not stop((*path, key))
+        flat.update(flatten(value, (*path, key), stop) if below else {(*path, key): value})
     return flat
 
 

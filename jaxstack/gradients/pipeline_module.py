@@ -33,7 +33,7 @@ class StagedModule(FunctionalModule):
     a layer are zero, and stay so. Models made from them, and given to it, are the plain ones.
 
     Raises:
-      ConfigError: it is no Transformer, or it has too few layers for the stages.
+      ConfigError: it is no Transformer, or one with a teacher, or it has too few layers for the stages.
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], stages: int, chunks: int = 1):
@@ -44,6 +44,8 @@ class StagedModule(FunctionalModule):
                 f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
                 "Use the axes data, fsdp and tensor for it."
             )
+        if hasattr(model, "teacher"):
+            raise ConfigError("distill.teacher does not support a pipeline; set parallel.pipeline=1.")
         config, dtype = model.config, model.dtype
         self.unrolled = not config.scan_layers
         """True if the layers of a stage are unrolled: every layer of the plain module then has leaves of its own."""
@@ -167,6 +169,17 @@ class StagedModule(FunctionalModule):
         if place >= stacked:
             return f"{before}decoder/layers/{index - stacked + self._period}/{after}", None
         return f"{before}decoder/layers/{self._lead + place % self._period}/{after}", place // self._period
+
+
+def stage_module(module: FunctionalModule, stages: int, chunks: int) -> StagedModule:
+    """Return a module laid out for `stages` x `chunks` virtual stages.
+
+    Raises:
+      ConfigError: its weights are compressed in training, or as `StagedModule`.
+    """
+    if module.used is not module:
+        raise ConfigError("compression.rules do not support a pipeline; set parallel.pipeline=1.")
+    return StagedModule(module.make, stages, chunks)
 
 
 def _pick_rows(x: Any, rows: np.ndarray) -> Any:

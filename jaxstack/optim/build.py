@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from jaxstack.models.parametrization import Width
 from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
 from jaxstack.optim.mup import check_rule, rate_factor, scale_epsilon
-from jaxstack.tree_rules import ADAPTER, map_by_path, match, path_name
+from jaxstack.tree_rules import ADAPTER, TEACHER, map_by_path, match, path_name
 
 BALANCE = r"(^|/)balance_bias$"
 """Path of the bias that balances the load of experts; its "gradient" is the load."""
@@ -113,12 +113,15 @@ def _by_path(specs: PyTree) -> dict[str, PartitionSpec]:
 def frozen_rule(optimizer: Optimizer, params: PyTree) -> Callable[[str], bool]:
     """Return a function: path -> True if the parameter is frozen.
 
-    The first matching group with `frozen` decides. Otherwise, in a model with adapters, all but these are frozen.
+    A teacher is. For others the first matching group with `frozen` decides. Otherwise, in a model with adapters, all
+    but these are frozen.
     """
     rules = [(group.path, group.frozen) for group in optimizer.groups]
     has_adapters = any(jax.tree.leaves(map_by_path(lambda path, leaf: bool(ADAPTER.search(path)), params)))
 
     def is_frozen(path: str) -> bool:
+        if TEACHER.search(path):
+            return True
         chosen = match(path, [*rules, (".*", None)])
         return chosen if chosen is not None else has_adapters and not ADAPTER.search(path)
 

@@ -10,9 +10,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from jaxstack.compressed_training.distill import distillation_loss, empty_model, with_teacher
 from jaxstack.data.loader import Data
 from jaxstack.distributed.xla_options import narrow_cpu_options
 from jaxstack.errors import ConfigError
+from jaxstack.functional.compressed import compress_in_training
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
     ModelConfig,
@@ -21,6 +23,7 @@ from jaxstack.models import (
     in_fp8,
     with_kv_cache,
 )
+from jaxstack.models.pretrained import read_model
 from jaxstack.parallel import AxisRules, StepLayout, make_mesh, make_rules
 from jaxstack.plan.choose import uses_peer_copies
 from jaxstack.run_config import RunConfig
@@ -86,6 +89,20 @@ def build_model(config: RunConfig, dtype: DTypeLike) -> Callable[[nnx.Rngs], Tra
     return make
 
 
+def _with_teacher(
+    make: Callable[[nnx.Rngs], Transformer], directory: str, dtype: DTypeLike
+) -> Callable[[nnx.Rngs], Transformer]:
+    """Return `make` with a teacher of the architecture in `directory`, whose parameters are zeros until they are read.
+
+    Raises:
+      ConfigError: the directory holds no model, or one with another vocabulary.
+    """
+    teacher = read_model(directory)
+    if teacher.vocab_size is None:  # a run's config.yaml always has it
+        raise ConfigError(f"distill.teacher: {directory} does not say how large its vocabulary is.")
+    return lambda rngs: with_teacher(make(rngs), empty_model(teacher, dtype))
+
+
 def make_trainer(
     config: RunConfig,
     data: BatchSource,
@@ -113,9 +130,13 @@ def make_trainer(
     train = config.train
     if platform == "cpu" and dtype.itemsize < 4:
         train = train.model_copy(update={"xla_options": {**narrow_cpu_options(), **train.xla_options}})
+    make = lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision)  # noqa: E731
     loss = functools.partial(language_model_loss, z_loss=config.train.z_loss)
+    if config.distill.teacher is not None:
+        make = _with_teacher(make, config.distill.teacher, dtype)
+        loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
     return Trainer(
-        lambda rngs: in_fp8(build_model(config, dtype)(rngs), config.precision),
+        compress_in_training(make, config.compression.rules),
         loss,
         data,
         optimizer=config.optimizer,

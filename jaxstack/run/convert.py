@@ -25,6 +25,7 @@ from jaxstack.data.tokenizer import MODEL_FILE, Tokenizer
 from jaxstack.distributed.devices import start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.files import write_file
+from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, adapted_layers, count_parameters, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
@@ -192,14 +193,19 @@ def _open_parameters(
 def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:
     """Return a function that reads one parameter by its path in the model without adapters; adapters are merged."""
     model = build_model(config, jnp.float32)
-    shapes = FunctionalModule(model).abstract_params
+    module = compress_in_training(model, config.compression.rules)
+    shapes, compressed = module.abstract_params, module.chosen if isinstance(module, CompressedModule) else {}
     adapted = adapted_layers(nnx.eval_shape(lambda: model(nnx.Rngs(0))))
 
     def stored(path: str) -> np.ndarray:
         leaf: Any = functools.reduce(operator.getitem, path.split("/"), shapes)
-        wanted = {"params": nest({path: np.empty(leaf.shape, leaf.dtype)})}
+        wanted = {"params": nest({path: jax.tree.map(lambda x: np.empty(x.shape, x.dtype), leaf)})}
         tree, _ = manager.restore(step, wanted, subset=True)
-        return jax.tree.leaves(tree)[0]
+        found: Any = functools.reduce(operator.getitem, path.split("/"), tree["params"])
+        if path not in compressed:
+            return found
+        rule, weight = compressed[path]
+        return np.asarray(rule.export(jax.tree.map(jnp.asarray, found), weight.layout))
 
     def read(path: str) -> np.ndarray:
         layer, _, name = path.rpartition("/")

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import jax
+
 from jaxstack.data.tokenizer import Tokenizer
-from jaxstack.decoding.decode import Decoder
+from jaxstack.decoding.decode import Decoder, Params
 from jaxstack.decoding.text import TextGenerator
 from jaxstack.errors import ConfigError
 from jaxstack.run_config import RunConfig
@@ -75,7 +77,7 @@ class TrainingTasks:
         if self._model is None:
             self._model = self._make_model(self._harness, report_alive)
         else:
-            self._model.generator.decoder.load(state.params, state.non_params)
+            self._model.generator.decoder.load(_exported(self._trainer), state.non_params)
         found = self._harness.run_tasks(
             self._model, train.eval_tasks, limit=train.eval_tasks_limit, manager=self._manager
         )
@@ -86,10 +88,17 @@ class TrainingTasks:
     def _make_model(self, harness: ModuleType, report_alive: Callable[[], None]) -> "HarnessModel":
         train, trainer, state = self._config.train, self._trainer, self._trainer.state
         vocab_size, start = self._tokenizer.vocab_size, self._tokenizer.document_start
-        decoder = Decoder(trainer.module, state.params, state.non_params, trainer.rules, vocab_size=vocab_size)
+        params = _exported(trainer)
+        decoder = Decoder(trainer.module.used, params, state.non_params, trainer.rules, vocab_size=vocab_size)
         return harness.HarnessModel(
             TextGenerator(decoder, self._tokenizer, [start], [start]),
             max_length=default_max_length(self._config),
             batch_size=train.eval_batch_size or train.global_batch_size // train.gradient_accumulation,
             report=lambda done: report_alive(),
         )
+
+
+def _exported(trainer: Trainer) -> Params:
+    """Return the trainer's current parameters, with weights that are compressed in training as an export has them."""
+    module, params = trainer.module, trainer.state.params
+    return params if module.used is module else jax.jit(module.export)(params)

@@ -1,5 +1,6 @@
 """Read the first parameters of a run from another run's checkpoint or from Hugging Face files: `run.init_from`."""
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -7,9 +8,12 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.compressed_training.base import WeightRule
+from jaxstack.compressed_training.config import read_compression
 from jaxstack.decoding.decode import Params
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import FunctionalModule
+from jaxstack.functional.compressed import compress_in_training
+from jaxstack.functional.module import FunctionalModule, flatten, nest
 from jaxstack.models import ModelConfig, Transformer, add_adapters
 from jaxstack.models.adapters import AdapterRule
 from jaxstack.models.huggingface.families import check_model
@@ -43,11 +47,33 @@ def initial_parameters(
     if step is None:
         raise ConfigError(f"run.init_from: {directory} holds no checkpoint yet.")
     report(f"starting from the parameters of {directory}, step {step}")
+    compression = read_compression(directory).rules
+    read = (
+        functools.partial(_restore_compressed, rules=compression)
+        if compression
+        else functools.partial(_restore, adapters=read_adapters(directory))
+    )
     if same_stacking(stored, model):
-        return _restore(manager, step, stored, abstract, read_adapters(directory))
-    params = _restore(manager, step, stored, restack_shapes(abstract, model, stored), read_adapters(directory))
+        return read(manager, step, stored, abstract)
+    params = read(manager, step, stored, restack_shapes(abstract, model, stored))
     layout = jax.tree.map(lambda x: x.sharding, abstract)
     return jax.jit(lambda params: restack(params, stored, model), out_shardings=layout)(params)
+
+
+def _restore_compressed(
+    manager: CheckpointManager, step: int, model: ModelConfig, abstract: Params, rules: Sequence[WeightRule]
+) -> Params:
+    """Read a checkpoint whose weights were compressed in training, and return the weights of its export."""
+    module = compress_in_training(lambda rngs: Transformer(model, rngs), rules)
+    layout = jax.tree.map(lambda x: x.sharding, abstract)
+    replicated = NamedSharding(jax.tree.leaves(layout)[0].mesh, jax.P())
+    known = flatten(abstract)
+    stored = nest(
+        (path, known.get(path) or jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated))
+        for path, x in flatten(module.abstract_params).items()
+    )
+    tree, _ = manager.restore(step, {"params": stored}, subset=True)
+    return jax.jit(module.export, out_shardings=layout)(tree["params"])
 
 
 def _restore(

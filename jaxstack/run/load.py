@@ -24,6 +24,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.decoding.text import TextGenerator
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers, with_kv_cache
@@ -330,6 +331,7 @@ def load_decoder(
     *,
     step: int | None = None,
     vocab_size: int | None = None,
+    master: bool = False,
     report: Callable[[str], None] = warnings.warn,
 ) -> tuple[Decoder, int]:
     """Load the model of a run or a Hugging Face checkpoint, without its tokenizer.
@@ -337,6 +339,8 @@ def load_decoder(
     Args:
       directory, overrides, step, report: as of `load`.
       vocab_size: number of ids that may be generated; default: all rows of the model's vocabulary.
+      master: True leaves weights that were compressed in training as the optimizer stored them, neither rounded nor
+        clustered, so that compression may do that by itself.
 
     Returns:
       The decoder, and the step of its checkpoint.
@@ -349,13 +353,18 @@ def load_decoder(
     dtype = jnp.dtype(config.precision.compute_dtype(jax.devices()[0].platform))
     unrolled = config.model.model_copy(update={"scan_layers": False})
     stored = config.model if is_run(directory) else unrolled  # a run stores its layers stacked as in training
-    module = FunctionalModule(build_model(config.model_copy(update={"model": stored}), dtype))
+    compression = config.compression.rules if is_run(directory) else ()
+    module = compress_in_training(build_model(config.model_copy(update={"model": stored}), dtype), compression)
     params, non_params, chosen = restore_parameters(directory, stored, module, rules, step=step, report=report)
     if config.adapters.rules:
         plain = FunctionalModule(_plain_model(stored, config.precision, dtype))
         layout = jax.tree.map(rules.sharding, plain.parameter_specs(rules))
         merge = jax.jit(module.merge_adapters, out_shardings=layout, donate_argnums=0)
         params, module = merge(*module.split_adapters(params), non_params), plain
+    if isinstance(module, CompressedModule):
+        layout = jax.tree.map(rules.sharding, module.used.parameter_specs(rules))
+        convert = module.master if master else module.export
+        params, module = jax.jit(convert, out_shardings=layout)(params), module.used
     if stored != unrolled:
         params = cast_matrices(module, params, rules)
         module = FunctionalModule(_plain_model(unrolled, config.precision, dtype))

@@ -36,11 +36,14 @@ from jaxstack.plan.search import describe_degrees
 from jaxstack.resilience.preflight import check_devices, check_program
 from jaxstack.run.branch import branch
 from jaxstack.run.build import make_trainer, resolve_model
+from jaxstack.run.compressed import check_masks, describe_compression
 from jaxstack.run.eval_tasks import TrainingTasks
 from jaxstack.run.init_from import initial_parameters
 from jaxstack.run.memory import check_memory, check_size
+from jaxstack.run.teacher import check_teacher, load_teacher
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
+from jaxstack.tree_rules import TEACHER
 
 _MANY_LAYERS = 200
 """Number of unrolled layers above which a note says that tracing and compiling them takes long."""
@@ -107,10 +110,12 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
     length, workers = config.train.sequence_length, available_cores()
     data = open_data(config.data, sequence_length=length, seed=config.run.seed, report=say, workers=workers)
     config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
+    check_teacher(config, data.tokenizer)
     trainer = make_trainer(config, data)
     if warning := check_memory(trainer):
         say(f"warning: {warning}")
     flops = _describe(config, data, trainer, say)
+    load_teacher(config, trainer, say)
     predicted = forecast_here(config)
     baselines, tasks = _ByteBaselines(data), TrainingTasks(config, trainer, data.tokenizer)
     values = trainer.fit(
@@ -132,6 +137,8 @@ def train(config: RunConfig, *, report: Callable[[str], None] = print_line) -> T
             say=say,
         ),
     )
+    for line in describe_compression(trainer):
+        say(line)
     if first:
         _summarize(config, values, baselines, say)
     return TrainedRun(config.directory, config, values)
@@ -147,12 +154,16 @@ def _start_devices(config: RunConfig) -> int:
 
 def _describe(config: RunConfig, data: Data, trainer: Trainer, say: Callable[[str], None]) -> float:
     """Report what will run, and return the model FLOPs per token."""
-    frozen = trainer.frozen_parameters()
+    frozen = {path: leaf for path, leaf in trainer.frozen_parameters().items() if not TEACHER.search(path)}
     flops = model_flops_per_token(config.model, config.train.sequence_length)
     flops -= flops_saved_per_token(config.model, frozen)
     say(_describe_run(config, data, flops, bool(frozen)))
     if frozen:
-        say(_describe_frozen(trainer.count_parameters(), sum(math.prod(shape) for _, shape in frozen.values())))
+        say(
+            _describe_frozen(
+                count_parameters(config.model).total, sum(math.prod(shape) for _, shape in frozen.values())
+            )
+        )
     return flops
 
 
@@ -166,8 +177,9 @@ def _start_from(config: RunConfig, trainer: Trainer, say: Callable[[str], None])
     """Load the parameters of `run.init_from`, if it is set, into the trainer of a new run."""
     source = config.run.init_from
     if source is not None:
-        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
-        trainer.start_from(initial_parameters(source, config.model, wanted, say))
+        params = initial_parameters(source, config.model, trainer.start_shapes[0], say)
+        check_masks(trainer.module, params)
+        trainer.start_from(params)
 
 
 def _connect(config: RunConfig) -> list[str]:

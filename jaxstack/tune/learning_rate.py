@@ -187,7 +187,7 @@ def _make_trainer(config: RunConfig, rates: RateRange, report: Callable[[str], N
     trainer = make_trainer(config, data)
     check_memory(trainer)
     if config.run.init_from is not None:
-        wanted = trainer.module.split_adapters(trainer.abstract_stored_state.params)[0]
+        wanted, _ = trainer.start_shapes
         trainer.start_from(initial_parameters(config.run.init_from, config.model, wanted, report))
     return trainer, config
 

@@ -1,0 +1,99 @@
+"""The interface of a method of compressed training."""
+
+from abc import abstractmethod
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jaxstack.compressed_training.matrices import MatrixLayout, Weight
+from jaxstack.config.base import PathRule
+from pallas_kernels.weight_only.packed import PackedWeight
+
+Stored: TypeAlias = Any
+"""What the train state holds of a weight: an array, or a dict of arrays for a weight that is stored in factors."""
+
+
+class WeightRule(PathRule):
+    """Base of the rules of `compression.rules`. A subclass has its own file, and is listed in `config.METHODS`.
+
+    The train state stores the float32 weight; a step computes with what `use` makes of it, and an export has what
+    `export` makes of it. Most methods only implement `compress`.
+    """
+
+    one_by_one: ClassVar[bool] = False
+    """True: the matrices of a stack are compressed in a loop."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The method with its main settings, for reports."""
+
+    def check(self, weight: Weight) -> None:
+        """Check that the method can compress a weight.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        del weight
+
+    @abstractmethod
+    def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
+        """Return the compressed matrix; differentiable if `train`, the exported values if not."""
+
+    def stored_parts(self, layout: MatrixLayout) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]] | None:
+        """Return name -> (shape, logical axes) of the factors that the train state stores; None: the weight itself."""
+        del layout
+        return None
+
+    def store(self, w: jax.Array, layout: MatrixLayout) -> Stored:
+        """Return what the train state holds of a weight at the start of a run."""
+        del layout
+        return w
+
+    def choices(self, layout: MatrixLayout) -> int:
+        """Return the number of ways among which a train step draws one at random; 0: it draws nothing."""
+        del layout
+        return 0
+
+    def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, ""] | None) -> jax.Array:
+        """Return the weight that a train step computes with. Differentiable.
+
+        Args:
+          stored: what the train state holds.
+          layout: the weight as matrices.
+          choice: the draw among `choices`; outside of their range if the step drew another weight's. None: no draw.
+        """
+        del choice
+        return layout.map(lambda w: self.compress(w, train=True), stored, one_by_one=self.one_by_one)
+
+    def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        """Return the compressed weight that evaluation and export have."""
+        return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
+
+    def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        """Return the float32 weight that the optimizer changes, from which compression after training starts."""
+        del layout
+        return stored
+
+    def loss_term(self, stored: Stored, layout: MatrixLayout) -> jax.Array | None:
+        """Return a scalar that is added to the mean loss; None: nothing."""
+        del stored, layout
+        return None
+
+    def keep(self, old: Stored, new: Stored) -> Stored:
+        """Return the stored values after an optimizer step from `old` to `new`, with the method's constraint."""
+        del old
+        return new
+
+    @abstractmethod
+    def pack(self, stored: Stored) -> PackedWeight | Float[Array, "out in"]:
+        """Return one matrix in the form of its export, given what is stored of it, without dims of a stack.
+
+        Not traceable: the shapes may depend on the values.
+        """
+
+    def kept(self, stored: Stored, layout: MatrixLayout) -> Int[Array, ""]:
+        """Return the number of values that an export has to store, int32."""
+        del layout
+        return jax.numpy.int32(stored.size)

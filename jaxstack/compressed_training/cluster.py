@@ -1,0 +1,152 @@
+"""Weight clustering by differentiable k-means: each matrix ends with 2^bits different values.
+
+A step replaces each weight by a mean of the centroids, weighted by a softmax over its squared distances (DKM, Cho et
+al. 2022, arXiv:2108.12659). The map of weights to centroids would take 2^bits values for each weight and iteration.
+As 16-bit weights have at most 65,536 different values, the iterations run on a table of these with their counts
+(eDKM, Cho et al. 2023, arXiv:2309.00964), and the backward pass, which repeats them, only needs the 16-bit weights.
+"""
+
+import functools
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from pydantic import Field
+
+from jaxstack.compressed_training.base import Stored, WeightRule
+from pallas_kernels.weight_only.packed import PackedWeight, pack_lookup
+
+_PATTERNS = 65536
+_VALUES = np.arange(_PATTERNS, dtype=np.uint32) << np.uint32(16)
+_LARGEST = 2.0**13
+_PATTERN_VALUES = np.where(np.abs(_VALUES.view(np.float32)) < _LARGEST, _VALUES, 0).view(np.float32)
+"""The value of each bfloat16 pattern; 0 for NaN and for magnitudes that no weight has, whose squares overflow."""
+_ASCENDING = np.argsort(_PATTERN_VALUES, kind="stable")
+
+
+class Clustering(NamedTuple):
+    """The settings of the k-means iterations."""
+
+    bits: int
+    temperature: float
+    iterations: int
+
+
+class ClusterRule(WeightRule):
+    """Clusters the weights of each matrix around 2^bits values, which an export stores once, with an index a weight."""
+
+    one_by_one: ClassVar[bool] = True
+
+    method: Literal["cluster"] = "cluster"
+    bits: int = Field(default=3, ge=1, le=8)
+    """Bits of an index: each matrix has 2^bits different values."""
+    temperature: float = Field(default=0.02, gt=0)
+    """Temperature of the softmax over squared distances, as a multiple of the mean square of the matrix."""
+    iterations: int = Field(default=4, ge=1)
+    """Iterations of k-means in each step, from the quantiles of the weights."""
+
+    @property
+    def title(self) -> str:
+        return f"clustered around {2**self.bits} values a matrix"
+
+    def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
+        return soft_clusters(w, self.settings) if train else hard_clusters(w, self.settings)
+
+    @property
+    def settings(self) -> Clustering:
+        """The settings of the k-means iterations."""
+        return Clustering(self.bits, self.temperature, self.iterations)
+
+    def pack(self, stored: Stored) -> PackedWeight:
+        indices, table = assign(stored, self.settings)
+        return pack_lookup(self.bits, indices, table[None])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def soft_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Array, "out in"]:
+    """Return each weight, rounded to bfloat16, as the softmax-weighted mean of the centroids, in float32.
+
+    The initial centroids and the temperature's scale are constants in the gradient.
+    """
+    patterns, counts = count_patterns(w)
+    values = jnp.asarray(_PATTERN_VALUES)
+    return _means(values, values, counts, settings)[patterns]
+
+
+def _forward(w: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
+    return soft_clusters(w, settings), w.astype(jnp.bfloat16)
+
+
+def _backward(settings: Clustering, rounded: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    patterns, counts = count_patterns(rounded)
+    totals = jnp.zeros(_PATTERNS).at[patterns].add(gradient)
+    values = jnp.asarray(_PATTERN_VALUES)
+    # A weight acts on its own mean, and through the centroids on all. The first is elementwise in the table; the second
+    # is the same for all weights of one pattern.
+    _, own = jax.jvp(lambda x: _means(x, values, counts, settings), (values,), (jnp.ones_like(values),))
+    (shared,) = jax.vjp(lambda data: _means(values, data, counts, settings), values)[1](totals)
+    shared = shared / jnp.maximum(counts, 1.0)
+    return (gradient * own[patterns] + shared[patterns],)
+
+
+soft_clusters.defvjp(_forward, _backward)
+
+
+def hard_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Array, "out in"]:
+    """Return each weight's nearest centroid, a bfloat16 value in float32."""
+    indices, table = assign(w, settings)
+    return table.astype(jnp.float32)[indices]
+
+
+def assign(w: Float[Array, "out in"], settings: Clustering) -> tuple[Int[Array, "out in"], Float[Array, " k"]]:
+    """Return the index of each weight's nearest centroid, and the bfloat16 centroids."""
+    patterns, counts = count_patterns(w)
+    values = jnp.asarray(_PATTERN_VALUES)
+    centroids, _ = _iterate(values, counts, settings)
+    table = centroids.astype(jnp.bfloat16)
+    nearest = jnp.argmin(jnp.abs(values[:, None] - table.astype(jnp.float32)), axis=-1)
+    return nearest.astype(jnp.int32)[patterns], table
+
+
+def stored_bytes(weights: int, matrices: int, bits: int) -> int:
+    """Return the bytes of clustered matrices on disk: the packed indices, and a table of bfloat16 for each matrix."""
+    return -(-weights * bits // 8) + matrices * 2**bits * 2
+
+
+def count_patterns(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the bfloat16 pattern of each weight, int32, and the number of weights of each pattern, float32."""
+    patterns = jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
+    return patterns, jnp.zeros(_PATTERNS).at[patterns].add(1.0)
+
+
+def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
+    """Return the initial centroids, quantiles of the weights, and the temperature in squared units of the weights."""
+    values, total = jnp.asarray(_PATTERN_VALUES), jnp.sum(counts)
+    k = 2**settings.bits
+    below = jnp.cumsum(counts[_ASCENDING]) / total
+    places = jnp.searchsorted(below, (jnp.arange(k) + 0.5) / k)
+    centroids = values[jnp.asarray(_ASCENDING)[jnp.minimum(places, _PATTERNS - 1)]]
+    mean_square = jnp.sum(counts / total * jnp.square(values))
+    return centroids, jnp.maximum(settings.temperature * mean_square, jnp.finfo(jnp.float32).tiny)
+
+
+def _iterate(data: jax.Array, counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
+    """Return the centroids after all iterations, and those before the last one, [k]."""
+    centroids, temperature = jax.lax.stop_gradient(start_centroids(counts, settings))
+    before = centroids
+    for _ in range(settings.iterations):
+        shares = jax.nn.softmax(-jnp.square(data[:, None] - centroids) / temperature, axis=-1) * counts[:, None]
+        total = jnp.sum(shares, axis=0)
+        moved = jnp.sum(shares * data[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
+        before, centroids = centroids, jnp.where(total > 0, moved, centroids)
+    return centroids, before
+
+
+def _means(x: jax.Array, data: jax.Array, counts: jax.Array, settings: Clustering) -> jax.Array:
+    """Return the weighted mean of the centroids of `data` for each x."""
+    centroids, before = _iterate(data, counts, settings)
+    _, temperature = start_centroids(counts, settings)
+    shares = jax.nn.softmax(-jnp.square(x[:, None] - before) / temperature, axis=-1)
+    return jnp.sum(shares * centroids, axis=-1)

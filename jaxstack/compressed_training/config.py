@@ -1,0 +1,84 @@
+"""The configuration of compressed training: which parameters, by which method."""
+
+import functools
+import operator
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+from pydantic import Field
+
+from jaxstack.compressed_training.base import WeightRule
+from jaxstack.compressed_training.cluster import ClusterRule
+from jaxstack.compressed_training.low_rank import LowRankRule
+from jaxstack.compressed_training.mask import MaskRule
+from jaxstack.compressed_training.matrices import Weight
+from jaxstack.compressed_training.qat import QatRule
+from jaxstack.config.base import Component
+from jaxstack.config.loader import build_component, load_yaml
+from jaxstack.errors import ConfigError
+from jaxstack.models.layer_paths import choose_for_all
+from jaxstack.tree_rules import check_patterns
+
+METHODS = (QatRule, MaskRule, ClusterRule, LowRankRule)
+"""Every method that `compression.rules` can choose. A new one is added here."""
+
+if TYPE_CHECKING:
+    AnyRule: TypeAlias = WeightRule
+else:
+    AnyRule = Annotated[functools.reduce(operator.or_, METHODS), Field(discriminator="method")]
+
+
+class CompressionConfig(Component):
+    """Weights that are trained in a compressed form, so that their export loses little."""
+
+    rules: tuple[AnyRule, ...] = ()
+    """The first rule whose path occurs in a weight's path (as decoder/layers/3/mlp/down_proj/kernel) decides. Rules of
+    different methods must not match the same weight."""
+
+    def has(self, method: type[WeightRule]) -> bool:
+        """Return True if a rule is of this method."""
+        return any(isinstance(rule, method) for rule in self.rules)
+
+
+def read_compression(run: str | Path) -> CompressionConfig:
+    """Return the section `compression` of a run directory.
+
+    Raises:
+      ConfigError: it cannot be read.
+    """
+    path = Path(run) / "config.yaml"
+    return build_component(CompressionConfig, load_yaml(path).get("compression") or {}, str(path))
+
+
+def choose_rules(weights: Sequence[Weight], rules: Sequence[WeightRule]) -> dict[str, tuple[WeightRule, Weight]]:
+    """Return path of a weight -> (its rule, the weight), for the weights that a rule matches.
+
+    Raises:
+      ConfigError: a rule matches no weight, two methods match one, or a method cannot compress what it matches.
+    """
+    chosen: dict[str, tuple[WeightRule, Weight]] = {}
+    table = [*((rule.path, rule) for rule in rules), (".*", None)]
+    for weight in weights:
+        for name in weight.names:
+            _check_one_method(name, [rule for rule in rules if re.search(rule.path, name)])
+        rule = choose_for_all(weight.names, table, "compression.rules", "be compressed otherwise")
+        if rule is not None:
+            rule.check(weight)
+            chosen[weight.path] = rule, weight
+    if rules:
+        known = dict.fromkeys((name for weight in weights for name in weight.names), 0)
+        check_patterns([rule.path for rule in rules], known, "compression.rules, which are for matrices")
+    return chosen
+
+
+def _check_one_method(name: str, matching: Sequence[WeightRule]) -> None:
+    methods = list(dict.fromkeys(type(rule) for rule in matching))
+    if len(methods) > 1:
+        first = [next(rule for rule in matching if type(rule) is kind) for kind in methods[:2]]
+        texts = [f"{rule.path!r} ({getattr(rule, 'method', type(rule).__name__)})" for rule in first]
+        raise ConfigError(
+            f"compression.rules: {' and '.join(texts)} both match {name}, but a weight has one method; make the paths "
+            "match different weights, or drop a rule."
+        )

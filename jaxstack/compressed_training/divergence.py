@@ -1,0 +1,153 @@
+"""The divergence of a student's predictions from a teacher's, without storing the logits of either.
+
+The vocabulary is cut into chunks. The forward pass keeps running sums of the softmaxes and of the divergence; the
+backward pass computes each chunk's logits again. Only one chunk of logits exists at a time.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+CHUNK_VALUES = 2**26
+"""Number of logits of a chunk: 256 MiB in float32 for the student, and as much for the teacher."""
+
+
+class DivergenceOptions(NamedTuple):
+    """The static options of `divergence_sum`."""
+
+    temperature: float = 1.0
+    """Both models' logits are divided by it."""
+    student_cap: float | None = None
+    """Soft cap of the student's logits."""
+    teacher_cap: float | None = None
+    """Soft cap of the teacher's logits."""
+    chunk: int | None = None
+    """Columns of the vocabulary in a chunk; None: as many as make `CHUNK_VALUES` logits."""
+
+
+class _Sums(NamedTuple):
+    """Running sums over chunks, [N] float32 each."""
+
+    student_max: jax.Array
+    student_sum: jax.Array
+    teacher_max: jax.Array
+    teacher_sum: jax.Array
+    difference: jax.Array
+    """Sum of exp(t - teacher_max) (t - s)."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def divergence_sum(
+    hidden: Float[Array, "N D"],
+    weight: Float[Array, "D V"],
+    teacher_hidden: Float[Array, "N E"],
+    teacher_weight: Float[Array, "E V"],
+    counts: Float[Array, " N"],
+    options: DivergenceOptions,
+) -> Float[Array, ""]:
+    """Return the sum over tokens of counts * KL(teacher || student), in nats, float32.
+
+    Only `hidden` and `weight` have gradients.
+
+    Args:
+      hidden, weight: input of the student's head, and the head.
+      teacher_hidden, teacher_weight: the same of the teacher.
+      counts: factor of each token, 0 for those that do not count.
+      options: temperature, soft caps, chunk.
+    """
+    return _forward(hidden, weight, teacher_hidden, teacher_weight, counts, options)[0]
+
+
+def _forward(
+    hidden: jax.Array,
+    weight: jax.Array,
+    teacher_hidden: jax.Array,
+    teacher_weight: jax.Array,
+    counts: jax.Array,
+    options: DivergenceOptions,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    columns, number = _chunks(hidden.shape[0], weight.shape[1], options)
+
+    def add(sums: _Sums, index: jax.Array) -> tuple[_Sums, None]:
+        new = _columns_of(index, columns, weight.shape[1])
+        s, _ = _logits(hidden, weight, index, columns, options.temperature, options.student_cap)
+        t, _ = _logits(teacher_hidden, teacher_weight, index, columns, options.temperature, options.teacher_cap)
+        student_max = jnp.maximum(sums.student_max, jnp.max(jnp.where(new, s, -jnp.inf), axis=-1))
+        teacher_max = jnp.maximum(sums.teacher_max, jnp.max(jnp.where(new, t, -jnp.inf), axis=-1))
+        of_student = jnp.where(new, jnp.exp(s - student_max[:, None]), 0)
+        of_teacher = jnp.where(new, jnp.exp(t - teacher_max[:, None]), 0)
+        shrink = jnp.exp(sums.teacher_max - teacher_max)
+        return _Sums(
+            student_max,
+            sums.student_sum * jnp.exp(sums.student_max - student_max) + jnp.sum(of_student, axis=-1),
+            teacher_max,
+            sums.teacher_sum * shrink + jnp.sum(of_teacher, axis=-1),
+            sums.difference * shrink + jnp.sum(of_teacher * (t - s), axis=-1),
+        ), None
+
+    zeros, least = jnp.zeros(hidden.shape[0], jnp.float32), jnp.full(hidden.shape[0], -jnp.inf, jnp.float32)
+    sums, _ = jax.lax.scan(add, _Sums(least, zeros, least, zeros, zeros), jnp.arange(number))
+    student_lse = sums.student_max + jnp.log(sums.student_sum)
+    teacher_lse = sums.teacher_max + jnp.log(sums.teacher_sum)
+    divergence = sums.difference / sums.teacher_sum - teacher_lse + student_lse
+    saved = hidden, weight, teacher_hidden, teacher_weight, counts, student_lse, teacher_lse
+    return jnp.sum(counts * divergence), saved
+
+
+def _backward(options: DivergenceOptions, saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, ...]:
+    hidden, weight, teacher_hidden, teacher_weight, counts, student_lse, teacher_lse = saved
+    columns, number = _chunks(hidden.shape[0], weight.shape[1], options)
+    factor = (gradient * counts / options.temperature)[:, None]
+
+    def add(carry: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        d_hidden, d_weight = carry
+        s, slope = _logits(hidden, weight, index, columns, options.temperature, options.student_cap)
+        t, _ = _logits(teacher_hidden, teacher_weight, index, columns, options.temperature, options.teacher_cap)
+        d_logits = factor * (jnp.exp(s - student_lse[:, None]) - jnp.exp(t - teacher_lse[:, None])) * slope
+        d_logits = jnp.where(_columns_of(index, columns, weight.shape[1]), d_logits, 0).astype(hidden.dtype)
+        first = _first_column(index, columns, weight.shape[1])
+        part = jax.lax.dynamic_slice_in_dim(weight, first, columns, axis=1)
+        d_hidden += jnp.matmul(d_logits, part.T, preferred_element_type=jnp.float32)
+        d_part = jnp.matmul(hidden.T, d_logits, preferred_element_type=jnp.float32)
+        d_part += jax.lax.dynamic_slice_in_dim(d_weight, first, columns, axis=1)  # columns of a clamped chunk
+        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_weight, d_part, first, axis=1)), None
+
+    start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(weight.shape, jnp.float32)
+    (d_hidden, d_weight), _ = jax.lax.scan(add, start, jnp.arange(number))
+    zeros = [jnp.zeros_like(x) for x in (teacher_hidden, teacher_weight, counts)]
+    return d_hidden.astype(hidden.dtype), d_weight.astype(weight.dtype), *zeros
+
+
+divergence_sum.defvjp(_forward, _backward)
+
+
+def _chunks(tokens: int, vocabulary: int, options: DivergenceOptions) -> tuple[int, int]:
+    """Return the columns of a chunk and the number of chunks."""
+    most = options.chunk or max(128, CHUNK_VALUES // max(tokens, 1))
+    number = -(-vocabulary // most)
+    return -(-vocabulary // number), number
+
+
+def _first_column(index: jax.Array, columns: int, vocabulary: int) -> jax.Array:
+    """Return the first column of a chunk; the last chunk begins early if it would reach beyond the vocabulary."""
+    return jnp.minimum(index * columns, vocabulary - columns)
+
+
+def _columns_of(index: jax.Array, columns: int, vocabulary: int) -> jax.Array:
+    """Return True for the columns of a chunk that no chunk before has."""
+    return _first_column(index, columns, vocabulary) + jnp.arange(columns) >= index * columns
+
+
+def _logits(
+    hidden: jax.Array, weight: jax.Array, index: jax.Array, columns: int, temperature: float, cap: float | None
+) -> tuple[jax.Array, jax.Array | float]:
+    """Return a chunk's logits over the temperature, float32, and their derivative by the product without a cap."""
+    part = jax.lax.dynamic_slice_in_dim(weight, _first_column(index, columns, weight.shape[1]), columns, axis=1)
+    logits = jnp.matmul(hidden, part, preferred_element_type=jnp.float32)
+    if cap is None:
+        return logits / temperature, 1.0
+    squashed = jnp.tanh(logits / cap)
+    return squashed * cap / temperature, 1 - jnp.square(squashed)

@@ -1,0 +1,143 @@
+"""Trainable low rank: W = U V, whose ranks are ordered by random truncation and dropped as they fade.
+
+Maestro (Horvath et al. 2023, arXiv:2308.14929): the factors begin as the singular value decomposition of the weight,
+with the square root of the singular values in each. A train step draws one pair (layer, rank b) uniformly, and that
+layer computes with its first b ranks alone; all others compute with all of theirs. A group lasso over the tails of the
+factors lets ranks that do not help fade; those whose norms have a product below a threshold are set to zero for good.
+"""
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+from pydantic import Field
+
+from jaxstack.compressed_training.base import Stored, WeightRule
+from jaxstack.compressed_training.matrices import MatrixLayout, Weight
+from jaxstack.errors import ConfigError
+from pallas_kernels.weight_only.packed import PackedWeight, pack_low_rank
+
+
+class LowRankRule(WeightRule):
+    """Trains two factors in place of each matrix, and finds their rank."""
+
+    method: Literal["low_rank"] = "low_rank"
+    rank: int | None = Field(default=None, ge=1)
+    """Largest rank; null: the smaller dim of the matrix."""
+    penalty: float = Field(default=5e-3, ge=0)
+    """Weight of the group lasso, added to the mean loss."""
+    threshold: float = Field(default=1e-5, ge=0)
+    """Ranks whose two norms have a smaller product are set to zero."""
+
+    @property
+    def title(self) -> str:
+        return "low rank"
+
+    def check(self, weight: Weight) -> None:
+        largest = min(weight.layout.size)
+        if self.rank is not None and self.rank > largest:
+            raise ConfigError(
+                f"compression.rules: rank {self.rank} is more than {weight.names[0]} can have ({largest}); choose at "
+                f"most {largest}, or null for the largest."
+            )
+
+    def compress(self, w: Float[Array, "out in"], *, train: bool) -> Float[Array, "out in"]:
+        """Return the nearest matrix of `rank`, by the singular value decomposition."""
+        del train
+        u, v = split_by_svd(w, self._rank(w.shape))
+        return u @ v
+
+    def _rank(self, size: tuple[int, ...]) -> int:
+        return self.rank or min(size)
+
+    def stored_parts(self, layout: MatrixLayout) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...]]]:
+        (outputs, inputs), stack, rank = layout.size, layout.stack_shape, self._rank(layout.size)
+        stacked, of_outputs, of_inputs = layout.matrix_axes
+        return {
+            "u": ((*stack, outputs, rank), (*stacked, of_outputs, "rank")),
+            "v": ((*stack, rank, inputs), (*stacked, "rank", of_inputs)),
+        }
+
+    def store(self, w: jax.Array, layout: MatrixLayout) -> Stored:
+        u, v = split_by_svd(layout.to_matrices(w), self._rank(layout.size))
+        return {"u": u, "v": v}
+
+    def choices(self, layout: MatrixLayout) -> int:
+        return math.prod(layout.stack_shape) * self._rank(layout.size)
+
+    def use(self, stored: Stored, layout: MatrixLayout, choice: Int[Array, ""] | None) -> jax.Array:
+        u, v = stored["u"], stored["v"]
+        if choice is not None:
+            u = u * first_ranks(choice, u.shape[:-2], u.shape[-1])[..., None, :]
+        return layout.from_matrices(_multiply(u, v))
+
+    def export(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        return self.use(stored, layout, None)
+
+    def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        return self.use(stored, layout, None)
+
+    def loss_term(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        del layout
+        return self._group_lasso(stored["u"]) + self._group_lasso(jnp.swapaxes(stored["v"], -1, -2))
+
+    def _group_lasso(self, factor: jax.Array) -> jax.Array:
+        """Return the penalty of a factor [*stack, n, rank]: the sum over b of the norm of its ranks from b on."""
+        squares = jnp.sum(jnp.square(factor), axis=-2)
+        tails = jnp.flip(jnp.cumsum(jnp.flip(squares, -1), axis=-1), -1)
+        alive = tails > 0
+        norms = jnp.where(alive, jnp.sqrt(jnp.where(alive, tails, 1.0)), 0.0)  # sqrt has no gradient at zero
+        return self.penalty * jnp.sum(norms)
+
+    def keep(self, old: Stored, new: Stored) -> Stored:
+        alive = (_products(old) > 0) & (_products(new) >= self.threshold)
+        return {"u": new["u"] * alive[..., None, :], "v": new["v"] * alive[..., :, None]}
+
+    def pack(self, stored: Stored) -> PackedWeight:
+        return pack_low_rank(*trim(stored["u"], stored["v"]))
+
+    def kept(self, stored: Stored, layout: MatrixLayout) -> Int[Array, ""]:
+        return jnp.sum(_products(stored) > 0, dtype=jnp.int32) * sum(layout.size)
+
+
+def split_by_svd(
+    w: Float[Array, "*stack out in"], rank: int
+) -> tuple[Float[Array, "*stack out rank"], Float[Array, "*stack rank in"]]:
+    """Return factors (U, V) of the nearest matrix of this rank, with the root of the singular values in each."""
+    u, s, v = jnp.linalg.svd(w.astype(jnp.float32), full_matrices=False)
+    root = jnp.sqrt(s[..., :rank])
+    return u[..., :rank] * root[..., None, :], root[..., :, None] * v[..., :rank, :]
+
+
+def first_ranks(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
+    """Return the mask of ranks in a step: ones, but for one matrix zeros after its first b ranks.
+
+    Args:
+      choice: matrix * rank + b - 1, with the matrices of the stack counted in row-major order; a number outside of
+        that range masks nothing.
+      stack: dims of the stack; () for one matrix.
+      rank: number of ranks of each matrix.
+    """
+    matrices = jnp.arange(math.prod(stack)).reshape(*stack, 1)
+    other = matrices != choice // rank
+    return (other | (jnp.arange(rank) <= choice % rank)).astype(jnp.float32)
+
+
+def trim(
+    u: Float[Array, "out rank"], v: Float[Array, "rank in"]
+) -> tuple[Float[Array, "out kept"], Float[Array, "kept in"]]:
+    """Return the factors without the ranks that are zero. Not for traced arrays: the number of ranks is a shape."""
+    alive = _products({"u": u, "v": v}) > 0
+    return u[:, alive], v[alive]
+
+
+def _products(stored: Stored) -> jax.Array:
+    """Return the product of the two norms of each rank, [*stack, rank]."""
+    u, v = stored["u"], stored["v"]
+    return jnp.linalg.norm(u, axis=-2) * jnp.linalg.norm(v, axis=-1)
+
+
+def _multiply(u: jax.Array, v: jax.Array) -> jax.Array:
+    return jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,141 @@
+"""The weights of a module that compression can change, and how each is seen as matrices [out, in]."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxstack.models.embedding import Embedding
+from jaxstack.models.layer_paths import weight_paths
+from jaxstack.models.linear import Linear
+from jaxstack.models.moe_layer import Experts
+from jaxstack.models.transformer import Transformer
+from jaxstack.tree_rules import TEACHER
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixLayout:
+    """A weight of several dims, seen as one matrix [out, in] or a stack of them.
+
+    Attributes:
+      shape: shape of the weight.
+      stack: number of leading dims that count layers and experts.
+      inputs: number of contracted dims, which follow the stack's.
+      outputs_first: True if the dims of the outputs precede those of the inputs, as in an embedding table.
+      axes: logical axes of the weight, for each dim; None: not known.
+    """
+
+    shape: tuple[int, ...]
+    stack: int
+    inputs: int
+    outputs_first: bool = False
+    axes: tuple[str | None, ...] | None = None
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """Sizes of the dims of layers and experts."""
+        return self.shape[: self.stack]
+
+    @property
+    def has_layers(self) -> bool:
+        """True if the first dim counts layers."""
+        return bool(self.axes) and self.axes[0] == "layers"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(outputs, inputs) of a matrix."""
+        first, second = self._parts
+        return (first, second) if self.outputs_first else (second, first)
+
+    @property
+    def matrix_axes(self) -> tuple[tuple[str | None, ...], str | None, str | None]:
+        """Logical axes of the stack's dims, of the outputs and of the inputs: of the first of several merged dims."""
+        axes = self.axes or (None,) * len(self.shape)
+        first, second = axes[self.stack], axes[self._cut]
+        return axes[: self.stack], *((first, second) if self.outputs_first else (second, first))
+
+    @property
+    def _cut(self) -> int:
+        return len(self.shape) - self.inputs if self.outputs_first else self.stack + self.inputs
+
+    @property
+    def _parts(self) -> tuple[int, int]:
+        return math.prod(self.shape[self.stack : self._cut]), math.prod(self.shape[self._cut :])
+
+    def to_matrices(self, w: jax.Array) -> jax.Array:
+        """Return the weight as [*stack, out, in]."""
+        w = w.reshape(*w.shape[: self.stack], *self._parts)
+        return w if self.outputs_first else jnp.swapaxes(w, -1, -2)
+
+    def from_matrices(self, matrices: jax.Array) -> jax.Array:
+        """Return matrices [*stack, out, in] in the weight's own dims."""
+        w = matrices if self.outputs_first else jnp.swapaxes(matrices, -1, -2)
+        return w.reshape(*w.shape[: self.stack], *self.shape[self.stack :])
+
+    def map(self, function: Callable[[jax.Array], jax.Array], w: jax.Array, *, one_by_one: bool = False) -> jax.Array:
+        """Apply a function of a matrix [out, in], which returns one of the same shape, to each matrix of the weight.
+
+        Args:
+          one_by_one: True runs the matrices in a loop, so that the temporary arrays of only one exist at a time.
+        """
+        for _ in range(self.stack):
+            function = _looped(function) if one_by_one else jax.vmap(function)
+        return self.from_matrices(function(self.to_matrices(w)))
+
+
+def _looped(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return lambda stack: jax.lax.map(function, stack)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight that compression can change.
+
+    Attributes:
+      path: keys of the parameter in the module's dict of parameters, joined by `/`.
+      names: paths that rules see, one for each layer of a stack: decoder/layers/3/mlp/down_proj/kernel.
+      layout: the weight as matrices.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    layout: MatrixLayout
+
+
+def find_weights(model: nnx.Module) -> list[Weight]:
+    """Return the matrices of a module: dense layers, experts, embeddings and heads; not those of routers.
+
+    In modules other than jaxstack's, each parameter `kernel` of two dims counts as [in, out].
+    """
+    found: dict[str, Weight] = {}
+    for path, node in nnx.iter_modules(model):
+        for name, param in vars(node).items():
+            layout = _layout(node, name, param) if isinstance(param, nnx.Param) else None
+            key = "/".join(map(str, (*path, name)))
+            if layout is not None and not TEACHER.search(key):
+                found.setdefault(key, Weight(key, tuple(_names(model, path, name)), layout))
+    return [found[key] for key in sorted(found)]
+
+
+def _names(model: nnx.Module, path: Sequence[str | int], name: str) -> list[str]:
+    if name == "kernel" and isinstance(model, Transformer):
+        return weight_paths(model, path)
+    return ["/".join(map(str, (*path, name)))]
+
+
+def _layout(node: object, name: str, param: nnx.Param) -> MatrixLayout | None:
+    shape, axes = tuple(param.shape), param.get_metadata().get("logical_axes")
+    stacked = int(bool(axes) and axes[0] == "layers")
+    layout = lambda stack, inputs, first=False: MatrixLayout(shape, stack, inputs, first, axes)  # noqa: E731
+    if isinstance(node, Linear):
+        return layout(stacked, node.contracted) if name == "kernel" else None
+    if isinstance(node, Experts):
+        return layout(stacked + 1, 1)
+    if isinstance(node, Embedding):
+        return layout(0, 1, True)
+    if name in ("kernel", "head") and len(shape) == 2 and "router" not in (axes or ()):
+        return layout(0, 1)
+    return None

@@ -1,0 +1,155 @@
+"""A module whose train state stores weights that `jaxstack.compressed_training` compresses in every step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxstack.compressed_training.base import Stored, WeightRule
+from jaxstack.compressed_training.config import choose_rules
+from jaxstack.compressed_training.matrices import Weight, find_weights
+from jaxstack.errors import ConfigError
+from jaxstack.functional.module import Dict, FunctionalModule, flatten, make_functional, nest
+from pallas_kernels.weight_only.packed import PackedWeight
+
+
+class CompressedModule(FunctionalModule):
+    """A FunctionalModule whose weights are compressed by rules; the gradients are those of the stored weights.
+
+    The train state holds what the methods store: float32 weights, or their factors. A step computes with `use`, once
+    for all its microbatches and on global arrays, so that every layout without pipeline stages is supported.
+
+    Args:
+      make: as of `FunctionalModule`.
+      rules: the rules of `compression.rules`.
+
+    Raises:
+      ConfigError: a rule matches no weight, two methods match one, or a method cannot compress what it matches.
+    """
+
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], rules: Sequence[WeightRule]):
+        self._used = FunctionalModule(make)
+        super().__init__(make)
+        model = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        self.chosen = choose_rules(find_weights(model), rules)
+        """Path of a weight in `used` -> its rule, and the weight."""
+        self._offsets, self._choices = {}, 0
+        for path, (rule, weight) in self.chosen.items():
+            self._offsets[path] = self._choices
+            self._choices += rule.choices(weight.layout)
+        self._set_params([item for path, variable in self._params for item in self._stored_variables(path, variable)])
+
+    def _stored_variables(self, path: tuple[Any, ...], variable: Any) -> list[tuple[tuple[Any, ...], Any]]:
+        rule, weight = self.chosen.get("/".join(map(str, path)), (None, None))
+        parts = None if rule is None or weight is None else rule.stored_parts(weight.layout)
+        if parts is None:
+            return [(path, variable)]
+
+        def part(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
+            array = jax.ShapeDtypeStruct(shape, jnp.float32)
+            return variable.replace(array, whole_shape=shape, logical_axes=axes)
+
+        return [((*path, name), part(*parts[name])) for name in sorted(parts)]
+
+    @property
+    def used(self) -> FunctionalModule:
+        return self._used
+
+    def init(self, key: jax.Array) -> tuple[Dict, Dict]:
+        params, non_params = self._used.init(key)
+        return self.params_from_plain(params), non_params
+
+    def params_from_plain(self, params: Dict) -> Dict:
+        """Return what the train state stores at the start of a run, from the parameters of `used`. Traceable."""
+        return self._mapped(lambda rule, weight, w: rule.store(w, weight.layout), params)
+
+    def merge(self, params: Dict, non_params: Dict) -> Any:
+        """Return the module with the weights of the export."""
+        return self._used.merge(self.export(params), non_params)
+
+    def split(self, module: nnx.Module) -> tuple[Dict, Dict]:
+        params, non_params = self._used.split(module)
+        return self.params_from_plain(params), non_params
+
+    def freeze(self, is_frozen: Callable[[str], bool]) -> None:
+        for path, (rule, _) in self.chosen.items():
+            if is_frozen(path):
+                raise ConfigError(
+                    f"compression.rules: {rule.path!r} matches {path}, which optimizer.groups freezes, so that it "
+                    "cannot be trained in its compressed form; drop one of the two."
+                )
+        self._used.freeze(is_frozen)
+        super().freeze(is_frozen)
+
+    def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
+        choice = jax.random.randint(key, (), 0, self._choices) if key is not None and self._choices else None
+
+        def use(rule: WeightRule, weight: Weight, stored: Stored) -> jax.Array:
+            drawn = None if choice is None else choice - self._offsets[weight.path]
+            return rule.use(stored, weight.layout, drawn)
+
+        penalties = [rule.loss_term(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()]
+        found = [penalty for penalty in penalties if penalty is not None]
+        return self._mapped(use, params), sum(found[1:], found[0]) if found else None
+
+    def export(self, params: Dict) -> Dict:
+        return self._mapped(lambda rule, weight, stored: rule.export(stored, weight.layout), params)
+
+    def master(self, params: Dict) -> Dict:
+        """Return the parameters of `used` that the optimizer changes, not yet rounded or clustered. Traceable."""
+        return self._mapped(lambda rule, weight, stored: rule.master(stored, weight.layout), params)
+
+    def keep_constraints(self, old: Dict, new: Dict) -> Dict:
+        return self._mapped(lambda rule, weight, stored: rule.keep(self._get(old, weight.path), stored), new)
+
+    def kept(self, params: Dict) -> dict[str, jax.Array]:
+        """Return path -> number of values that an export has to store, for each compressed weight. Traceable."""
+        return {path: rule.kept(self._get(params, path), weight.layout) for path, (rule, weight) in self._items()}
+
+    def pack(self, params: Dict) -> dict[str, PackedWeight | jax.Array]:
+        """Return path -> the matrix [out, in] in the form of its export, for each layer and expert. Not traceable."""
+        packed: dict[str, PackedWeight | jax.Array] = {}
+        for path, (rule, weight) in self._items():
+            stored, layout = self._get(params, path), weight.layout
+            stored = stored if isinstance(stored, dict) else layout.to_matrices(stored)
+            for place in np.ndindex(*layout.stack_shape):
+                layer, expert = (place[0], place[1:]) if layout.has_layers else (0, place)
+                name = "/".join([weight.names[layer], *map(str, expert)])
+                packed[name] = rule.pack(jax.tree.map(lambda x, place=place: x[place], stored))
+        return packed
+
+    def kept_of(self, params: Dict, path: str) -> jax.Array:
+        """Return the number of values to store of one weight, given parameters of `used`."""
+        rule, weight = self.chosen[path]
+        return rule.kept(rule.store(self._get(params, path), weight.layout), weight.layout)
+
+    def _items(self) -> list[tuple[str, tuple[WeightRule, Weight]]]:
+        return list(self.chosen.items())
+
+    @staticmethod
+    def _get(params: Dict, path: str) -> Stored:
+        for key in path.split("/"):
+            params = params[key]
+        return params
+
+    def _mapped(self, change: Callable[[WeightRule, Weight, Stored], Stored], params: Dict) -> Dict:
+        """Return the tree with what `change` makes of each compressed weight."""
+        flat = flatten(params, stop=lambda path: "/".join(path) in self.chosen)
+        for path in list(flat):
+            if (name := "/".join(path)) in self.chosen:
+                flat[path] = change(*self.chosen[name], flat[path])
+        return nest(flat.items())
+
+
+def compress_in_training(module: object, rules: Sequence[WeightRule]) -> FunctionalModule:
+    """Return a module for `Trainer` whose weights are compressed in every step.
+
+    Args:
+      module: an NNX module, whose values are the initial ones, or a function of `nnx.Rngs` that makes one.
+      rules: such as `[QatRule(path="kernel$", bits=4)]`; without rules the module is returned as it is.
+    """
+    functional = make_functional(module)
+    return CompressedModule(functional.make, rules) if rules else functional

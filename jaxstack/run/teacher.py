@@ -1,0 +1,47 @@
+"""Read the teacher of a run from its directory: `distill.teacher`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxstack.compressed_training.distill import check_vocabulary
+from jaxstack.data.load_tokenizer import load_tokenizer
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError
+from jaxstack.models.pretrained import is_run, read_model
+from jaxstack.run.init_from import initial_parameters
+from jaxstack.run_config import RunConfig
+from jaxstack.trainer import Trainer
+
+
+def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Check that the teacher, if there is one, predicts the ids that the student does.
+
+    Raises:
+      ConfigError: the directory holds no model, or one with another vocabulary or tokenizer.
+    """
+    directory = config.distill.teacher
+    if directory is None:
+        return
+    check_vocabulary(config.model, read_model(directory), directory)
+    folder = Path(directory) / "tokenizer"
+    if is_run(directory) and folder.is_dir() and load_tokenizer(folder).hash != tokenizer.hash:
+        raise ConfigError(
+            f"distill.teacher: {directory} was trained with another tokenizer, so that its ids mean other texts; train "
+            f"the student with it: data.tokenizer={{name: file, path: {folder}}}."
+        )
+
+
+def load_teacher(config: RunConfig, trainer: Trainer, report: Callable[[str], None]) -> None:
+    """Read the teacher's parameters, if there is one, into the trainer.
+
+    Args:
+      config: configuration of the run.
+      trainer: its trainer, before its state is used.
+      report: called with a line that names the teacher.
+    """
+    directory = config.distill.teacher
+    if directory is None:
+        return
+    _, wanted = trainer.start_shapes
+    name = lambda line: report(line.replace("starting from", "distilling from", 1))  # noqa: E731
+    trainer.set_teacher(initial_parameters(directory, read_model(directory), wanted, name))
