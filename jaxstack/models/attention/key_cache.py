@@ -138,6 +138,8 @@ def attend_newest(
     _, key_heads, slots, width = cache.key.shape
     # A key head of a row is a sequence of one page; the table is a constant of the program.
     sequences = cache.key.shape[0] * key_heads
+    if not isinstance(sequences, int):
+        return None  # jax.export with any number of rows, for which there is no constant table
     k_pages, v_pages = (x.reshape(sequences, slots, 1, width) for x in cache)
     table = np.arange(sequences, dtype=np.int32)[:, None]
     call = (q.reshape(sequences, 1, -1, width), k_pages, v_pages, table, jnp.repeat(lengths, key_heads))
