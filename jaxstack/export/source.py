@@ -6,9 +6,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
+from jaxstack.export.run_exported import PARAMETERS
 from jaxstack.models.config import ModelConfig
 from jaxstack.run.load import load
 
@@ -93,6 +95,13 @@ def nested(flat: dict[str, jax.Array]) -> dict[str, object]:
             branch = branch.setdefault(folder, {})  # pyright: ignore[reportAssignmentType]
         branch[name] = array
     return tree
+
+
+def write_parameters(source: Source, folder: Path) -> None:
+    """Write the parameters as safetensors, readable by everybody who may read the folder."""
+    arrays = {path: np.ascontiguousarray(array) for path, array in source.parameters.items()}
+    save_file(arrays, folder / PARAMETERS)
+    (folder / PARAMETERS).chmod((folder.stat().st_mode & 0o666) | 0o600)
 
 
 def dense_softmax_problem(model: ModelConfig) -> str | None:

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import export
 from jaxtyping import Array, Float, Int
-from safetensors.numpy import save_file
 
 from jaxstack.errors import ConfigError
 from jaxstack.export import run_exported
-from jaxstack.export.source import Source, nested
+from jaxstack.export.source import Source, nested, write_parameters
 from jaxstack.files import write_file, write_json
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.config import ModelConfig
@@ -59,7 +58,7 @@ def write(source: Source, folder: Path) -> str:
     for name, program in programs._asdict().items():
         write_file(folder / f"{name}.jax_export", bytes(program.serialize()))
         write_file(folder / f"{name}.mlir", str(program.mlir_module()).encode())
-    save_file(source.parameters, folder / run_exported.PARAMETERS)
+    write_parameters(source, folder)
     write_json(folder / run_exported.SETTINGS, {"format": "stablehlo", **source.generation()})
     source.tokenizer.save(folder)
     shutil.copyfile(run_exported.__file__, folder / "run.py")
@@ -95,7 +94,9 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
             next_token = export.export(jax.jit(decode, donate_argnums=3), platforms=PLATFORMS)
             return Programs(first, next_token(arguments, ids, ids, cache))
     except (jax.errors.ConcretizationTypeError, export.UnsupportedDimensionOperation) as error:
-        raise ConfigError(f"the model cannot be exported for any number of rows: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"the model cannot be exported for any number of rows: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _functions(module: FunctionalModule, context: int) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -5,12 +5,10 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from jaxstack.errors import ConfigError
 from jaxstack.export.page_tokenizer import describe_tokenizer
-from jaxstack.export.run_exported import PARAMETERS
-from jaxstack.export.source import Source, dense_softmax_problem
+from jaxstack.export.source import Source, dense_softmax_problem, write_parameters
 from jaxstack.files import write_file
 from jaxstack.models.norm import NORMS, RMSNorm
 from jaxstack.models.rope import rope_frequencies
@@ -38,7 +36,7 @@ def problem(source: Source) -> str | None:
 def write(source: Source, folder: Path) -> str:
     """Write the page, the weights, the configuration and the tokenizer."""
     shutil.copytree(PAGE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
-    save_file(source.parameters, folder / PARAMETERS)
+    write_parameters(source, folder)
     _write_json(folder / "model.json", describe_model(source))
     _write_json(folder / "tokenizer_page.json", describe_tokenizer(source.tokenizer))
     return "python -m http.server --directory {folder}, and open http://127.0.0.1:8000 (or export with --serve)"

@@ -84,8 +84,9 @@ export class Engine {
    * @param config model.json.
    * @param tensors of `readTensors`.
    * @param capacity tokens that the cache has room for.
+   * @param budget least time of one measurement in milliseconds.
    */
-  constructor(config, tensors, capacity) {
+  constructor(config, tensors, capacity, budget) {
     this.config = config;
     this.capacity = Math.ceil(capacity / 96) * 96; // whole panels of every width
     const { hidden, heads, kvHeads, width, feedForward, gated, vocabulary } = config;
@@ -103,7 +104,7 @@ export class Engine {
     const total = weights + panelEnds + 4 * 96 * hidden + cache + scratch + buffers;
     this.memory = new WebAssembly.Memory({ initial: Math.ceil(total / PAGE) + 16 });
     this.next = 64;
-    this.tuner = new Tuner(this.memory, this.allocate(scratch), scratch);
+    this.tuner = new Tuner(this.memory, this.allocate(scratch), scratch, budget);
     for (const [k, n] of Object.values(shapes)) this.tuner.choose(k, n);
     this.pack(tensors, shapes);
     this.makeBuffers(shapes);

@@ -4,7 +4,7 @@ import { candidates, compile } from "./kernels.js";
 
 const ROWS = 64; // of a prompt's part
 const STEPS = 64; // single tokens that count as much as that prompt
-const FINALISTS = 4;
+const FINALISTS = 2;
 
 /** Returns the shortest time of one call in milliseconds, over `rounds` rounds of about `budget` milliseconds. */
 function time(call, budget, rounds) {
@@ -28,13 +28,15 @@ export class Tuner {
   /**
    * @param memory WebAssembly.Memory of the model.
    * @param scratch address of an area that measurements may overwrite, and `scratchBytes` its size.
+   * @param budget least time of one measurement in milliseconds.
    */
-  constructor(memory, scratch, scratchBytes) {
+  constructor(memory, scratch, scratchBytes, budget = 1) {
     const start = performance.now();
     this.kernels = candidates().map(shape => ({ ...shape, multiply: compile(shape, memory) }));
     this.compileMs = performance.now() - start;
     this.scratch = scratch;
     this.scratchBytes = scratchBytes;
+    this.budget = budget;
     this.report = [];
     this.chosen = new Map();
   }
@@ -52,12 +54,12 @@ export class Tuner {
   measure(k, n) {
     const columns = this.limit(k, n);
     const speed = (kernel, m, budget, rounds) => {
-      const ms = time(this.call(kernel, m, k, columns), budget, rounds);
+      const ms = time(this.call(kernel, m, k, columns), budget * this.budget, rounds);
       return { kernel, gflops: (2e-6 * m * k * columns) / ms };
     };
     const best = (kernels, m) => {
       const first = kernels.map(kernel => speed(kernel, m, 1, 1)).sort((a, b) => b.gflops - a.gflops);
-      const again = first.slice(0, FINALISTS).map(found => speed(found.kernel, m, 3, 3));
+      const again = first.slice(0, FINALISTS).map(found => speed(found.kernel, m, 2, 3));
       return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
     };
     let chosen = null;

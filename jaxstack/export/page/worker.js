@@ -42,7 +42,8 @@ async function load() {
   tokenizer = makeTokenizer(vocabulary);
   say({ type: "status", text: "measuring kernels" });
   const loaded = performance.now();
-  engine = new Engine(config, tensors, settings.context);
+  const budget = new URLSearchParams(location.search).get("measure"); // ?measure=0.1 starts sooner with slower kernels
+  engine = new Engine(config, tensors, settings.context, budget === null ? undefined : Number(budget));
   const now = performance.now();
   const { report, kernels } = engine.tuner;
   say({ type: "ready", report, candidates: kernels.length, tuneMs: now - loaded, totalMs: now - start, settings });
