@@ -1,4 +1,4 @@
-"""Export to a folder with a page that runs the model in a browser, by kernels that the page itself makes and measures."""
+"""Export to a folder with a page that runs the model in a browser, by kernels that the page makes and measures."""
 
 import json
 import shutil

@@ -1,6 +1,7 @@
-"""The page in a browser: the logits and greedy tokens of transformers, the ids of the tokenizers library, its kernels."""
+"""The page in a browser: logits and greedy tokens of transformers, ids of the tokenizers library, its kernels."""
 
 import contextlib
+import dataclasses
 import json
 import threading
 
@@ -61,9 +62,16 @@ def test_the_page_computes_what_transformers_does(name, tmp_path):
 
 @needs_chromium
 def test_the_page_encodes_and_generates_text(tmp_path):
-    source = make_source("llama")
     tokenizer = train_bpe([TEXT * 3, "def g(y): return y + 1\n" * 5], 300)
-    source = source.__class__(**{**source.__dict__, "tokenizer": tokenizer})
+    source = make_source("llama")
+    rows = np.random.default_rng(0).normal(size=(320, source.model.hidden_size)).astype(np.float32)
+    source = dataclasses.replace(
+        source,
+        model=source.model.model_copy(update={"vocab_size": len(rows)}),
+        parameters={**source.parameters, "embedding/table": rows},
+        tokenizer=tokenizer,
+        stop_tokens=(),
+    )
     web.write(source, tmp_path / "page")
     with served(tmp_path / "page") as address, open_browser(tmp_path / "profile") as browser:
         browser.open(address)

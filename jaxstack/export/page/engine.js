@@ -193,6 +193,8 @@ export class Engine {
 
   /** Runs tokens at the positions from `start` on; returns the logits after the last one, a view that is overwritten. */
   run(tokens, start) {
+    const unknown = tokens.find(token => !(token >= 0 && token < this.config.vocabulary));
+    if (unknown !== undefined) throw new Error(`the model has ${this.config.vocabulary} token ids; found ${unknown}`);
     if (start + tokens.length > this.capacity) throw new Error(`the cache has room for ${this.capacity} tokens`);
     for (let first = 0; first < tokens.length; first += PART)
       this.runPart(tokens.slice(first, first + PART), start + first);
