@@ -1,0 +1,95 @@
+"""Makes the table and the pictures of docs/fields.md from benchmarks/results/fields.jsonl.
+
+python benchmarks/fields.py && python scripts/fields_page.py
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.picture import Panel, draw
+from scripts.result_rows import RESULTS, ROOT, Row, read_rows
+
+PAGE, PICTURES = ROOT / "docs" / "fields.md", ROOT / "docs" / "pictures"
+
+
+def newest_rows(results: Path = RESULTS) -> list[Row]:
+    """Return the newest row of each example, in the order of their names."""
+    return sorted(read_rows(results / "fields.jsonl"), key=lambda row: row["work"])
+
+
+def verdict(row: Row) -> str:
+    """Return which criteria are missed, if any."""
+    missed = [criterion for criterion, met in row["checks"].items() if not met]
+    return "**missed**: " + "; ".join(missed) if missed else "met"
+
+
+def number(value: float | None) -> str:
+    """Return a number with three significant digits; a dash for None."""
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def title(row: Row) -> str:
+    """Return the name of an example in words."""
+    return str(row["work"]).replace("_", " ").capitalize()
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Return the table of claims and results."""
+    lines = [
+        "| example | claim | measure | ours | baseline | paper | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name = f"[{title(row)}](examples/fields/{row['work']}.py)"
+        source = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["paper"])
+        numbers = (number(row[key]) for key in ("ours", "baseline", "published"))
+        cells = (name, f"{row['claim']} ({source})", row["measure"], *numbers, verdict(row))
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def details(rows: Iterable[Row]) -> str:
+    """Return a section for each example: its criteria, its further numbers and its picture."""
+    parts = []
+    for row in rows:
+        criteria = "\n".join(f"- {'met' if met else '**missed**'}: {text}" for text, met in row["checks"].items())
+        further = "\n".join(f"- {text}: {number(value)}" for text, value in row["numbers"].items())
+        drawn = f"![{title(row)}](pictures/field-{row['work'].replace('_', '-')}.svg)\n\n" if row["picture"] else ""
+        parts.append(
+            f"## {title(row)}\n\n{drawn}{criteria}\n{further}\n- time: {row['seconds']:.0f} s, {row['date'][:10]}, "
+            f"commit {row['commit'][:7]}, `{row['command']}`"
+        )
+    return "\n\n".join(parts)
+
+
+def make_page(page: str, rows: Iterable[Row]) -> str:
+    """Return the page with its made parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
+    rows = list(rows)
+    made = {"table": table(rows), "details": details(rows)}
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"<!-- made: {found[1]} -->\n\n{made[found[1]]}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.S)
+
+
+def make_pictures(rows: Iterable[Row]) -> Mapping[str, str]:
+    """Return file name -> SVG of each example's curves."""
+    return {
+        f"field-{row['work'].replace('_', '-')}.svg": draw([Panel(**panel) for panel in row["picture"]], title(row))
+        for row in rows
+        if row["picture"]
+    }
+
+
+if __name__ == "__main__":
+    found = newest_rows()
+    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    for name, drawing in make_pictures(found).items():
+        (PICTURES / name).write_text(drawing, encoding="utf-8")
+        print(f"wrote {(PICTURES / name).relative_to(ROOT)}")

@@ -1,0 +1,50 @@
+"""The page of other fields is what its script makes from the stored rows, and every example has a row's shape."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fields import FOLDER, KEYS, NAMES, check_result
+from scripts import fields_page
+
+RESULT = {
+    "claim": "A claim.", "paper": "arXiv:2201.00001", "measure": "error", "ours": 1.5, "baseline": 3.0,
+    "published": None, "checks": {"error <= 2": True, "4x below the baseline": False}, "numbers": {"epochs": 3.0},
+    "picture": [{"title": "Error", "x_label": "steps", "curves": {"ours": [(0, 3.0), (5, 1.5)]}}],
+}  # fmt: skip
+ROW = {
+    **RESULT, "work": "some_example", "implementation": "jaxstack", "device": "cpu", "seconds": 60.0,
+    "date": "2026-01-01T00:00", "commit": "0123456789", "command": "python benchmarks/fields.py some_example",
+}  # fmt: skip
+
+
+def test_fields_page_is_what_its_script_makes():
+    page, rows = fields_page.PAGE.read_text(encoding="utf-8"), fields_page.newest_rows()
+    assert page == fields_page.make_page(page, rows), "run: python scripts/fields_page.py"
+    for name, drawing in fields_page.make_pictures(rows).items():
+        stored = (fields_page.PICTURES / name).read_text(encoding="utf-8")
+        assert stored == drawing, "run: python scripts/fields_page.py"
+
+
+def test_page_shows_misses():
+    page = "<!-- made: table -->\n<!-- end -->\n<!-- made: details -->\n<!-- end -->"
+    made = fields_page.make_page(page, [ROW])
+    assert "[Some example](examples/fields/some_example.py) | A claim. ([arXiv:2201.00001](" in made
+    assert "| error | 1.5 | 3 | – | **missed**: 4x below the baseline |" in made
+    assert "- met: error <= 2\n- **missed**: 4x below the baseline\n- epochs: 3\n" in made
+
+
+@pytest.mark.parametrize("change", [{"ours": "1"}, {"more": 1}, {"checks": {}}, {"picture": [{"title": "t"}]}])
+def test_results_of_another_shape_are_refused(change):
+    check_result(RESULT)
+    with pytest.raises(TypeError):
+        check_result({**RESULT, **change})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_are_short_and_have_a_test(name):
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 250
+    assert "Trainer(" in source and f"python docs/examples/fields/{name}.py" in source
+    assert set(KEYS) <= {key for key in KEYS if f'"{key}"' in source}, "main returns every key"
+    assert (Path(__file__).parent / f"test_{name}.py").is_file()
