@@ -1,8 +1,9 @@
 // The Transformer: prompts in parts of 64 tokens, then one token at a time, with a cache of keys and values.
 //
-// Every product of matrices, those of attention included, is a call of a tuned kernel (kernels.js). The cache is kept in
-// the kernels' panels: keys in panels of positions, values in panels of a head's elements.
+// Every product of matrices, those of attention included, is a call of a tuned kernel (kernels.js). The cache is kept
+// in the kernels' panels: keys in panels of positions, values in panels of a head's elements.
 
+import { compile, emitExponentials } from "./kernels.js";
 import { scratchBytes, Tuner } from "./tune.js";
 
 const PART = 64; // tokens of a prompt that run together
@@ -26,19 +27,23 @@ export function readTensors(buffer) {
   return tensors;
 }
 
-/** erf with an absolute error below 2e-7 (Abramowitz and Stegun 7.1.26, in more digits than float32 has). */
-function erf(x) {
-  const t = 1 / (1 + 0.3275911 * Math.abs(x));
+/** x times the normal distribution function, e = exp(-x^2 / 2); erf by Abramowitz and Stegun 7.1.26, error 2e-7. */
+function exactGelu(x, e) {
+  const t = 1 / (1 + 0.3275911 * Math.abs(x) * Math.SQRT1_2);
   const series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t;
-  return Math.sign(x) * (1 - series * Math.exp(-x * x));
+  return 0.5 * x * (1 + Math.sign(x) * (1 - series * e));
 }
 
+/** Activations as functions of x and of e = exp(argument(x)); those without an argument need no e. */
 const ACTIVATIONS = {
-  silu: x => x / (1 + Math.exp(-x)),
-  gelu: x => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
-  gelu_tanh: x => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x * x * x))),
-  relu: x => Math.max(x, 0),
-  relu_squared: x => Math.max(x, 0) ** 2,
+  silu: { argument: x => -x, value: (x, e) => x / (1 + e) },
+  gelu: { argument: x => -0.5 * x * x, value: exactGelu },
+  gelu_tanh: {
+    argument: x => 2 * Math.sqrt(2 / Math.PI) * (x + 0.044715 * x * x * x), // tanh(y) = 1 - 2 / (1 + exp(2 y))
+    value: (x, e) => x - x / (1 + e),
+  },
+  relu: { value: x => Math.max(x, 0) },
+  relu_squared: { value: x => Math.max(x, 0) ** 2 },
 };
 
 /** A matrix [k, n] in panels of 4 nv columns. */
@@ -103,6 +108,7 @@ export class Engine {
     const buffers = 4 * (8 * Math.max(PART, heads) * widest + vocabulary + 192);
     const total = weights + panelEnds + 4 * 96 * hidden + cache + scratch + buffers;
     this.memory = new WebAssembly.Memory({ initial: Math.ceil(total / PAGE) + 16 });
+    this.exponentials = compile(emitExponentials(), this.memory);
     this.next = 64;
     this.tuner = new Tuner(this.memory, this.allocate(scratch), scratch, budget);
     for (const [k, n] of Object.values(shapes)) this.tuner.choose(k, n);
@@ -170,7 +176,10 @@ export class Engine {
       const address = this.allocate(kvHeads * bytes);
       return { address, bytes, data: this.floats(address, (kvHeads * bytes) / 4) };
     };
-    return { keys: { ...reserve(keyBytes), ...keys }, values: { ...reserve(valueBytes), ...values, panels: valuePanels } };
+    return {
+      keys: { ...reserve(keyBytes), ...keys },
+      values: { ...reserve(valueBytes), ...values, panels: valuePanels },
+    };
   }
 
   makeBuffers(shapes) {
@@ -187,11 +196,12 @@ export class Engine {
     this.mixed = buffer(rows * padded(this.config.width));
     this.attended = buffer(PART * shapes.out[0]);
     this.wide = buffer(PART * padded(shapes.up[1]));
+    this.gates = buffer(padded(this.config.feedForward));
     this.update = buffer(PART * padded(hidden));
     this.logitRow = buffer(padded(shapes.head[1]));
   }
 
-  /** Runs tokens at the positions from `start` on; returns the logits after the last one, a view that is overwritten. */
+  /** Runs tokens at the positions from `start` on; returns the logits after the last one, valid until the next call. */
   run(tokens, start) {
     const unknown = tokens.find(token => !(token >= 0 && token < this.config.vocabulary));
     if (unknown !== undefined) throw new Error(`the model has ${this.config.vocabulary} token ids; found ${unknown}`);
@@ -323,12 +333,13 @@ export class Engine {
   store({ keys, values }, data, at, position) {
     const { kvHeads, width } = this.config, keyWidth = 4 * keys.nv, valueWidth = 4 * values.nv;
     for (let head = 0; head < kvHeads; head++, at += width) {
-      const panel = (head * keys.bytes) / 4 + Math.floor(position / keyWidth) * width * keyWidth + (position % keyWidth);
+      const start = (head * keys.bytes) / 4 + (position % keyWidth);
+      const panel = start + Math.floor(position / keyWidth) * width * keyWidth;
       for (let i = 0; i < width; i++) keys.data[panel + i * keyWidth] = data[at + i];
       const from = at + kvHeads * width;
       for (let i = 0; i < width; i++) {
-        const place = Math.floor(i / valueWidth) * this.capacity * valueWidth + position * valueWidth + (i % valueWidth);
-        values.data[(head * values.bytes) / 4 + place] = data[from + i];
+        const row = Math.floor(i / valueWidth) * this.capacity + position;
+        values.data[(head * values.bytes) / 4 + row * valueWidth + (i % valueWidth)] = data[from + i];
       }
     }
   }
@@ -339,14 +350,15 @@ export class Engine {
     const panels = Math.ceil(seen / keyWidth), stride = panels * keyWidth, scores = this.scores.data;
     const kernel = ({ one, many }) => (rows === 1 ? one : many);
     const keyAddress = keys.address + head * keys.bytes, valueAddress = values.address + head * values.bytes;
-    kernel(keys)(queries, xStride, keyAddress, 4 * width * keyWidth, this.scores.address, 4 * stride, rows, width, panels);
+    const keyPanel = 4 * width * keyWidth, target = this.scores.address;
+    kernel(keys)(queries, xStride, keyAddress, keyPanel, target, 4 * stride, rows, width, panels);
     for (let row = 0; row < rows; row++) {
       const newest = count === 1 ? start : start + row, oldest = window ? Math.max(0, newest - window + 1) : 0;
-      softmax(scores, row * stride, seen, oldest, newest, softCap);
+      this.softmax(scores, row * stride, seen, oldest, newest, softCap);
     }
     const outStride = 16 * values.nv * values.panels, panelBytes = 16 * values.nv * this.capacity;
-    kernel(values)(
-      this.scores.address, 4 * stride, valueAddress, panelBytes, this.mixed.address, outStride, rows, seen, values.panels);
+    const out = this.mixed.address;
+    kernel(values)(target, 4 * stride, valueAddress, panelBytes, out, outStride, rows, seen, values.panels);
   }
 
   feedForward(layer, count) {
@@ -354,23 +366,36 @@ export class Engine {
     const { packed, bias } = layer.up, { data, address } = this.wide, stride = packed.stride / 4;
     packed.multiply(this.normalized.address, 4 * hidden, address, count);
     this.addBias(bias, data, stride, count);
-    for (let row = 0; row < count; row++) {
-      const at = row * stride;
-      if (gated) for (let i = at; i < at + feedForward; i++) data[i] = act(data[i]) * data[i + feedForward];
-      else for (let i = at; i < at + feedForward; i++) data[i] = act(data[i]);
-    }
+    for (let row = 0; row < count; row++) this.activate(data, row * stride, feedForward, gated, act);
     layer.down.packed.multiply(address, packed.stride, this.update.address, count);
     this.addBias(layer.down.bias, this.update.data, layer.down.packed.stride / 4, count);
   }
-}
 
-/** Turns scores of the positions oldest..newest into weights; all others of `seen` become 0. */
-function softmax(scores, at, seen, oldest, newest, cap) {
-  let most = -Infinity, sum = 0;
-  for (let i = at + oldest; i <= at + newest; i++) {
-    if (cap) scores[i] = Math.tanh(scores[i] / cap) * cap;
-    if (scores[i] > most) most = scores[i];
+  /** Replaces `size` elements from `at` on by their activation, times the `size` elements after them if it is gated. */
+  activate(data, at, size, gated, { argument, value }) {
+    const { data: e, address } = this.gates;
+    if (argument) {
+      for (let i = 0; i < size; i++) e[i] = argument(data[at + i]);
+      this.exponentials(address, address, Math.ceil(size / 4) * 4);
+    }
+    for (let i = 0; i < size; i++) {
+      const activated = value(data[at + i], e[i]);
+      data[at + i] = gated ? activated * data[at + i + size] : activated;
+    }
   }
-  for (let i = at + oldest; i <= at + newest; i++) sum += scores[i] = Math.exp(scores[i] - most);
-  for (let i = at; i < at + seen; i++) scores[i] = i < at + oldest || i > at + newest ? 0 : scores[i] / sum;
+
+  /** Turns scores of the positions oldest..newest into weights; all others of `seen` become 0. */
+  softmax(scores, at, seen, oldest, newest, cap) {
+    let most = -Infinity, sum = 0;
+    for (let i = at + oldest; i <= at + newest; i++) {
+      if (cap) scores[i] = Math.tanh(scores[i] / cap) * cap;
+      if (scores[i] > most) most = scores[i];
+    }
+    for (let i = at + oldest; i <= at + newest; i++) scores[i] -= most;
+    const first = at + (oldest & ~3), address = scores.byteOffset + 4 * first; // rows begin at multiples of four
+    this.exponentials(address, address, Math.ceil((at + newest + 1 - first) / 4) * 4);
+    for (let i = at + oldest; i <= at + newest; i++) sum += scores[i];
+    const factor = 1 / sum;
+    for (let i = at; i < at + seen; i++) scores[i] = i < at + oldest || i > at + newest ? 0 : scores[i] * factor;
+  }
 }

@@ -1,7 +1,7 @@
 // Matrix kernels, emitted here as WebAssembly for this machine to try.
 //
-// A kernel multiplies rows x [m, k] by a matrix that is packed in panels of 4 nv columns, each [k, 4 nv]. It keeps a tile
-// of mr rows and one panel in registers, and unrolls the loop over k. Which (mr, nv, unroll) is fastest depends on the
+// A kernel multiplies rows x [m, k] by a matrix that is packed in panels of 4 nv columns, each [k, 4 nv]. It keeps a
+// tile of mr rows and one panel in registers, and unrolls the loop over k. Which (mr, nv, unroll) is fastest depends on the
 // processor and on the shape, so `tune.js` measures all candidates.
 
 const I32 = 0x7f, V128 = 0x7b, VOID = 0x40;
@@ -105,15 +105,46 @@ export function emit({ mr, nv, unroll, relaxed }) {
   for (const rows of mr > 1 ? [mr, 1] : [1]) body.push(...tiles({ rows, nv, relaxed }, unroll, locals));
   body.push(...increase(W, get(PANEL_BYTES)), ...increase(OUT, number(16 * nv)));
   body.push(...increase(panel, number(1)), ...get(panel), ...get(PANELS), LT_S, BR_IF, 0);
-  const code = [...vector([[...unsigned(integers), I32], [...unsigned(vectors), V128]]), ...repeat(body), END];
+  return assemble("multiply", 9, [[...unsigned(integers), I32], [...unsigned(vectors), V128]], repeat(body));
+}
+
+/** Returns the bytes of a module with one function of `parameters` integers over the memory host.memory. */
+function assemble(title, parameters, locals, body) {
+  const code = [...vector(locals), ...body, END];
   return new Uint8Array([
     0, 0x61, 0x73, 0x6d, 1, 0, 0, 0,
-    ...section(1, vector([[0x60, ...vector(Array(9).fill([I32])), 0]])),
+    ...section(1, vector([[0x60, ...vector(Array(parameters).fill([I32])), 0]])),
     ...section(2, vector([[...name("host"), ...name("memory"), 2, 0, 1]])),
     ...section(3, vector([[0]])),
-    ...section(7, vector([[...name("multiply"), 0, 0]])),
+    ...section(7, vector([[...name(title), 0, 0]])),
     ...section(10, vector([[...unsigned(code.length), ...code]])),
   ]);
+}
+
+const constant = value => simd(ZERO, ...new Uint8Array(Float32Array.from([value, value, value, value]).buffer));
+const integers4 = value => simd(ZERO, ...new Uint8Array(Int32Array.from([value, value, value, value]).buffer));
+const F_SUB = 0xe5, F_MIN = 0xe8, F_MAX = 0xe9, NEAREST = 0x6a, TRUNCATE = 0xf8, I_ADD = 0xae, SHIFT = 0xab;
+
+/** Coefficients of exp on [-ln 2 / 2, ln 2 / 2] from the highest power down (Cephes), relative error below 2e-7. */
+const EXP = [1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1];
+
+/** Returns the bytes of a module with one function, `exponentials(from, to, count)`: exp of floats, four at a time. */
+export function emitExponentials() {
+  const [from, to, end, x, power, sum] = Array(6).keys();
+  const times = code => [...code, ...simd(F_MUL)], plus = code => [...code, ...simd(F_ADD)];
+  const body = [
+    ...get(from), ...at(LOAD, 0), ...constant(-87), ...simd(F_MAX), ...constant(88), ...simd(F_MIN), ...set(x),
+    ...get(x), ...times(constant(Math.LOG2E)), ...simd(NEAREST), ...set(power),
+    ...get(x), ...get(power), ...times(constant(0.693359375)), ...simd(F_SUB),
+    ...get(power), ...times(constant(-2.12194440e-4)), ...simd(F_SUB), ...set(x),
+    ...constant(EXP[0]), ...EXP.slice(1).flatMap(c => [...times(get(x)), ...plus(constant(c))]), ...set(sum),
+    ...get(to), ...get(sum), ...times(get(x)), ...times(get(x)), ...plus(get(x)), ...plus(constant(1)),
+    ...get(power), ...simd(TRUNCATE), ...integers4(127), ...simd(I_ADD), ...number(23), ...simd(SHIFT), ...simd(F_MUL),
+    ...at(STORE, 0), ...increase(from, number(16)), ...increase(to, number(16)),
+    ...get(to), ...get(end), LT_S, BR_IF, 0,
+  ];
+  const start = [...get(to), ...get(end), ...number(4), MUL, ADD, ...set(end)]; // the third parameter is the count
+  return assemble("exponentials", 3, [[...unsigned(3), V128]], [...start, ...repeat(body)]);
 }
 
 /** True if this browser fuses multiplications and additions (relaxed SIMD). */
@@ -126,8 +157,8 @@ export function candidates() {
     [1, ...more].flatMap(mr => [1, 2, 4].map(unroll => ({ mr, nv: Number(nv), unroll, relaxed: fuses }))));
 }
 
-/** Compiles a kernel over a memory; returns its function `multiply`. */
-export function compile(candidate, memory) {
-  const module = new WebAssembly.Module(emit(candidate));
-  return new WebAssembly.Instance(module, { host: { memory } }).exports.multiply;
+/** Compiles a module over a memory; returns its one function. */
+export function compile(bytes, memory) {
+  const instance = new WebAssembly.Instance(new WebAssembly.Module(bytes), { host: { memory } });
+  return Object.values(instance.exports)[0];
 }

@@ -1,6 +1,6 @@
 // Measures the candidates of kernels.js for each shape of a model, and chooses.
 
-import { candidates, compile } from "./kernels.js";
+import { candidates, compile, emit } from "./kernels.js";
 
 const ROWS = 64; // of a prompt's part
 const STEPS = 64; // single tokens that count as much as that prompt
@@ -32,7 +32,7 @@ export class Tuner {
    */
   constructor(memory, scratch, scratchBytes, budget = 1) {
     const start = performance.now();
-    this.kernels = candidates().map(shape => ({ ...shape, multiply: compile(shape, memory) }));
+    this.kernels = candidates().map(shape => ({ ...shape, multiply: compile(emit(shape), memory) }));
     this.compileMs = performance.now() - start;
     this.scratch = scratch;
     this.scratchBytes = scratchBytes;

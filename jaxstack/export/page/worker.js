@@ -14,7 +14,8 @@ async function fetchBytes(address) {
   for await (const part of chunks(response.body.getReader())) {
     parts.push(part);
     size += part.length;
-    say({ type: "status", text: `loading ${(size / 1e6).toFixed(1)}${total ? ` of ${(total / 1e6).toFixed(1)}` : ""} MB` });
+    const of = total ? ` of ${(total / 1e6).toFixed(1)}` : "";
+    say({ type: "status", text: `loading ${(size / 1e6).toFixed(1)}${of} MB` });
   }
   const all = new Uint8Array(size);
   let at = 0;
