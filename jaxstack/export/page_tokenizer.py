@@ -8,7 +8,7 @@ from jaxstack.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxstack.errors import ConfigError
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""How the pre-tokenizer ByteLevel splits a text into words (Radford et al. 2019)."""
+"""Regular expression by which the pre-tokenizer ByteLevel splits a text into words (Radford et al. 2019)."""
 _NORMALIZERS = ("NFC", "NFD", "NFKC", "NFKD")
 
 

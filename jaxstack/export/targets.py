@@ -12,13 +12,13 @@ class Target(NamedTuple):
     """A format that a model is written in."""
 
     summary: str
-    """What it is, for the help text."""
+    """Short description, for the help text."""
     dtypes: tuple[str, ...]
     """Dtypes of the matrices that it can have, the default first."""
     problem: Callable[[Source], str | None]
-    """Returns what of a model it cannot hold, and why, or None."""
+    """Returns the feature of a model that the format cannot hold, or None."""
     missing: Callable[[], str | None]
-    """Returns which package that it needs is not installed, with the way out, or None."""
+    """Returns the message about a package that is not installed, or None."""
     write: Callable[[Source, Path], str]
     """Writes into a folder, which exists; returns how to run what it wrote, with {folder} for the folder."""
 
