@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import export
 from jaxtyping import Array, Float, Int
 
-from jaxstack.errors import ConfigError
 from jaxstack.export import run_exported
 from jaxstack.export.source import Source, nested, write_parameters
 from jaxstack.files import write_file, write_json
@@ -73,9 +72,6 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
       parameters: its arrays, or their shapes and dtypes, by path.
       dtype: dtype of the computation.
       context: tokens per row that the cache has room for.
-
-    Raises:
-      ConfigError: jax cannot trace the model with an unknown number of rows.
     """
     # The definition of attention: the other backends choose by the length, which is not known yet.
     update = {"attention_implementation": "reference", "scan_layers": False}
@@ -86,17 +82,12 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
     ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
     prefill, decode = _functions(module, context)
     prompts = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    try:
-        with lowering_platform("cpu"):
-            first = export.export(jax.jit(prefill), platforms=PLATFORMS)(arguments, prompts, ids)
-            _, cache = jax.tree.unflatten(first.out_tree, first.out_avals)
-            cache = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in cache]
-            next_token = export.export(jax.jit(decode, donate_argnums=3), platforms=PLATFORMS)
-            return Programs(first, next_token(arguments, ids, ids, cache))
-    except (jax.errors.ConcretizationTypeError, export.UnsupportedDimensionOperation) as error:
-        raise ConfigError(
-            f"the model cannot be exported for any number of rows: {str(error).splitlines()[0]}"
-        ) from None
+    with lowering_platform("cpu"):
+        first = export.export(jax.jit(prefill), platforms=PLATFORMS)(arguments, prompts, ids)
+        _, cache = jax.tree.unflatten(first.out_tree, first.out_avals)
+        cache = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in cache]
+        next_token = export.export(jax.jit(decode, donate_argnums=3), platforms=PLATFORMS)
+        return Programs(first, next_token(arguments, ids, ids, cache))
 
 
 def _functions(module: FunctionalModule, context: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
