@@ -74,7 +74,7 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
       context: tokens per row that the cache has room for.
     """
     # The definition of attention: the other backends choose by the length, which is not known yet.
-    update = {"attention_implementation": "reference", "scan_layers": False}
+    update = {"attention_implementation": "reference", "scan_layers": False, "remat": "none"}
     config = model.model_copy(update=update)
     module = FunctionalModule(lambda rngs: Transformer(config, rngs, dtype=dtype))
     rows, length = export.symbolic_shape("b, t", constraints=[f"t <= {context}"])
