@@ -85,6 +85,8 @@ def export_programs(model: ModelConfig, parameters: dict[str, Any], dtype: jnp.d
     with lowering_platform("cpu"):
         first = export.export(jax.jit(prefill), platforms=PLATFORMS)(arguments, prompts, ids)
         _, cache = jax.tree.unflatten(first.out_tree, first.out_avals)
+        (rows,) = export.symbolic_shape("b")  # without the prompt's length, which this program does not have
+        ids = jax.ShapeDtypeStruct((rows,), jnp.int32)
         cache = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in cache]
         next_token = export.export(jax.jit(decode, donate_argnums=3), platforms=PLATFORMS)
         return Programs(first, next_token(arguments, ids, ids, cache))
