@@ -24,10 +24,10 @@ class StableHLOModel:
         import jax
         from jax import export
 
-        self._prefill, self._decode = (
-            jax.jit(export.deserialize(bytearray((folder / f"{name}.jax_export").read_bytes())).call, **options)
-            for name, options in (("prefill", {}), ("decode", {"donate_argnums": 3}))
-        )
+        def read(name: str) -> Any:
+            return export.deserialize(bytearray((folder / f"{name}.jax_export").read_bytes())).call
+
+        self._prefill, self._decode = jax.jit(read("prefill")), jax.jit(read("decode"), donate_argnums=3)
         self._parameters = {name: jax.device_put(array) for name, array in read_safetensors(folder / PARAMETERS)}
 
     def start(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -52,7 +52,7 @@ class OnnxModel:
     def __init__(self, folder: Path):
         import onnxruntime
 
-        self._session = onnxruntime.InferenceSession(folder / "model.onnx")
+        self._session: Any = onnxruntime.InferenceSession(folder / "model.onnx")
         past = [i for i in self._session.get_inputs() if i.name.startswith("past_key_values")]
         self._past = {i.name: (i.shape[1], i.shape[3]) for i in past}
 
@@ -148,7 +148,7 @@ def main() -> None:
     settings = json.loads((folder / SETTINGS).read_text())
     text = None if args.ids is not None else Text(folder)
     opening = [] if args.no_document_start or text is None else [settings["document_start"]]
-    ids = [*opening, *(text.encode(args.prompt or "") if text else map(int, args.ids.split(",")))]
+    ids = [*opening, *(text.encode(args.prompt or "") if text else map(int, (args.ids or "").split(",")))]
     room = settings["context"] - len(ids)
     if not ids or room < 1:
         sys.exit(f"run.py: a prompt must have between 1 and {settings['context'] - 1} tokens; this one has {len(ids)}")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -85,14 +86,14 @@ def load_source(
     return Source(model, arrays, dtype, run.tokenizer, tuple(sorted(run.stop_tokens)), context)
 
 
-def nested(flat: dict[str, jax.Array]) -> dict[str, object]:
+def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
     """Return parameters by path as the nested dicts that a module takes."""
-    tree: dict[str, object] = {}
+    tree: dict[str, Any] = {}
     for path, array in flat.items():
         *folders, name = path.split("/")
         branch = tree
         for folder in folders:
-            branch = branch.setdefault(folder, {})  # pyright: ignore[reportAssignmentType]
+            branch = branch.setdefault(folder, {})
         branch[name] = array
     return tree
 
