@@ -47,11 +47,11 @@ class Graph:
         self._nodes.append(helper.make_node("Identity", [value], [name]))
         self._outputs.append(_value(name, dtype, shape))
 
-    def add(self, operator: str, *inputs: str, **attributes: object) -> str:
+    def add(self, operator: str, *inputs: str, **attributes: Any) -> str:
         """Add a node with one output, and return the output's name."""
         return self.add_many(operator, 1, *inputs, **attributes)[0]
 
-    def add_many(self, operator: str, count: int, *inputs: str, **attributes: object) -> list[str]:
+    def add_many(self, operator: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
         """Add a node with `count` outputs, and return their names."""
         from onnx import helper
 

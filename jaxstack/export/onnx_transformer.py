@@ -189,7 +189,7 @@ class _Writer:
             rotated = self._rotate(rotated, *angles)
         query, key = graph.add_many("Split", 2, rotated, graph.integers(n, k), axis=1)
         present = [graph.add("Concat", *pair, axis=2) for pair in zip(past, (key, value), strict=True)]
-        out = self._attend(query, *present, bias)
+        out = self._attend(query, present[0], present[1], bias)
         out = graph.add("Transpose", out, perm=[0, 2, 1, 3])
         return self._output(path, graph.add("Reshape", out, graph.integers(0, 0, n * h))), present
 
@@ -208,6 +208,7 @@ class _Writer:
         """Return the attention of [B, N, T, H] to [B, K, S, H], as [B, N, T, H]; heads of a group stay together."""
         graph, n, k, h = self.graph, self.heads, self.kv_heads, self.width
         grouped = n != k
+        sizes: str | None = None
         query = graph.add("Mul", query, graph.constant(self.model.attention_scale))
         shape = graph.add("Shape", query)
         if grouped:  # the queries of one key head become rows of one matrix: [B, K, G T, H]
@@ -217,10 +218,10 @@ class _Writer:
             keys = graph.add("Slice", graph.add("Shape", key), graph.integers(2), graph.integers(3))
             rows = graph.add("Slice", shape, graph.integers(0), graph.integers(3))
             scores = graph.add("Reshape", scores, graph.add("Concat", rows, keys, axis=0))
+            sizes = graph.add("Concat", graph.integers(0, k, -1), keys, axis=0)
         scores = self._soft_cap(scores, self.model.attn_logit_softcapping)
         weights = graph.add("Softmax", graph.add("Add", scores, bias), axis=-1)
-        if grouped:
-            sizes = graph.add("Concat", graph.integers(0, k, -1), keys, axis=0)
+        if sizes is not None:
             weights = graph.add("Reshape", weights, sizes)
         out = graph.add("MatMul", weights, value)
         return graph.add("Reshape", out, shape) if grouped else out

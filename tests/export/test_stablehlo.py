@@ -16,6 +16,12 @@ from tests.export.sources import MIXTURES, PROMPT, expected, make_source
 from tests.shapes import unchecked
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_is_refused(name):
+    assert "moe" in (stablehlo.problem(make_source(name)) or "")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported") / "llama"
@@ -25,7 +31,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.quick
 def test_logits_and_greedy_tokens_are_those_of_transformers(folder):
     wanted, model = expected("llama"), StableHLOModel(folder)
     tokens = wanted["tokens"]
@@ -67,8 +72,8 @@ def test_a_process_with_jax_alone_generates(folder):
     assert done.stdout.strip() == ",".join(map(str, wanted["greedy"]))
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize("name", ["gpt2", "gemma3"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.longer),
+                                  pytest.param("gemma3", marks=pytest.mark.exhaustive)])  # fmt: skip
 def test_other_families(name, tmp_path, unchecked_shapes):
     stablehlo.write(make_source(name), tmp_path)
     wanted = expected(name)
@@ -77,8 +82,3 @@ def test_other_families(name, tmp_path, unchecked_shapes):
     for position in range(10, 24):
         found = model.advance(tokens[:1, position])
     np.testing.assert_allclose(found[0], wanted["logits"][0, -1], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_of_experts_is_refused(name):
-    assert "moe" in (stablehlo.problem(make_source(name)) or "")
