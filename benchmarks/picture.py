@@ -45,13 +45,25 @@ def draw(panels: Sequence[Panel], title: str) -> str:
         f'<g transform="translate({index * step + LEFT},{TOP})">{_panel(panel, colours)}</g>'
         for index, panel in enumerate(panels)
     ]
-    keys = "".join(
-        f'<tspan dx="14" fill="{colours[name]}">&#9632;</tspan><tspan dx="4">{html.escape(name)}</tspan>'
-        for name in names
-    )
     width, height = len(panels) * step + GAP, TOP + HEIGHT + 70
-    parts.append(f'<text x="{LEFT - 14}" y="{height - 14}">{keys}</text>')
-    return document(width, height, "\n".join(parts), title)
+    lines = _legend_lines(names, width - LEFT)
+    for line, shown in enumerate(lines):
+        keys = "".join(
+            f'<tspan dx="14" fill="{colours[name]}">&#9632;</tspan><tspan dx="4">{html.escape(name)}</tspan>'
+            for name in shown
+        )
+        parts.append(f'<text x="{LEFT - 14}" y="{height - 14 + 18 * line}">{keys}</text>')
+    return document(width, height + 18 * (len(lines) - 1), "\n".join(parts), title)
+
+
+def _legend_lines(names: Sequence[str], width: float) -> list[list[str]]:
+    """Return the names in lines of at most this width, at about 7.5 pixels per letter."""
+    lines: list[list[str]] = [[]]
+    for name in names:
+        if lines[-1] and sum(7.5 * len(other) + 32 for other in [*lines[-1], name]) > width:
+            lines.append([])
+        lines[-1].append(name)
+    return lines
 
 
 def _panel(panel: Panel, colours: Mapping[str, str]) -> str:

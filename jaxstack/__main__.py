@@ -99,6 +99,12 @@ def _tune() -> CommandModule:
     return tune
 
 
+def _compress() -> CommandModule:
+    from jaxstack.compress import __main__ as compress
+
+    return compress
+
+
 def _schema() -> CommandModule:
     from jaxstack import schema
 
@@ -113,6 +119,7 @@ COMMANDS = {
     "evaluate": Command("compute loss and bits per byte on held-out text, or run evaluation tasks", _evaluate),
     "plan": Command("show how a configuration is laid out on a mesh, without its devices", _plan),
     "tune": Command("search hyperparameters over many short runs, or find a learning rate", _tune),
+    "compress": Command("quantize, prune or factorize a trained model, with a report of what it costs", _compress),
     "convert": Command("convert Hugging Face checkpoints to run directories, and back", _convert),
     "export": Command("write a trained model as StableHLO, as ONNX, or as a web page that runs it", _export),
     "prepare": Command("tokenize text into shards", _prepare),

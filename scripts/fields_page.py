@@ -39,15 +39,12 @@ def title(row: Row) -> str:
 
 def table(rows: Iterable[Row]) -> str:
     """Return the table of claims and results."""
-    lines = [
-        "| example | claim | measure | ours | baseline | paper | verdict |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| claim | measure | ours | baseline | paper | verdict |", "|---|---|---|---|---|---|"]
     for row in rows:
         name = f"[{title(row)}](examples/fields/{row['work']}.py)"
         source = re.sub(r"^arXiv:(\S+)$", r"[arXiv:\1](https://arxiv.org/abs/\1)", row["paper"])
         numbers = (number(row[key]) for key in ("ours", "baseline", "published"))
-        cells = (name, f"{row['claim']} ({source})", row["measure"], *numbers, verdict(row))
+        cells = (f"{name}: {row['claim']} ({source})", row["measure"], *numbers, verdict(row))
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)
 

@@ -262,7 +262,7 @@ class CheckpointManager:
 
     def _take_lock(self) -> None:
         if self._lock is not None and not self._lock.is_in_place():
-            self._report(f"{self.directory} was removed while the run saves there, with what it held; it is made anew")
+            self._report(f"{self.directory} was removed or renamed while the run saves there; it is made anew, empty")
             self._release()
         if self._lock is None:
             self.directory.mkdir(parents=True, exist_ok=True)

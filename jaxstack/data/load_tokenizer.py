@@ -28,7 +28,7 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
         description = json.loads(path.read_text())
         tokenizer = _build(Path(directory), description)
     except FileNotFoundError as e:
-        raise JaxstackError(f"no tokenizer in {directory}: {e.filename} does not exist") from None
+        raise JaxstackError(f"no tokenizer in {directory}: {e.filename} does not exist; copy it again") from None
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise JaxstackError(f"{path} does not describe a tokenizer: {type(e).__name__}: {e}") from None
     tokenizer.chat = read_chat_format(Path(directory))

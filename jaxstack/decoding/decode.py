@@ -11,10 +11,12 @@ from jaxtyping import Array, Float, Int, PyTree, UInt32
 
 from jaxstack.decoding.sampling import Sampling, sample
 from jaxstack.distributed.devices import memory_per_device
+from jaxstack.distributed.xla_options import OptionValue, packed_weight_options
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.parallel.context import logical_axis_rules
 from jaxstack.parallel.rules import AxisRules, is_matrix
+from pallas_kernels import PackedWeight
 from pallas_kernels.target import current_target
 
 Params = dict[str, PyTree]
@@ -52,6 +54,11 @@ class ModelOnMesh:
         self.module, self.rules = module, rules
         self.config = module.merge(module.abstract_params, module.abstract_non_params).config
         self.load(params, non_params)
+        packed = any(map(is_packed, jax.tree.leaves(params, is_leaf=is_packed)))
+        self.compiler_options: dict[str, OptionValue] | None = None
+        """Options of XLA for programs that multiply with the parameters; None: the defaults."""
+        if packed and current_target().platform == "cuda":
+            self.compiler_options = packed_weight_options()
 
     def load(self, params: Params, non_params: Params) -> None:
         """Replace the arrays by others of the same model, without compiling again."""
@@ -92,14 +99,23 @@ class ModelOnMesh:
             )
 
 
+def is_packed(x: object) -> bool:
+    """Return True for a weight that is packed in few bits, which counts as one leaf of the parameters."""
+    return isinstance(x, PackedWeight)
+
+
 def cast_matrices(module: FunctionalModule, params: Params, rules: AxisRules) -> Params:
-    """Cast matrices to the compute dtype, as a Transformer does where it uses them; routers keep their dtype."""
+    """Cast matrices to the compute dtype, as a Transformer does where it uses them.
+
+    Routers keep their dtype, packed weights their format.
+    """
 
     def casts(names: Sequence[str | None] | None, shape: Sequence[int], _: object) -> bool:
         return is_matrix(names, shape) and "router" not in (names or ())
 
     wanted = module.map_parameters(casts, rules)
-    return jax.tree.map(lambda x, cast: x.astype(module.dtype) if cast else x, params, wanted)
+    cast = lambda x, wanted: x.astype(module.dtype) if wanted else x  # noqa: E731
+    return jax.tree.map(cast, params, wanted, is_leaf=is_packed)
 
 
 class Decoder(ModelOnMesh):
@@ -126,13 +142,15 @@ class Decoder(ModelOnMesh):
         self._vocab_size = vocab_size
         self._steps = steps or (1 if current_target().platform == "cpu" else _STEPS)
         whole = rules.sharding(jax.P())
-        self._prefill = jax.jit(self._prefill_step, static_argnames="room")
+        options = self.compiler_options
+        self._prefill = jax.jit(self._prefill_step, static_argnames="room", compiler_options=options)
         # The tokens are not donated: the host reads them while the next program runs.
         self._next = jax.jit(
             self._decode_steps,
             static_argnames=("count", "sampling"),
             donate_argnames="cache",
             out_shardings=(whole, whole, None),
+            compiler_options=options,
         )
         self._sample = jax.jit(self._sample_step, static_argnames="sampling", out_shardings=whole)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 
 from jaxstack.errors import ConfigError
+from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
 
 
 class Option(NamedTuple):
@@ -94,6 +95,14 @@ def step_options(*, pipeline: bool = False, peer_copies: bool = False) -> dict[s
 def narrow_cpu_options() -> dict[str, OptionValue]:
     """Return the supported options of a step that computes in less than 32 bits on CPUs, name -> value."""
     return {option.name: option.value for option in NARROW_ON_CPU if is_supported(option.name, option.value)}
+
+
+def packed_weight_options() -> dict[str, OptionValue]:
+    """Return the supported options of a program that multiplies with packed weights on GPUs, name -> value.
+
+    Triton's matmuls, which training switches off, read the weights as they are stored.
+    """
+    return installed_options(COMPILER_OPTIONS)[0]
 
 
 def supports_peer_copies() -> bool:

@@ -20,9 +20,9 @@ from pydantic import Field
 from jaxstack.config.base import Component, PathRule
 from jaxstack.models.dropout import drop, fold_key
 from jaxstack.models.layer_paths import choose_for_all, weight_paths
-from jaxstack.models.linear import Linear, multiply
+from jaxstack.models.linear import Kernel, Linear, multiply
 from jaxstack.tree_rules import check_patterns
-from pallas_kernels import QuantizedWeight
+from pallas_kernels import PackedWeight, QuantizedWeight
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -72,9 +72,7 @@ class Adapter(nnx.Module):
         self.key: jax.Array | None = nnx.data(None)
         """Key of the dropout mask, which `seed_adapters` sets for one forward pass."""
 
-    def __call__(
-        self, x: Float[Array, "..."], y: Float[Array, "..."], kernel: jax.Array | QuantizedWeight
-    ) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, "..."], y: Float[Array, "..."], kernel: Kernel) -> Float[Array, "..."]:
         """Return the adapted product for x [..., in], given y [..., out] = x times the kernel."""
         x = drop(x, self.dropout, self.key)
         a, b = (p[...].astype(y.dtype) for p in (self.a, self.b))
@@ -82,7 +80,10 @@ class Adapter(nnx.Module):
         y = y + multiply(jax.lax.dot_general, projected, b, 1) * self.scale
         if self.magnitude is None:
             return y
-        value = kernel.carrier if isinstance(kernel, QuantizedWeight) else kernel
+        if isinstance(kernel, PackedWeight):
+            value = kernel.dense()
+        else:
+            value = kernel.carrier if isinstance(kernel, QuantizedWeight) else kernel
         adapted = jax.lax.stop_gradient(_adapted_kernel(value, a, b, self.scale, 0))
         return y * (self.magnitude[...] / _column_norms(adapted, self.contracted)).astype(y.dtype)
 

@@ -7,10 +7,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxstack.models.initialization import Initializer
 from jaxstack.parallel import gather_parameter, with_local_batch
+from pallas_kernels import PackedWeight
 
 
 class Embedding(nnx.Module):
-    """A table of learned vectors [rows, D]."""
+    """A table of learned vectors [rows, D]. A packed table is the transpose, as a head multiplies with it."""
 
     def __init__(self, rows: int, size: int, axes: tuple[str, str], initialize: Initializer, rngs: nnx.Rngs):
         self.table = nnx.Param(initialize(rngs.params(), (rows, size), rows), logical_axes=axes)
@@ -18,6 +19,8 @@ class Embedding(nnx.Module):
 
     def weight(self, dtype: jax.typing.DTypeLike) -> Float[Array, "rows D"]:
         """Return the table in the compute dtype, gathered over `fsdp`."""
+        if isinstance(packed := self.table.get_raw_value(), PackedWeight):
+            return packed.matrix().astype(dtype)
         return gather_parameter(self.table, dtype)
 
     def __call__(self, ids: Int[Array, "B T"], dtype: jax.typing.DTypeLike) -> Float[Array, "B T D"]:
@@ -26,6 +29,8 @@ class Embedding(nnx.Module):
         If the rows are sharded over the tensor axis, each device looks up its own rows, and an all-reduce joins them
         (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
         """
+        if isinstance(packed := self.table.get_raw_value(), PackedWeight):
+            return packed.rows(ids).astype(dtype)
         # Rows of the whole table, not of this device's shard.
         rows = self.table.get_metadata().get("whole_shape", self.table.shape)[0]
 

@@ -19,11 +19,11 @@ from jaxstack.models.norm import LayerInput, carrier_of
 from jaxstack.parallel import gather_project, gather_project_scatter, project_scatter, save_for_backward, shard
 from jaxstack.parallel.context import is_sharded
 from jaxstack.precision.recipe import Fp8Matmul
-from pallas_kernels import NormalisedInput, QuantizedWeight, activated_matmul, swiglu
+from pallas_kernels import NormalisedInput, PackedWeight, QuantizedWeight, activated_matmul, packed_matmul, swiglu
 from pallas_kernels.target import current_target
 
-Kernel: TypeAlias = jax.Array | QuantizedWeight
-"""A layer's matrix, which in FP8 may have been quantized before it was gathered."""
+Kernel: TypeAlias = jax.Array | QuantizedWeight | PackedWeight
+"""A layer's matrix. In FP8 it may have been quantized before it was gathered; in a compressed model it is packed."""
 
 DotGeneral = Callable[..., jax.Array]
 """A function like `jax.lax.dot_general`."""
@@ -85,6 +85,8 @@ def apply_together(x: LayerInput, *layers: Linear) -> list[jax.Array]:
     gradients would have to be concatenated first (16 of 600 ms for llama3-1b on an H200).
     """
     contracted, dot_general = layers[0].contracted, layers[0].dot_general
+    if any(_is_packed(layer) for layer in layers):
+        return [_apply_packed(x, layer) if _is_packed(layer) else apply_together(x, layer)[0] for layer in layers]
     if any(layer.dot_general != dot_general for layer in layers):
         return [apply_together(x, layer)[0] for layer in layers]
     if isinstance(dot_general, Fp8Matmul):
@@ -217,19 +219,35 @@ def _not_fusable_reason(layers: tuple[Linear, ...]) -> str | None:
     """Return why kernels that fuse the plain matmul of these layers with other work cannot be used, or None."""
     if any(layer.adapter is not None for layer in layers):
         return "the layers have adapters"
+    if any(_is_packed(layer) for layer in layers):
+        return "the weights are packed in few bits"
     if all(layer.dot_general is jax.lax.dot_general for layer in layers):
         return None
     return f"the matmuls are those of a precision recipe ({layers[0].dot_general})"
 
 
 def _cast_kernels(x: jax.Array, layers: tuple[Linear, ...]) -> list[jax.Array]:
-    """Return the kernels in the dtype of x; quantized ones unchanged: the matmul of an FP8 recipe is never fused."""
+    """Return the kernels in the dtype of x; quantized and packed ones unchanged, whose matmuls are never fused."""
     values = _stored_kernels(layers)
-    return [cast(jax.Array, v) if isinstance(v, QuantizedWeight) else v.astype(x.dtype) for v in values]
+    return [v.astype(x.dtype) if isinstance(v, jax.Array) else cast(jax.Array, v) for v in values]
 
 
 def _stored_kernels(layers: tuple[Linear, ...]) -> list[Kernel]:
     return [layer.kernel.get_value() for layer in layers]
+
+
+def _unpacked_kernels(layers: tuple[Linear, ...]) -> list[jax.Array | QuantizedWeight]:
+    """Return the kernels of layers that are known to have no packed one."""
+    return cast(list[jax.Array | QuantizedWeight], _stored_kernels(layers))
+
+
+def _is_packed(layer: Linear) -> bool:
+    return isinstance(layer.kernel.get_value(), PackedWeight)
+
+
+def _apply_packed(x: LayerInput, layer: Linear) -> jax.Array:
+    whole = save_for_backward(carrier_of(x))
+    return layer.finish(whole, packed_matmul(whole, cast(PackedWeight, layer.kernel.get_value())))
 
 
 def _scaling_states(layers: tuple[Linear, ...]) -> list[jax.Array | None]:
@@ -242,7 +260,7 @@ def _save_input(x: LayerInput) -> LayerInput:
 
 def _apply_fp8(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> list[jax.Array]:
     """Return the layers' outputs, quantizing the input once; kernels may come quantized from `gather_weights`."""
-    contracted, kernels = layers[0].contracted, _stored_kernels(layers)
+    contracted, kernels = layers[0].contracted, _unpacked_kernels(layers)
     states = _scaling_states(layers)
     whole = save_for_backward(carrier_of(x))
     rows = whole.shape[: whole.ndim - contracted]
@@ -267,5 +285,5 @@ def _is_fp8_mlp(matmul: Fp8Matmul, first_layers: tuple[Linear, ...], last: Linea
 
 def _apply_fp8_mlp(x: LayerInput, layers: tuple[Linear, ...], matmul: Fp8Matmul) -> jax.Array:
     rows = _save_input(x).reshape(-1, x.shape[-1])
-    out = matmul.swiglu_mlp(rows, _stored_kernels(layers), _scaling_states(layers))
+    out = matmul.swiglu_mlp(rows, _unpacked_kernels(layers), _scaling_states(layers))
     return out.reshape(*x.shape[:-1], -1)

@@ -30,7 +30,10 @@ def is_run(directory: str | Path) -> bool:
 
 
 def _similar(directory: Path) -> str:
-    """Return `; did you mean ...?` for a directory that does not exist, or for one that holds runs; "" if none fits."""
+    """Return `; did you mean ...?` for a wrong name, a folder of runs or a folder in a run; "" if none fits."""
+    for above in directory.absolute().parents[:2]:  # such as its checkpoints, or one of them
+        if (above / _RUN_CONFIG).is_file() and directory.is_dir():
+            return f"; did you mean {above}?"
     parent = directory if directory.is_dir() else directory.parent
     found = [path.parent for name in (_RUN_CONFIG, _HUGGING_FACE_CONFIG) for path in parent.glob(f"*/{name}")]
     names = sorted({path.name for path in found})

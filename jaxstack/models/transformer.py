@@ -21,6 +21,7 @@ from jaxstack.models.rope import Angles, rope_angles, rope_frequencies
 from jaxstack.models.stack import Caches, RouterLoss, Stack
 from jaxstack.parallel import gather_parameter, shard, splits_length
 from jaxstack.precision.config import PrecisionConfig
+from pallas_kernels import PackedWeight, packed_matmul
 
 HEAD_AXES = ("embed", "vocab")
 """Logical axes of the output head."""
@@ -125,6 +126,25 @@ class Transformer(nnx.Module):
         dropout_key: Key[Array, "..."] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterLoss]:
         """Return `hidden`, and the losses of all routers summed over tokens (None without experts)."""
+        context = self._training_context(tokens, positions, segment_ids)
+        x, _, router_loss = self._run(tokens, context, None, dropout_key)
+        return x, router_loss
+
+    def inputs_of_layers(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Int[Array, "#B T"] | None = None,
+        segment_ids: SegmentIds = None,
+    ) -> tuple[Float[Array, "B T D"], Context]:
+        """Return the residual stream that enters the first layer, without dropout, and what all layers share.
+
+        See `hidden` for the arguments.
+        """
+        context = self._training_context(tokens, positions, segment_ids)
+        return self._embed(tokens, context, None), context
+
+    def _training_context(self, tokens: jax.Array, positions: jax.Array | None, segment_ids: SegmentIds) -> Context:
         counted = positions is None
         if positions is None and splits_length():
             raise ValueError(
@@ -134,9 +154,7 @@ class Transformer(nnx.Module):
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         angles, local = self._angles(positions)
-        context = Context(positions, angles, segment_ids, None, counted, local)
-        x, _, router_loss = self._run(tokens, context, None, dropout_key)
-        return x, router_loss
+        return Context(positions, angles, segment_ids, None, counted, local)
 
     def prefill(
         self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], room: int
@@ -217,7 +235,11 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Return the float32 logits of the head's inputs, soft-capped if the model has a cap."""
-        logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
+        stored = self.embedding.table if self.head is None else self.head
+        if isinstance(packed := stored.get_raw_value(), PackedWeight):
+            logits = packed_matmul(hidden, packed, out_dtype=jnp.float32)
+        else:
+            logits = jnp.einsum("...d,dv->...v", hidden, self.output_weight(), preferred_element_type=jnp.float32)
         cap = self.config.final_logit_softcapping
         return jnp.tanh(logits / cap) * cap if cap else logits
 
@@ -226,7 +248,10 @@ class Transformer(nnx.Module):
         return gather_parameter(self.stored_output_weight(), self.dtype)
 
     def stored_output_weight(self) -> nnx.Variable:
-        """Return the head's stored float32 matrix [D, V]; the embedding's transpose if they are tied."""
+        """Return the head's stored matrix [D, V], unpacked; the embedding's transpose if they are tied."""
+        stored = self.embedding.table if self.head is None else self.head
+        if isinstance(packed := stored.get_raw_value(), PackedWeight):
+            return stored.copy(packed.dense(self.dtype), logical_axes=HEAD_AXES, whole_shape=packed.shape)
         if self.head is not None:
             return self.head
         table = self.embedding.table
@@ -258,17 +283,21 @@ class Transformer(nnx.Module):
         self, tokens: jax.Array, context: Context, caches: Caches, key: jax.Array | None
     ) -> tuple[jax.Array, Caches, RouterLoss]:
         """Return the head's input [B, T, D], the caches, and the router losses."""
-        config = self.config
+        embedding_key, layers_key = split_key(key)
         with jax.named_scope("embedding"):
-            x = self.embedding(tokens, self.dtype)
-            if config.scale_embeddings:
-                x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
-            if self.position_embedding is not None:
-                x = x + self._position_rows(context)
-            embedding_key, layers_key = split_key(key)
-            x = shard_residual(drop(x, config.dropout, embedding_key))
+            x = self._embed(tokens, context, embedding_key)
         with jax.named_scope("layers"):
             x, caches, router_loss = self.decoder(x, context, caches, layers_key, self.dtype)
         with jax.named_scope("final_norm"):
             x = shard_residual(self.final_norm(x))
         return shard(x, "batch", "length", "act_embed"), caches, router_loss
+
+    def _embed(self, tokens: jax.Array, context: Context, key: jax.Array | None) -> jax.Array:
+        """Return the residual stream that enters the layers."""
+        config = self.config
+        x = self.embedding(tokens, self.dtype)
+        if config.scale_embeddings:
+            x = x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+        if self.position_embedding is not None:
+            x = x + self._position_rows(context)
+        return shard_residual(drop(x, config.dropout, key))

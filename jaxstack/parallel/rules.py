@@ -182,7 +182,9 @@ class AxisRules:
     def batch_spec(self, shape: Sequence[int], name: str = "") -> PartitionSpec:
         """Return the spec of a batch's array: rows over the batch axes, the length of `SEQUENCES` over `context`."""
         rows = self.spec(("batch",), shape[:1])
-        return PartitionSpec(*rows, *(self.spec(("length",)) if name in SEQUENCES else ()))
+        length = self.spec(("length",)) if name in SEQUENCES else PartitionSpec()
+        # A spec without the undivided length also fits one number per row, such as the labels of a classifier.
+        return PartitionSpec(*rows, *(length if any(length) else ()))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         """Return the NamedSharding of `spec` on this mesh."""

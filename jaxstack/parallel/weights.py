@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 from flax import nnx
@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxstack.parallel.context import ShardingContext, current_context, placed
 from jaxstack.parallel.exchange import Dims, Exchange, WorkingCopy, exchange
 from jaxstack.parallel.rules import AxisRules, Names, axes_of, is_cast, restrict
+from pallas_kernels import PackedWeight
 
 Value = TypeVar("Value", bound=jax.Array | WorkingCopy)
 
@@ -44,17 +45,21 @@ def gather_weight(x: jax.Array, names: Names | None, dtype: jax.typing.DTypeLike
 def gather_parameter(parameter: nnx.Variable, dtype: jax.typing.DTypeLike | None) -> jax.Array:
     """Return the array of a Flax parameter in the compute dtype, gathered over the `weight_axes`, see `gather_weight`.
 
+    A `PackedWeight` is returned as it is: it is converted where it is multiplied, and XLA partitions the product.
+
     Inside the `shard_map` of a train step the parameter holds this device's shard, and its gradient is reduce-scattered
     over the `weight_axes`. If its metadata has `sum_where_used`, the gradient is also summed over the axes of
     `TracedParameters.summed`.
     """
     context, known = current_context(), parameter.get_metadata()
     names = known.get("logical_axes")
+    if isinstance(value := parameter.get_raw_value(), PackedWeight):
+        return cast(jax.Array, value)
     if context is None or "fsdp" not in context.rules.manual:
         if names and ("expert" in names or "router" in names):
             return parameter[...]  # `with_local_tokens` casts and gathers them
         return gather_weight(parameter[...], names, dtype)
-    rules, value = context.rules, parameter.get_raw_value()
+    rules = context.rules
     stored = value.shard if isinstance(value, WorkingCopy) else value
     shape = known.get("whole_shape") or stored.shape
     spec = context.parameter_spec(names, shape)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxstack.checkpoint.compressed import dense_parameter, is_compressed, named_leaves, read_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
@@ -94,7 +95,7 @@ def import_checkpoint(
     model = read_model_config(source, ignore)
     has_tokenizer = any((source / name).is_file() for name in (MODEL_FILE, TOKENIZER_FILE))
     tokenizer = read_tokenizer_file(str(source)) if has_tokenizer else None
-    config = _make_config(output, model, tokenizer)
+    config = converted_config(output, model, tokenizer)
     rules = make_rules(make_mesh(ParallelConfig(fsdp=start_devices())))
     transformer = from_huggingface(source, mesh=rules, ignore=ignore)
     params, non_params = FunctionalModule(lambda rngs: Transformer(model, rngs)).split(transformer)
@@ -106,7 +107,7 @@ def import_checkpoint(
             warn(f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocabulary only {model.vocab_size}")
     else:
         warn(f"{source} has no tokenizer.json: add one at {output}/tokenizer to generate and evaluate text")
-    _copy_stop_tokens(source, output)
+    copy_stop_tokens(source, output)
     write_file(output / "config.yaml", dump_yaml(config).encode())
     return ImportedRun(output, count_parameters(model).total, config)
 
@@ -138,15 +139,12 @@ def export_checkpoint(
     """
     source, output = Path(source), Path(output)
     config = read_run_config(source)
-    manager = CheckpointManager(source / "checkpoints", report=warn)
-    chosen = choose_step(manager, step)
+    read, chosen = _open_parameters(source, step, config, warn)
     folder = source / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
     ids = {} if tokenizer is None else _special_token_ids(tokenizer)
-    family = write_checkpoint(
-        _parameter_reader(manager, chosen, config), config.model, output, model_type, dtype, max_shard_bytes, ids
-    )
-    _copy_stop_tokens(source, output)
+    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids)
+    copy_stop_tokens(source, output)
     if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
         write_file(output / "tokenizer.json", tokenizer_json.encode())
         write_file(output / CHAT_CONFIG, (tokenizer.chat or ChatFormat()).as_json().encode())
@@ -161,7 +159,8 @@ def export_checkpoint(
     return ExportedCheckpoint(output, family, dtype, chosen)
 
 
-def _copy_stop_tokens(source: Path, output: Path) -> None:
+def copy_stop_tokens(source: Path, output: Path) -> None:
+    """Write the ids that end a text, which Hugging Face's files of `source` name, to a file of `output`."""
     if stop_tokens := read_stop_tokens(source):
         write_file(output / GENERATION_FILE, (json.dumps({"eos_token_id": stop_tokens}) + "\n").encode())
 
@@ -173,6 +172,21 @@ def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
         f"{name}_id": tokenizer.special_tokens.get(tokens.get(name, ""), tokenizer.document_start)
         for name in ("bos_token", "eos_token")
     }
+
+
+def _open_parameters(
+    source: Path, step: int | None, config: RunConfig, warn: Callable[[str], None]
+) -> tuple[Callable[[str], np.ndarray], int]:
+    """Return a function that reads one parameter by its path, and the step. Packed weights are unpacked."""
+    if not is_compressed(source):
+        manager = CheckpointManager(source / "checkpoints", report=warn)
+        chosen = choose_step(manager, step)
+        return _parameter_reader(manager, chosen, config), chosen
+    params, stored = read_compressed(source)
+    if step not in (None, stored):
+        raise ConfigError(f"{source} holds the compressed model of step {stored} only; leave --step out.")
+    leaves = named_leaves(params)
+    return lambda path: np.asarray(dense_parameter(path, leaves[path]), np.float32), stored
 
 
 def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:
@@ -198,7 +212,8 @@ def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) 
     return read
 
 
-def _make_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> RunConfig:
+def converted_config(output: Path, model: ModelConfig, tokenizer: Tokenizer | None) -> RunConfig:
+    """Return the configuration of a run directory that is made from a Hugging Face checkpoint."""
     length = min(_SEQUENCE_LENGTH, model.max_position_embeddings or _SEQUENCE_LENGTH)
     tree: dict[str, object] = {
         "run": {"name": output.name, "dir": str(output.parent)},

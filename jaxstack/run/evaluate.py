@@ -8,18 +8,22 @@ from types import ModuleType
 
 import jax
 
+from jaxstack.checkpoint.compressed import is_compressed
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
+from jaxstack.decoding.decode import Params
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
 from jaxstack.models.pretrained import is_run
+from jaxstack.parallel import ParallelConfig
 from jaxstack.plan.choose import evaluation_layout
 from jaxstack.run.build import make_trainer
 from jaxstack.run.eval_tasks import default_max_length, import_harness
 from jaxstack.run.load import load, read_config, read_tokenizer, restore_parameters, sets_layout
 from jaxstack.run_config import RunConfig
+from jaxstack.trainer import Trainer
 
 TaskMetrics = Mapping[str, Mapping[str, float]]
 """Task -> metric -> value; `<metric>_stderr` is the standard error of a metric."""
@@ -152,7 +156,38 @@ def _text_loss(
     """Return the checkpoint's step and its loss."""
     devices = start_devices(config.parallel.simulate_devices)
     cache_compilations()
+    if is_compressed(directory):
+        if layout_chosen:
+            raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
+        devices, config = 1, on_one_device(config)
     config = evaluation_layout(config, devices, chosen=layout_chosen)
+    trainer, data = open_evaluation(config, directory, text, report)
+    params, non_params, step = restore_parameters(
+        directory, config.model, trainer.module, trainer.rules, step=step, report=report
+    )
+    return step, measure_loss(trainer, data, params, non_params, text.max_tokens)
+
+
+def on_one_device(config: RunConfig) -> RunConfig:
+    """Return the configuration with the layout of one device."""
+    simulated = config.parallel.simulate_devices
+    return config.model_copy(update={"parallel": ParallelConfig(simulate_devices=simulated)})
+
+
+def open_evaluation(
+    config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]
+) -> tuple[Trainer, Data]:
+    """Open held-out text; return it with a trainer that evaluates on it.
+
+    Args:
+      config: configuration with a resolved layout.
+      directory: run directory or Hugging Face checkpoint, which has the tokenizer.
+      text: the text; without paths the run's own.
+      report: called with each line of progress while data is prepared.
+
+    Raises:
+      ConfigError: the tokenizer is another model's.
+    """
     data = _open_text(config, directory, text, report)
     rows = config.model.vocab_size or 0
     if data.tokenizer.vocab_size > rows:
@@ -160,16 +195,23 @@ def _text_loss(
             f"the tokenizer has {data.tokenizer.vocab_size} ids, but the model's vocabulary has only {rows}: the "
             "tokenizer is another model's."
         )
-    trainer = make_trainer(config, data, jax.devices()[: math.prod(config.parallel.degrees.values())])
-    params, non_params, step = restore_parameters(
-        directory, config.model, trainer.module, trainer.rules, step=step, report=report
-    )
-    values = trainer.evaluator.run(params, non_params, text.max_tokens)
+    return make_trainer(config, data, jax.devices()[: math.prod(config.parallel.degrees.values())]), data
+
+
+def measure_loss(
+    trainer: Trainer, data: Data, params: Params, non_params: Params, max_tokens: int | None = None
+) -> TextLoss:
+    """Return the loss of parameters on the held-out text of `open_evaluation`.
+
+    Raises:
+      JaxstackError: there is no held-out text.
+    """
+    values = trainer.evaluator.run(params, non_params, max_tokens)
     if values is None:
         raise JaxstackError("there is no held-out text to evaluate on; give some with --data.")
-    size = len(data.held_out_bytes(text.max_tokens))
+    size = len(data.held_out_bytes(max_tokens))
     values |= bits_per_byte(values, size)
-    return step, TextLoss(
+    return TextLoss(
         loss=values["eval_loss"],
         tokens=values["eval_items"],
         bytes=size,
@@ -192,13 +234,14 @@ def _open_text(config: RunConfig, directory: Path, text: TextOptions, report: Ca
                 "tokenizer": TokenizerConfig(name="file", path=str(folder)),
             }
         )
-    return open_data(
-        section,
-        sequence_length=config.train.sequence_length,
-        seed=config.run.seed,
-        report=report,
-        workers=available_cores(),
-    )
+    length, seed = config.train.sequence_length, config.run.seed
+    try:
+        return open_data(section, sequence_length=length, seed=seed, report=report, workers=available_cores())
+    except ConfigError as error:
+        if text.paths:
+            raise
+        own = f"the run's own held-out text cannot be read here: {str(error).removesuffix('.')}"
+        raise ConfigError(f"{own}; or give other text with --data.") from None
 
 
 def _run_tasks(

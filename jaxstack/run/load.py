@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxstack.checkpoint.compressed import is_compressed, named_leaves, read_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.base import Component
 from jaxstack.config.loader import build_component, merge_overrides, merge_trees
@@ -288,6 +289,8 @@ def restore_parameters(
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
         return read_parameters(directory, model, shardings), non_params, 0
+    if is_compressed(directory):
+        return _read_compressed(directory, module, rules, step)
     manager = CheckpointManager(Path(directory) / "checkpoints", report=report)
     chosen = choose_step(manager, step)
     stored = module.plain if isinstance(module, StagedModule) else module
@@ -305,6 +308,19 @@ def restore_parameters(
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         params = jax.jit(module.params_from_plain, out_shardings=shardings)(params)
     return params, tree["non_params"], chosen
+
+
+def _read_compressed(
+    directory: str | Path, module: FunctionalModule, rules: AxisRules, step: int | None
+) -> tuple[Params, Params, int]:
+    """Read a compressed model, whose packed weights are split over devices as the plain ones would be."""
+    specs = {path: spec for path, spec in named_leaves(module.parameter_specs(rules)).items()}
+    on_one = rules.mesh.size == 1
+    params, chosen = read_compressed(directory, None if on_one else lambda path, _: specs[path], rules.mesh)
+    if step not in (None, chosen):
+        raise ConfigError(f"{directory} holds the compressed model of step {chosen} only; leave --step out.")
+    non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
+    return params, non_params, chosen
 
 
 def load_decoder(

@@ -72,7 +72,12 @@ class Programs:
             self._pages = jax.jit(lambda: _make_pages(model, pages, page_size))()
             self._last = jax.device_put(jnp.zeros(slots, jnp.int32), whole)
         layout = jax.tree.map(lambda x: x.sharding, self._pages)
-        self._forward = jax.jit(self._forward_step, donate_argnames="pages", out_shardings=(whole, layout))
+        self._forward = jax.jit(
+            self._forward_step,
+            donate_argnames="pages",
+            out_shardings=(whole, layout),
+            compiler_options=model.compiler_options,
+        )
         self._sample = jax.jit(self._sample_step, static_argnames="mode", out_shardings=(whole, whole))
 
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:

@@ -38,9 +38,18 @@ class Format(ABC):
     def bits_of(self) -> Mapping[str, int]:
         """Bits of each value of the integer arrays, by the array's name; arrays of floats are not listed."""
 
+    @property
+    @abstractmethod
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Dim of the matrix ("out" or "in") along which each dim of an array runs, by the array's name; None: none."""
+
     @abstractmethod
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         """Return the matrix in float32."""
+
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        """Return the arrays of the matrix of these rows."""
+        return {name: array[ids] for name, array in arrays.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +65,10 @@ class IntegerFormat(Format):
     @property
     def bits_of(self) -> Mapping[str, int]:
         return {"q": self.grid.bits}
+
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"q": ("out", "in"), "scales": ("out", "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         return self.grid.dequantize(arrays["q"].astype(jnp.int8), arrays["scales"].astype(jnp.float32))
@@ -79,10 +92,20 @@ class LookupFormat(Format):
     def bits_of(self) -> Mapping[str, int]:
         return {"indices": self.bits}
 
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"indices": ("out", "in"), "codebook": (None, None)}
+
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         indices, codebook = arrays["indices"].astype(jnp.int32), arrays["codebook"].astype(jnp.float32)
         rows = indices.reshape(codebook.shape[0], -1)
         return jnp.take_along_axis(codebook, rows, axis=1).reshape(indices.shape)
+
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        indices, codebook = arrays["indices"], arrays["codebook"]
+        if codebook.shape[0] > 1:
+            codebook = codebook[ids // (indices.shape[0] // codebook.shape[0])]
+        return {"indices": indices[ids], "codebook": codebook}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +125,10 @@ class BlockFloatFormat(Format):
     def bits_of(self) -> Mapping[str, int]:
         return {"q": self.grid.bits, "exponents": 8}
 
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"q": ("out", "in"), "exponents": ("out", "in")}
+
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         return self.grid.dequantize(arrays["q"].astype(jnp.int8), powers_of_two(arrays["exponents"]))
 
@@ -119,9 +146,16 @@ class LowRankFormat(Format):
     def bits_of(self) -> Mapping[str, int]:
         return {}
 
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"u": ("out", None), "v": (None, "in")}
+
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
         u, v = arrays["u"].astype(jnp.float32), arrays["v"].astype(jnp.float32)
         return jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST)
+
+    def take_rows(self, arrays: Arrays, ids: Int[Array, " rows"]) -> dict[str, jax.Array]:
+        return {"u": arrays["u"][ids], "v": arrays["v"]}
 
 
 def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -62,6 +62,11 @@ class PackedWeight:
         """Return the weight [*inputs, *outputs] as a plain array."""
         return self.matrix().T.reshape(self.shape).astype(dtype)
 
+    def rows(self, ids: Int[Array, "..."]) -> Float[Array, "... in"]:
+        """Return rows of the matrix in float32, as an embedding looks them up."""
+        taken = self.format.take_rows(self.arrays, ids.reshape(-1))
+        return self.format.dense(taken).reshape(*ids.shape, -1)
+
     def with_dims(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> "PackedWeight":
         """Return the weight with other dims of the same sizes, such as heads and their width for the outputs.
 

@@ -118,7 +118,8 @@ def test_a_directory_that_vanishes_is_made_anew(open_manager, warnings):
     manager.save(1, make_state(1), wait=True)
     shutil.rmtree(manager.directory)
     manager.save(2, make_state(2), wait=True)
-    assert manager.all_steps() == [2] and len(warnings) == 1 and "was removed while the run saves there" in warnings[0]
+    assert manager.all_steps() == [2] and len(warnings) == 1
+    assert "was removed or renamed while the run saves there" in warnings[0]
 
 
 def test_a_directory_that_another_run_has_taken_over_is_left_to_it(open_manager, run_python):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.data.device import device_batches, local_rows, put_rows
+from jaxstack.data.device import BatchPlacement, device_batches, local_rows, put_rows
 from jaxstack.errors import JaxstackError
+from jaxstack.parallel import make_mesh, make_rules
 
 
 @pytest.fixture
@@ -49,6 +50,14 @@ class TwoOfEight:
 
     def addressable_devices_indices_map(self, shape):
         return self._map
+
+
+@pytest.mark.quick
+def test_a_number_for_each_row_may_be_called_labels():
+    """Sequences are split along their length only where `context` has several devices."""
+    rules = make_rules(make_mesh(devices=jax.devices()[:2]))
+    batch = BatchPlacement(rules).put({"x": np.ones((4, 3), np.float32), "labels": np.arange(4)})
+    assert batch["labels"].tolist() == [0, 1, 2, 3] and len(batch["labels"].addressable_shards) == 2
 
 
 def test_a_process_reads_only_its_rows(mesh, monkeypatch):

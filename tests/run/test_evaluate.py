@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from jaxstack import evaluate
+from jaxstack.data.config import DataConfig, SourceConfig
+from jaxstack.errors import ConfigError
 from jaxstack.models import from_huggingface
+from jaxstack.run.evaluate import TextOptions, _open_text
+from jaxstack.run_config import RunConfig
 from tests.marks import longer
 from tests.word_models import as_words, make_word_model
 
@@ -52,6 +56,14 @@ def refused(capsys, *arguments: str) -> str:
     lines = [line for line in said.splitlines() if not line.startswith(("tokenizing", "held out"))]
     assert len(lines) == 1 and "Traceback" not in said, said
     return lines[0]
+
+
+@pytest.mark.quick
+def test_a_run_whose_data_is_elsewhere_is_told_to_take_other_text(tmp_path):
+    """As for a run that was copied from another machine."""
+    config = RunConfig(data=DataConfig(sources=(SourceConfig(path=str(tmp_path / "gone.txt")),)))
+    with pytest.raises(ConfigError, match=r"text cannot be read here: .*; or give other text with --data\."):
+        _open_text(config, tmp_path, TextOptions(), print)
 
 
 def test_wrong_use_gets_one_message(source, text, tmp_path, capsys, monkeypatch):

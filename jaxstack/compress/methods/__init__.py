@@ -6,10 +6,17 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
+from jaxstack.compress.methods.awq import Awq
 from jaxstack.compress.methods.base import Keep, Method
+from jaxstack.compress.methods.bfp import BlockFloat
+from jaxstack.compress.methods.gptq import Gptq
+from jaxstack.compress.methods.lowrank import LowRank
+from jaxstack.compress.methods.magnitude import Magnitude
 from jaxstack.compress.methods.rtn import Rtn
+from jaxstack.compress.methods.sparsegpt import SparseGpt
+from jaxstack.compress.methods.wanda import Wanda
 
-METHODS = (Rtn, Keep)
+METHODS = (Rtn, Gptq, Awq, BlockFloat, Magnitude, Wanda, SparseGpt, LowRank, Keep)
 """Every method that a recipe can choose. A new one is added here."""
 
 if TYPE_CHECKING:

@@ -2,13 +2,15 @@
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import jax
 from jaxtyping import Array, Float
 
+from jaxstack.compress.smooth import Sublayer
 from jaxstack.config.base import PathRule
+from jaxstack.models.config import ModelConfig
 from pallas_kernels.weight_only.packed import PackedWeight
 
 Statistic: TypeAlias = Literal["hessian", "mean_abs", "square_sum"]
@@ -35,23 +37,37 @@ class InputStatistics:
     square_sum: Float[Array, " in"] | None = None
 
 
+class Change(Protocol):
+    """A function of a Transformer layer's weights that is compiled once for all layers; it must be hashable."""
+
+    def __call__(self, weights: Mapping[str, jax.Array], candidate: Any) -> Mapping[str, jax.Array]:
+        """Return the weights to replace, by path.
+
+        Args:
+          weights: `CalibrationBlock.weights`.
+          candidate: arrays that the change depends on.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class CalibrationBlock:
     """One Transformer layer during calibration, for methods that change several of its weights together.
 
     Attributes:
+      config: configuration of the model.
       weights: the layer's parameters by path, such as `mlp/up_proj/kernel` [*in, *out] and `mlp_norm/scale`, float32.
       statistics: statistics of the inputs of each dense layer, by the path of its kernel.
       methods: the method chosen for each dense layer, by the path of its kernel.
-      inputs: batches [B, T, D] of inputs of the layer.
-      apply: (weights, inputs [B, T, D]) -> outputs [B, T, D] of the layer.
+      output_errors: (sublayer, change, candidates [n, ...]) -> mean squared change of the sublayer's output over the
+        calibration text for each candidate, [n].
     """
 
+    config: ModelConfig
     weights: Mapping[str, jax.Array]
     statistics: Mapping[str, InputStatistics]
     methods: "Mapping[str, Method]"
-    inputs: Sequence[Float[Array, "B T D"]]
-    apply: Callable[[Mapping[str, Any], Float[Array, "B T D"]], Float[Array, "B T D"]]
+    output_errors: Callable[[Sublayer, Change, Float[Array, "n ..."]], Float[Array, " n"]]
 
 
 class Method(PathRule):
@@ -86,6 +102,10 @@ class Method(PathRule):
         Args:
           w: weights of the layer, float32.
           statistics: statistics of its inputs, with the fields that `needs` names; None if it names none.
+
+        Warns:
+          UserWarning: the method could not do what it was asked to, such as a Hessian that is not positive definite; a
+            report of the compression names the layer beside it.
         """
 
 

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field
 
@@ -30,13 +31,14 @@ class Rtn(Method):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        scales = self.grid.scales(w)
-        return pack_integers(self.grid, self.grid.quantize(w, scales), scales)
+        # The weights are rounded with the scales as they are stored, so that their rounding adds no error.
+        scales = self.grid.scales(w).astype(jnp.bfloat16)
+        return pack_integers(self.grid, self.grid.quantize(w, scales.astype(jnp.float32)), scales)
 
 
-def group_reason(group_size: int | None, inputs: int) -> str | None:
+def group_reason(group_size: int | None, inputs: int, name: str = "group_size") -> str | None:
     """Return why rows of so many inputs cannot be cut into groups, or None."""
     if group_size is None or inputs % group_size == 0:
         return None
     fitting = max(size for size in range(1, group_size + 1) if inputs % size == 0)
-    return f"group_size {group_size} does not divide its {inputs} inputs; the nearest that does is {fitting}"
+    return f"{name} {group_size} does not divide its {inputs} inputs; the nearest that does is {fitting}"

@@ -32,21 +32,21 @@ def test_blocks_are_equal_and_join_to_what_was_split(shape, inputs, outputs, lim
     assert (blocks.rows, blocks.columns) == (rows, columns)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     parts = blocks.split(x)
-    assert parts.shape == (*blocks.grid, rows[1], columns[1]) and len(blocks.grid) == len(shape)
+    assert parts.shape == (*blocks.grid_shape, rows[1], columns[1]) and len(blocks.grid_shape) == len(shape)
     assert (blocks.join(parts) == x).all()
 
 
 def test_blocks_of_a_large_matrix():
     blocks = choose_blocks((4096, 14336), 1, 1, 1024)
-    assert (blocks.rows, blocks.columns, blocks.grid) == ((4, 1024), (14, 1024), (4, 14))
+    assert (blocks.rows, blocks.columns, blocks.grid_shape) == ((4, 1024), (14, 1024), (4, 14))
 
 
 def test_blocks_take_turns():
     blocks = choose_blocks((3, 16, 16), 1, 1, 4)
-    flags = np.stack([blocks.due("layers/7/up_proj/kernel", jnp.asarray(t), 10) for t in range(20)])
+    flags = np.stack([blocks.needs_refresh("layers/7/up_proj/kernel", jnp.asarray(t), 10) for t in range(20)])
     np.testing.assert_array_equal(flags.sum(0), 2)
     assert flags.sum((1, 2, 3)).max() <= 2 * 3, "16 blocks a layer over 10 steps"
-    other = blocks.due("layers/0/up_proj/kernel", jnp.asarray(3), 10)
+    other = blocks.needs_refresh("layers/0/up_proj/kernel", jnp.asarray(3), 10)
     np.testing.assert_array_equal(flags[3], other, err_msg="layers may be stored together or apart")
 
 

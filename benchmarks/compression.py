@@ -1,0 +1,232 @@
+"""Pruning and rounding: errors of a synthetic layer, perplexity of a small trained model, and the time of GPTQ.
+
+    python benchmarks/compression.py                                  # layer and model; a few minutes on two CPU cores
+    python benchmarks/compression.py --parts time                     # GPTQ of llama3-1b with random weights, on a GPU
+    python benchmarks/compression.py --parts model --run runs/quickstart --sequences 256
+    python benchmarks/compression.py --tiny                           # tiny sizes; rows go to tiny/
+
+Parts:
+    layer   a 256 x 256 layer with correlated inputs: squared error of its outputs on further inputs, relative to them
+    model   the quickstart's model, trained on its own text, each dense layer of its blocks compressed by each method,
+            calibrated on `--sequences` rows of the training text: perplexity on held-out text
+    time    all dense layers of `--preset` with random weights, rounded by GPTQ to 4 bits in groups of 128, calibrated
+            on `--sequences` sequences of `--length` random tokens; compilation included
+
+`perplexity_rise` is the perplexity minus that of the uncompressed model. Rows are appended to
+benchmarks/results/compression.jsonl.
+"""
+
+import argparse
+import functools
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.arguments import positive
+from benchmarks.learning import learn
+from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
+from benchmarks.steps import open_run
+from benchmarks.synthetic_layer import make_layer
+from jaxstack.compress.layerwise import compress_layers
+from jaxstack.compress.methods import Awq, Gptq, Magnitude, Method, Rtn, SparseGpt, Wanda
+from jaxstack.compress.methods.base import InputStatistics
+from jaxstack.compress.smooth import candidate_scales, round_scaled, rounding_errors
+from jaxstack.data.loader import Data, open_data
+from jaxstack.models import ModelConfig, Transformer, preset_config
+from jaxstack.observe.memory import peak_memory_bytes
+from jaxstack.run.build import make_trainer
+from jaxstack.run.load import read_run_config, restore_parameters
+from jaxstack.trainer import Trainer
+from jaxstack.tree_rules import map_by_path
+from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.packed import PackedWeight
+
+QUICKSTART = (
+    "model.preset=tiny", "train.global_batch_size=4", "train.sequence_length=128", "optimizer.learning_rate=3.0e-3",
+    "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 100}",
+)  # fmt: skip
+TINY = (
+    "model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.scan_layers=false",
+    "data.tokenizer.name=byte", "train.global_batch_size=4", "train.sequence_length=32", "parallel.simulate_devices=1",
+)  # fmt: skip
+SETTINGS: dict[str, tuple[Method, ...]] = {
+    "50 % zeros": (Magnitude(path="."), Wanda(path="."), SparseGpt(path=".")),
+    "2:4": tuple(kind(path=".", pattern="2:4") for kind in (Magnitude, Wanda, SparseGpt)),
+    "int4, groups of 128": tuple(kind(path=".", bits=4, group_size=128) for kind in (Rtn, Awq, Gptq)),
+    "int3, groups of 128": tuple(kind(path=".", bits=3, group_size=128) for kind in (Rtn, Awq, Gptq)),
+}
+"""Name of a row's variant -> the methods compared."""
+EVAL_TOKENS = 2**15
+"""Held-out tokens of the part `model`."""
+DENSE = tuple(f"attention/{name}_proj" for name in "qkvo") + tuple(f"mlp/{n}_proj" for n in ("gate", "up", "down"))
+COLUMNS = ("work", "variant", "implementation", "output_error", "perplexity", "perplexity_rise", "seconds", "device")
+
+Row = dict[str, Any]
+
+
+def layer_rows(size: int) -> Iterator[Row]:
+    """Yield the error of each method at a synthetic layer."""
+    layer = make_layer(size)
+    w = jnp.asarray(layer.w, jnp.float32)
+    statistics = InputStatistics(
+        len(layer.x),
+        jnp.asarray(layer.hessian, jnp.float32),
+        jnp.asarray(np.abs(layer.x).mean(0), jnp.float32),
+        jnp.asarray(np.square(layer.x).sum(0), jnp.float32),
+    )
+    for variant, methods in SETTINGS.items():
+        for method in methods:
+            if isinstance(method, Awq):
+                new = _smoothed(w, statistics, method.grid)
+            else:
+                found = method.compress(w, statistics)
+                new = found.matrix() if isinstance(found, PackedWeight) else found
+            yield {
+                "work": f"synthetic layer {size} x {size}", "variant": variant, "implementation": method.method,
+                "device": jax.devices()[0].device_kind, "output_error": layer.error(new),
+            }  # fmt: skip
+
+
+def _smoothed(w: jax.Array, statistics: InputStatistics, grid: Grid) -> jax.Array:
+    """Return the layer rounded with AWQ's best scales; in a model they are folded into the layer before."""
+    assert statistics.mean_abs is not None and statistics.hessian is not None
+    candidates = candidate_scales(statistics.mean_abs, [w], grid.group_size)
+    best = candidates[jnp.argmin(rounding_errors(w, candidates, statistics.hessian, grid))]
+    return round_scaled(w, best, grid)
+
+
+def train(trainer: Trainer) -> None:
+    """Train for the configured steps."""
+    learn(trainer, every=max(1, trainer.train.steps // 10), say=lambda point: print(point, flush=True))
+
+
+def open_model(overrides: list[str], steps: int, run: str | None) -> tuple[Trainer, Data, int]:
+    """Return a trained model with its data and its steps: that of a run, or one that is trained now."""
+    if run is None:
+        config, data = open_run([*overrides, f"train.steps={steps}"])
+        trainer = make_trainer(config, data)
+        train(trainer)
+        return trainer, data, steps
+    config = read_run_config(run)
+    data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed)
+    trainer = make_trainer(config, data, jax.devices()[:1])
+    params, _, steps = restore_parameters(run, config.model, trainer.module, trainer.rules)
+    trainer.start_from(params)
+    return trainer, data, steps
+
+
+def model_rows(
+    trainer: Trainer,
+    data: Data,
+    steps: int,
+    sequences: int,
+    group_size: int,
+    settings: Mapping[str, tuple[Method, ...]] = SETTINGS,
+) -> Iterator[Row]:
+    """Yield the held-out perplexity of a trained model on one device, as it is and under each method."""
+    params, non_params = trainer.state.params, trainer.state.non_params
+
+    def perplexity(params: Any) -> float:
+        found = trainer.evaluator.run(params, non_params, EVAL_TOKENS)
+        assert found is not None
+        return math.exp(found["eval_loss"])
+
+    base = perplexity(params)
+    common = {"work": f"quickstart, {steps} steps", "device": jax.devices()[0].device_kind, "steps": steps,
+              "sequences": sequences, "uncompressed_perplexity": base}  # fmt: skip
+    yield {**common, "variant": "uncompressed", "implementation": "float32", "perplexity": base}
+    size, layers = math.gcd(sequences, 8), trainer.module.merge(params, non_params).config.num_layers
+    batches = [data.batch(n, global_batch_size=size, rows=range(size)) for n in range(sequences // size)]
+    for variant, methods in settings.items():
+        for method in methods:
+            chosen = method.model_copy(update={"group_size": group_size}) if "int" in variant else method
+            paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(layers) for path in DENSE]
+            began = time.perf_counter()
+            model = trainer.module.merge(params, non_params)
+            weights = compress_layers(model, batches, dict.fromkeys(paths, chosen)).weights
+            seconds = time.perf_counter() - began
+            found = perplexity(map_by_path(functools.partial(_changed, weights), params))
+            yield {**common, "variant": variant, "implementation": method.method, "perplexity": found,
+                   "perplexity_rise": found - base, "seconds": seconds}  # fmt: skip
+
+
+def _changed(weights: Mapping[str, Any], path: str, leaf: jax.Array) -> jax.Array:
+    new = weights.get(path, leaf)
+    return new.dense() if isinstance(new, PackedWeight) else new
+
+
+def time_row(config: ModelConfig, sequences: int, length: int, batch_size: int) -> Row:
+    """Return the time of GPTQ on all dense layers of a model with random weights."""
+    config = config.model_copy(update={"scan_layers": False, "vocab_size": config.vocab_size or 4096, "remat": "none"})
+    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    make = nnx.jit(lambda: Transformer(config, nnx.Rngs(0), dtype=dtype))
+    model = make()
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, config.vocab_size or 0, (sequences // batch_size, batch_size, length), np.int32)
+    paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(config.num_layers) for path in DENSE]
+    method = Gptq(path=".", group_size=math.gcd(128, config.hidden_size, config.feed_forward_size))
+    began = time.perf_counter()
+    result = compress_layers(model, [{"tokens": part} for part in tokens], dict.fromkeys(paths, method))
+    jax.block_until_ready([w.arrays for w in result.weights.values() if isinstance(w, PackedWeight)])
+    seconds = time.perf_counter() - began
+    return {
+        "implementation": "gptq", "variant": f"int4, groups of {method.group_size}",
+        "device": jax.devices()[0].device_kind, "seconds": seconds,
+        "sequences": sequences, "sequence_length": length, "peak_memory_bytes": peak_memory_bytes(),
+        "weights": sum(math.prod(w.shape) for w in result.weights.values()),
+    }  # fmt: skip
+
+
+def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows of a part."""
+    if part == "layer":
+        yield from layer_rows(128 if args.tiny else 256)
+    elif part == "model":
+        overrides = list(TINY if args.tiny else QUICKSTART)
+        trainer, data, steps = open_model(overrides, 4 if args.tiny else args.steps, args.run)
+        yield from model_rows(trainer, data, steps, *((8, 32) if args.tiny else (args.sequences, 128)))
+    else:
+        changes = {"num_layers": 2, "vocab_size": 512} if args.tiny else {}
+        sizes = (8, 32, 4) if args.tiny else (args.sequences, args.length, 8)
+        row = time_row(preset_config("tiny" if args.tiny else args.preset, **changes), *sizes)
+        yield {"work": f"GPTQ of {args.preset}, {sizes[0]} x {sizes[1]} tokens", **row}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("layer", "model", "time")
+    parser.add_argument("--parts", nargs="+", default=["layer", "model"], choices=parts, metavar="PART")
+    parser.add_argument("--preset", default="llama3-1b", help="model of the part `time`")
+    parser.add_argument("--steps", type=positive(int), default=1000, help="training steps of the part `model`")
+    parser.add_argument("--run", help="directory of a trained quickstart for the part `model`; default: it is trained")
+    parser.add_argument("--sequences", type=positive(int), default=128, help="calibration sequences")
+    parser.add_argument("--length", type=positive(int), default=2048, help="tokens of a sequence of the part `time`")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
+    args = parser.parse_args()
+    name = f"{SCRATCH}compression" if args.tiny else "compression"
+    require_commit(name)
+    rows = []
+    for part in parts if args.tiny else args.parts:
+        for row in rows_of(part, args):
+            rows.append(row)
+            append_rows(name, [row])
+            shown = {key: row[key] for key in COLUMNS if key in row}
+            print(shown, flush=True)
+    print_table(rows, COLUMNS)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

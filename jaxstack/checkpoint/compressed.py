@@ -1,0 +1,198 @@
+"""The weights of a compressed model on disk: safetensors files, and a manifest with formats and hashes.
+
+`compressed/` in a run directory holds
+
+    compressed.json       step, the format of each packed weight, and the SHA-256 of each file; written last
+    model*.safetensors    plain parameters by path; arrays of packed weights as `PATH:NAME`, integers as bit streams
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import safe_open
+
+from jaxstack.checkpoint.manifest import hash_files
+from jaxstack.errors import ConfigError, JaxstackError
+from jaxstack.files import write_json
+from jaxstack.models.huggingface.files import read_json, write_weights
+from jaxstack.models.huggingface.load import nest
+from jaxstack.tree_rules import path_name
+from pallas_kernels import Grid, PackedWeight
+from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
+from pallas_kernels.weight_only.formats import FORMATS, Format
+
+FOLDER = "compressed"
+MANIFEST = "compressed.json"
+VERSION = 1
+_SHARD_BYTES = 5 * 10**9
+
+Params: TypeAlias = dict[str, Any]
+"""Nested dicts with arrays and `PackedWeight` as leaves."""
+Place: TypeAlias = Callable[[str, tuple[int, ...]], jax.P]
+"""(path of a parameter, its shape) -> the PartitionSpec in which a plain parameter of this shape is stored."""
+
+
+def is_packed(x: object) -> bool:
+    """Return True for a packed weight, which counts as one leaf of the parameters."""
+    return isinstance(x, PackedWeight)
+
+
+def is_compressed(directory: str | Path) -> bool:
+    """Return True if the run directory holds a compressed model in place of checkpoints."""
+    return (Path(directory) / FOLDER / MANIFEST).is_file()
+
+
+def named_leaves(params: Params) -> dict[str, Any]:
+    """Return parameters by path; a packed weight is one of them."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def write_compressed(directory: str | Path, params: Params, step: int) -> None:
+    """Write parameters to the folder `compressed` of a run directory.
+
+    Args:
+      step: step of the checkpoint that was compressed.
+
+    Raises:
+      JaxstackError: the disk is full or fails.
+    """
+    folder = Path(directory) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves = named_leaves(params)
+    write_weights(folder, _tensors(leaves), _SHARD_BYTES)
+    weights = {path: _describe(leaf) for path, leaf in leaves.items() if is_packed(leaf)}
+    hashes = hash_files(folder, sorted(path.name for path in folder.iterdir()), sync=True)
+    write_json(folder / MANIFEST, {"version": VERSION, "step": step, "weights": weights, "files": hashes})
+
+
+def read_compressed(
+    directory: str | Path,
+    place: Place | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    wanted: Callable[[str], bool] = lambda path: True,
+) -> tuple[Params, int]:
+    """Read the parameters that `write_compressed` wrote; return them and their step.
+
+    Args:
+      place: the layout of each parameter on `mesh`; None: on one device.
+      wanted: returns True for the paths of the parameters to read.
+
+    Raises:
+      JaxstackError: a file is missing or has changed since it was written.
+      ConfigError: a later version of jaxstack wrote the directory.
+    """
+    folder = Path(directory) / FOLDER
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("version") != VERSION:
+        raise ConfigError(f"{folder} was written by another version of jaxstack; compress the model again.")
+    _check_files(folder, manifest["files"])
+    weights, found = manifest["weights"], {}
+    for name in sorted(manifest["files"]):
+        if not name.endswith(".safetensors"):
+            continue
+        with safe_open(folder / name, framework="numpy") as file:
+            for tensor in file.keys():  # noqa: SIM118 (not a mapping)
+                path, _, part = tensor.partition(":")
+                if not wanted(path):
+                    continue
+                value = file.get_tensor(tensor)
+                if part:
+                    found.setdefault(path, {})[part] = _unpacked(value, weights[path], part)
+                else:
+                    found[path] = value
+    make = functools.partial(_make_leaf, weights=weights, place=place, mesh=mesh)
+    return nest({path: make(path, value) for path, value in found.items()}), int(manifest["step"])
+
+
+def dense_parameter(path: str, leaf: PackedWeight | jax.Array) -> jax.Array:
+    """Return a parameter in the shape that the model gives it, as a plain array."""
+    if not isinstance(leaf, PackedWeight):
+        return leaf
+    return leaf.matrix() if path.endswith("/table") else leaf.dense()  # a packed table is the transpose
+
+
+def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, PackedWeight):
+            yield path, np.asarray(leaf)
+            continue
+        bits = leaf.format.bits_of
+        for name, array in leaf.arrays.items():
+            if name in bits:
+                wide = array.astype(jnp.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else jnp.uint8)
+                yield f"{path}:{name}", pack_bits(np.asarray(wide), bits[name])
+            else:
+                yield f"{path}:{name}", np.asarray(array)
+
+
+def _describe(weight: PackedWeight) -> dict[str, Any]:
+    arrays = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in weight.arrays.items()}
+    settings = dataclasses.asdict(weight.format)  # type: ignore[call-overload]
+    dims = {"inputs": list(weight.inputs), "outputs": list(weight.outputs)}
+    return {"format": weight.format.name, "settings": settings, **dims, "arrays": arrays}
+
+
+def _format(described: Mapping[str, Any]) -> Format:
+    settings = dict(described["settings"])
+    if "grid" in settings:
+        settings["grid"] = Grid(**settings["grid"])
+    return FORMATS[described["format"]](**settings)
+
+
+def _unpacked(value: np.ndarray, described: Mapping[str, Any], part: str) -> np.ndarray:
+    bits = _format(described).bits_of
+    if part not in bits:
+        return value
+    known = described["arrays"][part]
+    signed = jnp.issubdtype(jnp.dtype(known["dtype"]), jnp.signedinteger)
+    return unpack_bits(value, bits[part], tuple(known["shape"]), signed=signed)
+
+
+def _make_leaf(
+    path: str, value: Any, *, weights: Mapping[str, Any], place: Place | None, mesh: jax.sharding.Mesh | None
+) -> Any:
+    def put(array: np.ndarray, dtype: Any, spec: jax.P) -> jax.Array:
+        array = array.astype(dtype)
+        return jnp.asarray(array) if mesh is None else jax.device_put(array, jax.NamedSharding(mesh, spec))
+
+    if not isinstance(value, dict):
+        return put(value, value.dtype, jax.P() if place is None else place(path, value.shape))
+    known = weights[path]
+    inputs, outputs, format = tuple(known["inputs"]), tuple(known["outputs"]), _format(known)
+    specs = {name: jax.P() for name in value}
+    if place is not None and mesh is not None:
+        spec = tuple(place(path, (*inputs, *outputs)))
+        spec = spec[::-1] if path.endswith("/table") else spec  # a packed table is the transpose
+        split = {"in": spec[:1], "out": spec[len(inputs) : len(inputs) + 1]}
+        specs = {name: _packed_spec(mesh, format.dims_of[name], split, array.shape) for name, array in value.items()}
+    arrays = {name: put(array, jnp.dtype(known["arrays"][name]["dtype"]), specs[name]) for name, array in value.items()}
+    return PackedWeight(arrays, format, inputs, outputs)
+
+
+def _packed_spec(
+    mesh: jax.sharding.Mesh, dims: tuple[str | None, ...], split: Mapping[str, tuple[Any, ...]], shape: tuple[int, ...]
+) -> jax.P:
+    """Return the spec of a packed array, whose dims are split as the weight's dims that they come from."""
+    parts: list[Any] = []
+    for dim, size in zip(dims, shape, strict=True):
+        (axes,) = split.get(dim or "", ()) or (None,)
+        names = (axes,) if isinstance(axes, str) else axes or ()
+        degree = int(np.prod([mesh.shape[name] for name in names]))
+        parts.append(axes if size % degree == 0 else None)
+    return jax.P(*parts)
+
+
+def _check_files(folder: Path, hashes: Mapping[str, str]) -> None:
+    try:
+        found = hash_files(folder, hashes)
+    except OSError as error:
+        raise JaxstackError(f"{folder} is damaged ({error}); compress the model again.") from None
+    if changed := sorted(name for name in hashes if found[name] != hashes[name]):
+        raise JaxstackError(f"{folder / changed[0]} has changed since it was written; compress the model again.")

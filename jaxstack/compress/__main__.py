@@ -1,0 +1,73 @@
+"""The command `python -m jaxstack.compress --run DIR --recipe NAME|FILE --out DIR`: makes a trained model smaller."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxstack.cli import CommandParser, add_examples, run_command
+from jaxstack.errors import ConfigError
+
+
+def make_parser() -> CommandParser:
+    """Return the parser of the command line."""
+    parser = CommandParser(
+        prog="jaxstack compress",
+        description="Compress the model of a run or a Hugging Face checkpoint: quantize, prune, factorize. A recipe "
+        "chooses the method of each layer. The result is a run directory for generate, evaluate, serve and convert, "
+        "with a report of bytes and held-out perplexity before and after.",
+        epilog="The model is compressed on one device, in float32.",
+    )
+    parser.add_argument("--run", metavar="DIR", required=True, help="run directory, or Hugging Face checkpoint")
+    parser.add_argument(
+        "--recipe", metavar="NAME|FILE", required=True, help="recipe by name (such as int8) or YAML file"
+    )
+    parser.add_argument("--out", metavar="DIR", required=True, help="directory to write; must not exist")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to compress (default: the newest)")
+    text = parser.add_argument_group("held-out text, which the perplexity is measured on")
+    text.add_argument("--data", metavar="PATH", nargs="+", help="files, directories or globs (default: the run's own)")
+    text.add_argument("--text-key", metavar="KEY", default="text", help="JSON key or column with the text (text)")
+    text.add_argument("--max-tokens", type=int, metavar="N", help="tokens of the perplexity before and after (all)")
+    text.add_argument(
+        "--layer-tokens",
+        type=int,
+        default=8192,
+        metavar="N",
+        help="tokens of the perplexity with one layer alone compressed (8192); 0 leaves it out",
+    )
+    return add_examples(
+        parser,
+        "compress --run runs/quickstart --recipe int8 --out runs/quickstart-int8",
+        "compress --run runs/quickstart --recipe RECIPE.yaml --out runs/small --max-tokens 100000",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    args = make_parser().parse_args(argv)
+    return run_command("jaxstack compress", lambda: _compress(args))
+
+
+def _compress(args: argparse.Namespace) -> None:
+    for name, least in (("max_tokens", 1), ("layer_tokens", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}; found {value}.")
+    from jaxstack.compress.report import summary_lines
+    from jaxstack.compress.run import CompressOptions, compress
+    from jaxstack.run.evaluate import TextOptions
+
+    text = TextOptions(args.data or (), args.text_key, args.max_tokens)
+    result = compress(
+        args.run,
+        args.recipe,
+        args.out,
+        CompressOptions(args.step, text, args.layer_tokens),
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    print("\n".join(summary_lines(result)))
+    print(f"written to {args.out}; its report is {os.path.join(args.out, 'report.html')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

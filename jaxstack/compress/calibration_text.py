@@ -1,0 +1,101 @@
+"""Calibration text: rows of a run's own training text, or of given files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxstack.compress.config import CalibrationConfig
+from jaxstack.data.build_shards import available_cores
+from jaxstack.data.config import DataConfig, SourceConfig, TokenizerConfig
+from jaxstack.data.loader import Data, open_data
+from jaxstack.errors import ConfigError
+from jaxstack.models.pretrained import is_run
+from jaxstack.run_config import RunConfig
+
+_LONGEST_DEFAULT = 2048
+"""Tokens of a sequence for a Hugging Face checkpoint, unless the model has fewer positions."""
+
+
+def read_calibration(
+    directory: str | Path,
+    config: RunConfig,
+    calibration: CalibrationConfig,
+    report: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, np.ndarray]]:
+    """Return batches of calibration text, `tokens` and with packing `positions` and `segment_ids`, int32 [B, T].
+
+    The rows are the first ones of the training order, without augmentation.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      config: its configuration, from `jaxstack.run.load.read_config`.
+      calibration: how many sequences, of which text.
+      report: called with each line of progress while data is prepared.
+
+    Raises:
+      ConfigError: there is no text, or too little of it.
+    """
+    if not calibration.data and not is_run(directory):
+        raise ConfigError(
+            f"{directory} is a Hugging Face checkpoint, with no training text to calibrate on: name files in "
+            "calibration.data."
+        )
+    length = calibration.sequence_length or _default_length(config, is_run(directory))
+    data = open_data(
+        _data_section(Path(directory), config.data, calibration.data),
+        sequence_length=length,
+        seed=config.run.seed,
+        report=report,
+        workers=available_cores(),
+    )
+    try:
+        _check_enough(data, calibration.sequences, length)
+        size = _batch_size(calibration)
+        numbers = range(calibration.sequences // size)
+        return [_inputs(data, number, size) for number in numbers]
+    finally:
+        data.close()
+
+
+def _default_length(config: RunConfig, trained_here: bool) -> int:
+    if trained_here:
+        return config.train.sequence_length
+    return min(_LONGEST_DEFAULT, config.model.max_position_embeddings or _LONGEST_DEFAULT)
+
+
+def _data_section(directory: Path, section: DataConfig, paths: tuple[str, ...]) -> DataConfig:
+    """Return the run's own data without what training adds to it, or that of the given files."""
+    if not paths:
+        return section.model_copy(update={"augmentations": ()})
+    folder = directory / "tokenizer" if is_run(directory) else directory
+    return section.model_copy(
+        update={
+            "sources": tuple(SourceConfig(path=path) for path in paths),
+            "held_out": (),
+            "held_out_fraction": 0.0,
+            "tokenizer": TokenizerConfig(name="file", path=str(folder)),
+            "augmentations": (),
+        }
+    )
+
+
+def _check_enough(data: Data, sequences: int, length: int) -> None:
+    rows = sum(data.rows_per_epoch)
+    if rows < sequences:
+        raise ConfigError(
+            f"the calibration text has {data.train_tokens:,} tokens, {rows:,} sequences of {length:,}; "
+            f"calibration.sequences is {sequences:,}. Give more text in calibration.data, set calibration.sequences to "
+            f"at most {rows:,}, or calibration.sequence_length to at most {max(data.train_tokens // sequences, 2):,}."
+        )
+
+
+def _batch_size(calibration: CalibrationConfig) -> int:
+    """Return the largest batch size up to the wanted one that divides the sequences, so that one size is compiled."""
+    wanted = min(calibration.batch_size, calibration.sequences)
+    return next(size for size in range(wanted, 0, -1) if calibration.sequences % size == 0)
+
+
+def _inputs(data: Data, number: int, size: int) -> dict[str, np.ndarray]:
+    batch = data.batch(number, global_batch_size=size, rows=range(size))
+    return {name: batch[name] for name in ("tokens", "positions", "segment_ids") if name in batch}

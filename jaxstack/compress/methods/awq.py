@@ -1,0 +1,90 @@
+"""AWQ: rounding after the range of activations has been moved into the weights."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field
+
+from jaxstack.compress.methods.base import CalibrationBlock, Compressed, InputStatistics, Method, Statistic
+from jaxstack.compress.methods.rtn import group_reason
+from jaxstack.compress.smooth import Fold, apply_fold, candidate_scales, find_folds, round_scaled, rounding_errors
+from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.packed import pack_integers
+
+
+class Awq(Method):
+    """Scales the inputs of layers by what their activations need, then rounds to nearest (arXiv:2306.00978).
+
+    A scale is folded into the norm or the dense layer before, where one such method compresses all layers that read the
+    same inputs.
+    """
+
+    needs: ClassVar[frozenset[Statistic]] = frozenset({"hessian", "mean_abs"})
+    method: Literal["awq"] = "awq"
+    bits: int = Field(default=4, ge=2, le=8)
+    """Bits of an integer."""
+    group_size: int | None = Field(default=128, ge=1)
+    """Number of inputs that share a scale; null: one scale for each output."""
+
+    @property
+    def grid(self) -> Grid:
+        """The grid that the weights are rounded to."""
+        return Grid(self.bits, self.group_size)
+
+    def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
+        del outputs
+        return group_reason(self.group_size, inputs)
+
+    def rescale(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
+        weights, changed = dict(block.weights), {}
+        for fold in find_folds(block.config, weights):
+            if all(block.methods.get(f"{path}/kernel") == self for path in fold.targets):
+                new = apply_fold(weights, fold, self._best_scales(block, fold), block.config.norm)
+                weights.update(new)
+                changed.update(new)
+        return changed
+
+    def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
+        del statistics
+        scales = self.grid.scales(w).astype(jnp.bfloat16)
+        return pack_integers(self.grid, self.grid.quantize(w, scales.astype(jnp.float32)), scales)
+
+    def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, " in"]:
+        """Return the candidate with which rounding changes the output least.
+
+        The layers' own weights are compared, as an earlier fold into them changes no output.
+        """
+        found = block.statistics[f"{fold.targets[0]}/kernel"]
+        assert found.mean_abs is not None and found.hessian is not None
+        matrices = [_matrix(block.weights[f"{path}/kernel"], len(found.mean_abs)) for path in fold.targets]
+        candidates = candidate_scales(found.mean_abs, matrices, self.group_size)
+        if fold.sublayer is None:
+            errors = rounding_errors(matrices[0], candidates, found.hessian, self.grid)
+        else:
+            errors = block.output_errors(fold.sublayer, _RoundScaled(self.grid, fold.targets), candidates)
+        return candidates[jnp.argmin(errors)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _RoundScaled:
+    """Change of a layer's weights by rounding some of them with scaled inputs."""
+
+    grid: Grid
+    targets: tuple[str, ...]
+
+    def __call__(self, weights: Mapping[str, jax.Array], candidate: Float[Array, " in"]) -> dict[str, jax.Array]:
+        changed = {}
+        for path in self.targets:
+            kernel = weights[f"{path}/kernel"]
+            rounded = round_scaled(_matrix(kernel, len(candidate)), candidate, self.grid)
+            changed[f"{path}/kernel"] = rounded.T.reshape(kernel.shape)
+        return changed
+
+
+def _matrix(kernel: Float[Array, "..."], inputs: int) -> Float[Array, "out in"]:
+    return kernel.reshape(inputs, math.prod(kernel.shape) // inputs).T

@@ -1,0 +1,296 @@
+"""Compresses the model of a run or a Hugging Face checkpoint, and writes it as a run directory."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.checkpoint.compressed import dense_parameter, is_compressed, named_leaves, write_compressed
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.compress.calibration_text import read_calibration
+from jaxstack.compress.config import Recipe
+from jaxstack.compress.layerwise import compress_layers
+from jaxstack.compress.methods.base import Compressed, Method
+from jaxstack.compress.recipe import WeightDims, choose_methods, dense_weights, load_recipe, method_name, order_of
+from jaxstack.compress.report import CompressionReport, WeightRow, write_report
+from jaxstack.config.loader import build_component, dump_yaml
+from jaxstack.config.sections import RunSection
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.decoding.decode import Decoder, Params
+from jaxstack.errors import ConfigError
+from jaxstack.files import write_file, writing_to
+from jaxstack.models.adapters import AdapterConfig
+from jaxstack.models.huggingface.load import nest
+from jaxstack.models.pretrained import is_run
+from jaxstack.plan.choose import evaluation_layout
+from jaxstack.run.convert import converted_config, copy_stop_tokens
+from jaxstack.run.evaluate import TextLoss, TextOptions, measure_loss, on_one_device, open_evaluation
+from jaxstack.run.load import load_decoder, read_config, read_tokenizer
+from jaxstack.run_config import RunConfig
+from pallas_kernels import PackedWeight
+
+Leaves: TypeAlias = dict[str, Any]
+"""Parameters by path: arrays, or packed weights."""
+Measure: TypeAlias = Callable[[Leaves, int | None], TextLoss]
+"""(parameters, token limit) -> loss on the held-out text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressOptions:
+    """What `compress` measures.
+
+    Attributes:
+      step: step of the checkpoint to compress; None: the newest.
+      text: held-out text; a Hugging Face checkpoint has none of its own, and is not evaluated without.
+      layer_tokens: tokens of held-out text on which each layer's own loss is measured; 0: it is not.
+    """
+
+    step: int | None = None
+    text: TextOptions = TextOptions()
+    layer_tokens: int = 8192
+
+
+def compress(
+    directory: str | Path,
+    recipe: str | Recipe,
+    output: str | Path,
+    options: CompressOptions | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> CompressionReport:
+    """Compress a model; write it to `output`, a run directory with `compressed/` in place of checkpoints.
+
+    Args:
+      directory: run directory or Hugging Face checkpoint. Adapters are merged first.
+      recipe: name of a recipe that comes with jaxstack, YAML file, or recipe.
+      output: directory to write, which must not exist.
+      options: checkpoint, and held-out text to measure on.
+      report: called with each line of progress and each warning.
+
+    Returns:
+      Bytes, errors and losses before and after; `output` holds it as compression.json and report.html.
+
+    Raises:
+      ConfigError: the recipe has a mistake or does not fit the model, or `output` exists.
+      JaxstackError: there is no checkpoint.
+    """
+    directory, output, options = Path(directory), Path(output), options or CompressOptions()
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    source = read_config(directory)
+    _check_directories(directory, output, report)
+    dims = dense_weights(source.model)
+    methods = choose_methods(recipe, dims)
+    report(f"compressing {len(methods)} of {len(dims)} weights")
+    tokenizer = _tokenizer(directory, report)
+    config = _compressed_config(source, directory, output, tokenizer)
+    # In float32, with layers unrolled and adapters merged, on one device.
+    decoder, step = load_decoder(
+        directory, ["parallel.data=1", "precision.compute=float32"], step=options.step, report=report
+    )
+    batches = _calibration(methods, directory, source, recipe, report)
+    after, errors = _compress_weights(decoder, methods, dims, batches, report)
+    before = named_leaves(decoder.params)
+    stored = {path: _as_stored(leaf, recipe.store) for path, leaf in after.items()}
+    rows = [_row(path, methods.get(path), dims[path], before[path], stored[path], errors.get(path)) for path in dims]
+    measure = None if tokenizer is None else _open_measure(config, directory, options.text, report)
+    limit = options.text.max_tokens
+    result = CompressionReport(
+        source=str(directory),
+        step=step,
+        bytes_before=sum(2 * leaf.size for leaf in before.values()),
+        bytes_after=sum(map(_stored_bytes, stored.values())),
+        loss_before=None if measure is None else measure(before, limit),
+        loss_after=None if measure is None else measure(stored, limit),
+        rows=rows,
+        loss_by_layer=_losses_by_layer(before, after, rows, measure, options.layer_tokens, report),
+    )
+    _write(output, stored, step, tokenizer, directory)
+    write_report(output, result, dump_yaml(recipe))
+    write_file(output / "config.yaml", dump_yaml(config).encode())  # last: without it this is no run directory
+    return result
+
+
+def _calibration(
+    methods: Mapping[str, Method],
+    directory: Path,
+    source: RunConfig,
+    recipe: Recipe,
+    report: Callable[[str], None],
+) -> Sequence[Mapping[str, Any]]:
+    """Return batches of calibration text; none if no method needs it."""
+    if not any(method.needs for method in methods.values()):
+        return []
+    return read_calibration(directory, source, recipe.calibration, report)
+
+
+def _compress_weights(
+    decoder: Decoder,
+    methods: Mapping[str, Method],
+    dims: Mapping[str, WeightDims],
+    batches: Sequence[Mapping[str, Any]],
+    report: Callable[[str], None],
+) -> tuple[Leaves, dict[str, float]]:
+    """Return the parameters with the weights of `methods` compressed, and the errors of outputs where measured."""
+    leaves = named_leaves(decoder.params)
+    if not batches:
+        return compress_leaves(leaves, methods, dims, report), {}
+    model = decoder.module.merge(decoder.params, decoder.non_params)
+    found = compress_layers(model, batches, methods, rules=decoder.rules, report=report)
+    return {**leaves, **found.weights}, found.output_errors
+
+
+def _check_directories(directory: Path, output: Path, report: Callable[[str], None]) -> None:
+    if output.exists():
+        raise ConfigError(f"{output} exists already; give another directory, or remove it.")
+    if is_compressed(directory):
+        raise ConfigError(f"{directory} is compressed already; compress the run that it was made from.")
+    if is_run(directory) and CheckpointManager(directory / "checkpoints", report=report).latest_step() is None:
+        raise ConfigError(f"{directory} holds no checkpoint yet; train the run first.")
+
+
+def compress_leaves(
+    leaves: Mapping[str, Any],
+    methods: Mapping[str, Method],
+    dims: Mapping[str, WeightDims],
+    report: Callable[[str], None] = lambda line: None,
+) -> Leaves:
+    """Return the parameters with each weight of `methods` compressed, by path.
+
+    Args:
+      leaves: float32 parameters of an unrolled model.
+      methods: method of each weight to compress.
+      dims: dims of these weights.
+      report: called with a line for each.
+    """
+    after = dict(leaves)
+    for number, (path, method) in enumerate(methods.items(), 1):
+        report(f"[{number}/{len(methods)}] {path}: {method_name(method)}")
+        w = as_matrix(path, leaves[path], dims[path])
+        after[path] = as_parameter(path, method.compress(w, None), dims[path])
+    return after
+
+
+def as_matrix(path: str, leaf: jax.Array, dims: WeightDims) -> jax.Array:
+    """Return a weight as a float32 matrix [out, in]."""
+    flat = leaf.astype(jnp.float32)
+    # The rows of an embedding are the outputs of the head that is tied to it.
+    return flat if path.endswith("/table") else flat.reshape(dims.matrix[::-1]).T
+
+
+def as_parameter(path: str, compressed: Compressed, dims: WeightDims) -> PackedWeight | jax.Array:
+    """Return a compressed matrix [out, in] as a parameter of the model."""
+    if isinstance(compressed, PackedWeight):
+        return compressed.with_dims(*dims)
+    return compressed if path.endswith("/table") else compressed.T.reshape(*dims.inputs, *dims.outputs)
+
+
+def _row(
+    path: str,
+    method: Method | None,
+    dims: WeightDims,
+    before: jax.Array,
+    after: PackedWeight | jax.Array,
+    output_error: float | None,
+) -> WeightRow:
+    dense = dense_parameter(path, after).astype(jnp.float32)
+    wide, difference = before.astype(jnp.float32), dense - before.astype(jnp.float32)
+    return WeightRow(
+        path=path,
+        layer=layer_name(path),
+        method="keep" if method is None else method_name(method),
+        shape=dims.matrix,
+        bytes_before=2 * before.size,
+        bytes_after=_stored_bytes(after),
+        error=float(jnp.sum(difference**2) / jnp.maximum(jnp.sum(wide**2), jnp.finfo(jnp.float32).tiny)),
+        zeros=float(jnp.mean(dense == 0)),
+        output_error=output_error,
+    )
+
+
+def layer_name(path: str) -> str:
+    """Return the layer that a weight belongs to: a number, `embedding` or `head`."""
+    parts = path.split("/")
+    return parts[2] if parts[:2] == ["decoder", "layers"] else parts[0]
+
+
+def _as_stored(leaf: Any, dtype: str) -> Any:
+    """Return a parameter as it is stored: matrices of plain numbers in the recipe's dtype."""
+    return leaf if isinstance(leaf, PackedWeight) or leaf.ndim < 2 else leaf.astype(dtype)
+
+
+def _stored_bytes(leaf: Any) -> int:
+    return leaf.stored_bytes if isinstance(leaf, PackedWeight) else leaf.size * leaf.dtype.itemsize
+
+
+def _losses_by_layer(
+    before: Leaves,
+    after: Leaves,
+    rows: Sequence[WeightRow],
+    measure: Measure | None,
+    tokens: int,
+    report: Callable[[str], None],
+) -> dict[str, float]:
+    """Return the loss with one layer compressed and all others as before, by layer; `none` is the loss without any."""
+    changed = [path for path in after if after[path] is not before[path]]
+    layers = dict.fromkeys(row.layer for row in rows if any(layer_name(path) == row.layer for path in changed))
+    if measure is None or not tokens or not layers:
+        return {}
+    found = {"none": measure(before, tokens).loss}
+    for layer in layers:
+        own = {path: dense_parameter(path, after[path]) for path in changed if layer_name(path) == layer}
+        found[layer] = measure({**before, **own}, tokens).loss
+        report(f"loss with layer {layer} alone compressed: {found[layer]:.4f}, without {found['none']:.4f}")
+    return found
+
+
+def _open_measure(
+    config: RunConfig, directory: Path, text: TextOptions, report: Callable[[str], None]
+) -> Measure | None:
+    if not text.paths and not is_run(directory):
+        report(f"{directory} has no held-out text of its own, so that no loss is measured; give some with --data")
+        return None
+    trainer, data = open_evaluation(evaluation_layout(config, 1, chosen=False), directory, text, report)
+    non_params = jax.jit(lambda key: trainer.module.init(key)[1])(jax.random.key(0))
+
+    def measure(leaves: Leaves, max_tokens: int | None) -> TextLoss:
+        params: Params = nest(leaves)
+        return measure_loss(trainer, data, params, non_params, max_tokens)
+
+    return measure
+
+
+def _tokenizer(directory: Path, report: Callable[[str], None]) -> Tokenizer | None:
+    try:
+        return read_tokenizer(directory)
+    except ConfigError as error:
+        report(str(error))
+        return None
+
+
+def _compressed_config(config: RunConfig, directory: Path, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
+    """Return the configuration of the compressed run."""
+    model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
+    if not is_run(directory):
+        return converted_config(output, model, tokenizer)
+    named = {"name": output.name, "dir": str(output.parent), "seed": config.run.seed}
+    plain = {"fp8": "none", "fp8_rules": ()}
+    return on_one_device(config).model_copy(
+        update={
+            "run": build_component(RunSection, named, str(output)),
+            "model": model,
+            "precision": config.precision.model_copy(update=plain),
+            "adapters": AdapterConfig(),
+        }
+    )
+
+
+def _write(output: Path, leaves: Leaves, step: int, tokenizer: Tokenizer | None, directory: Path) -> None:
+    """Write the weights and the tokenizer."""
+    ordered = dict(sorted(leaves.items(), key=lambda item: order_of(item[0])))
+    with writing_to(output):
+        write_compressed(output, nest(ordered), step)
+        if tokenizer is not None:
+            tokenizer.save(output / "tokenizer")
+        copy_stop_tokens(directory, output)

@@ -1,0 +1,146 @@
+"""Scales that move the range of activations into weights: which layers they fold into, and AWQ's choice of them.
+
+For a product W x and scales s of the inputs, (W diag(s)) (x / s) is the same; the division is folded into the layer
+that computes x, so that it costs nothing. Rounding W diag(s) instead of W is more precise for inputs with large s (AWQ;
+Lin et al. 2023, arXiv:2306.00978).
+
+Weights are matrices W [out, in].
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxstack.models.attention import SoftmaxAttention
+from jaxstack.models.config import ModelConfig
+from jaxstack.models.norm import NORMS
+from pallas_kernels.weight_only.grid import Grid
+
+POINTS = 20
+"""Exponents between 0 and 1 that AWQ tries."""
+
+
+Sublayer: TypeAlias = Literal["attention", "mlp"]
+"""A sublayer of a Transformer layer, whose output is added to the residual stream."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """Layers between which a scale of each channel can be moved.
+
+    Attributes:
+      source: the layer whose outputs are divided: a norm, or a dense layer.
+      targets: the dense layers whose inputs are multiplied.
+      sublayer: the sublayer whose output tells how good the scales are; None: the only target's own output.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    sublayer: Sublayer | None = None
+
+
+def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
+    """Return the folds of a Transformer layer, in the order of the forward pass.
+
+    Queries, keys and values are left out where heads are normalized: there AWQ has been found to be worse than plain
+    rounding. The output projection is left out where several query heads share the channels of one value head.
+
+    Args:
+      config: the model.
+      names: the layer's weights by path.
+    """
+    folds: list[Fold] = []
+    if not config.qk_norm:
+        targets = tuple(f"attention/{name}_proj" for name in ("q", "k", "v"))
+        folds.append(Fold("attention_norm", targets, "attention"))
+    if config.kv_heads == config.num_heads and isinstance(config.attention, SoftmaxAttention):
+        folds.append(Fold("attention/v_proj", ("attention/o_proj",)))
+    gated = "mlp/gate_proj/kernel" in names
+    first = ("mlp/gate_proj", "mlp/up_proj") if gated else ("mlp/up_proj",)
+    folds.append(Fold("mlp_norm", first, "mlp"))
+    if gated:  # the gate's activation is not linear, the other factor is
+        folds.append(Fold("mlp/up_proj", ("mlp/down_proj",)))
+    return folds
+
+
+def apply_fold(
+    weights: Mapping[str, jax.Array], fold: Fold, scales: Float[Array, " in"], norm: str
+) -> dict[str, jax.Array]:
+    """Return the changed weights of a layer, which together compute the same as before.
+
+    Args:
+      weights: the layer's weights by path; kernels are [*in, *out].
+      fold: what is divided, and what is multiplied.
+      scales: factors of the targets' inputs.
+      norm: `ModelConfig.norm`.
+    """
+    changed = {f"{path}/kernel": scale_inputs(weights[f"{path}/kernel"], scales) for path in fold.targets}
+    name = f"{fold.source}/scale"
+    if name in weights:
+        offset = getattr(NORMS[norm], "offset", 0.0)
+        changed[name] = (weights[name] + offset) / scales - offset
+    else:
+        name = f"{fold.source}/kernel"
+        changed[name] = (weights[name].reshape(-1, len(scales)) / scales).reshape(weights[name].shape)
+    bias = f"{fold.source}/bias"
+    if bias in weights:
+        changed[bias] = weights[bias] / scales.reshape(weights[bias].shape)
+    return changed
+
+
+def scale_inputs(kernel: Float[Array, "..."], scales: Float[Array, " in"]) -> Float[Array, "..."]:
+    """Return a kernel [*in, *out] whose inputs are multiplied by scales."""
+    return (kernel.reshape(len(scales), -1) * scales[:, None]).reshape(kernel.shape)
+
+
+def candidate_scales(
+    mean_abs: Float[Array, " in"], matrices: Sequence[Float[Array, "_ in"]], group_size: int | None
+) -> Float[Array, "n in"]:
+    """Return AWQ's candidates, and last the scales 1 of plain rounding.
+
+    They are x^r / (w^(1-r) + 1e-4), divided by the root of the product of their extremes, for `POINTS` exponents r; x
+    is the mean magnitude of an input, w that of its weights, relative to the largest one in their groups.
+
+    Args:
+      mean_abs: mean |x| of each input.
+      matrices: weights of all layers that read the inputs.
+      group_size: inputs that share a scale of the grid; None: all of a row.
+    """
+    w = jnp.abs(jnp.concatenate(matrices).astype(jnp.float32))
+    groups = w.reshape(len(w), -1, group_size or w.shape[1])
+    largest = jnp.max(groups, axis=-1, keepdims=True)
+    w_mean = jnp.mean((groups / jnp.where(largest > 0, largest, 1.0)).reshape(w.shape), axis=0)
+    ratios = jnp.linspace(0.0, 1.0, POINTS)[:, None]
+    scales = jnp.maximum(mean_abs**ratios / (w_mean ** (1 - ratios) + 1e-4), 1e-4)
+    scales = scales / jnp.sqrt(scales.max(axis=1, keepdims=True) * scales.min(axis=1, keepdims=True))
+    return jnp.concatenate([scales, jnp.ones((1, w.shape[1]), jnp.float32)])
+
+
+def round_scaled(w: Float[Array, "out in"], scales: Float[Array, " in"], grid: Grid) -> Float[Array, "out in"]:
+    """Return the weights that rounding W diag(s) stands for: round(W diag(s)) / s."""
+    return grid.round(w.astype(jnp.float32) * scales) / scales
+
+
+@functools.partial(jax.jit, static_argnames="grid")
+def rounding_errors(
+    w: Float[Array, "out in"], candidates: Float[Array, "n in"], hessian: Float[Array, "in in"], grid: Grid
+) -> Float[Array, " n"]:
+    """Return the squared error of W x for each candidate of scales, up to a factor.
+
+    Args:
+      w: weights.
+      candidates: from `candidate_scales`.
+      hessian: sum of x x^T up to a factor, float32.
+      grid: the grid of the rounding.
+    """
+
+    def error(scales: jax.Array) -> jax.Array:
+        change = round_scaled(w, scales, grid) - w
+        return jnp.sum(change * jnp.matmul(change, hessian, precision=jax.lax.Precision.HIGHEST))
+
+    return jax.lax.map(error, candidates)

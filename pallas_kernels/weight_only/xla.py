@@ -1,0 +1,85 @@
+"""XLA backend of the packed matmul: expressions that XLA's GPU backend compiles to one matmul that reads small weights.
+
+On a GPU the conversion to the dtype of x, and the scales, become part of the matmul's prologue. Scales of groups, which
+multiply the weights before the matmul, need the option `xla_gpu_experimental_enable_subchannel_dequantisation_fusion`;
+without it XLA writes the weights in the dtype of x first. Either needs `xla_gpu_enable_triton_gemm`. Weights of a
+lookup table are stored small, but written in the dtype of x before each product.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.weight_only.formats import (
+    Arrays,
+    BlockFloatFormat,
+    Format,
+    IntegerFormat,
+    LookupFormat,
+    LowRankFormat,
+    powers_of_two,
+)
+from pallas_kernels.weight_only.request import PackedMatmulRequest
+
+COMPILER_OPTIONS: Mapping[str, bool] = {
+    "xla_gpu_enable_triton_gemm": True,
+    "xla_gpu_experimental_enable_subchannel_dequantisation_fusion": True,
+}
+"""Options with which XLA reads packed weights as stored; a jaxlib that lacks one writes a copy of the weights."""
+
+
+def unsupported_reason(request: PackedMatmulRequest) -> str | None:
+    """Return None: every request is supported."""
+    del request
+
+
+def multiply(request: PackedMatmulRequest) -> Float[Array, "rows out"]:
+    """Return x times the transposed packed matrix."""
+    x, weight = request.x, request.weight
+    product = _PRODUCTS[type(weight.format)]
+    return product(x, weight.arrays, weight.format).astype(request.out_dtype)
+
+
+def _times_transposed(x: Float[Array, "rows in"], w: Float[Array, "out in"]) -> Float[Array, "rows out"]:
+    """Return x @ w.T, summed in float32."""
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _times_scaled(
+    x: Float[Array, "rows in"], q: Int[Array, "out in"], scales: Float[Array, "out groups"]
+) -> Float[Array, "rows out"]:
+    outputs, groups = scales.shape
+    w = q.astype(x.dtype)
+    if groups == 1:
+        return _times_transposed(x, w) * scales[:, 0].astype(jnp.float32)
+    w = w.reshape(outputs, groups, -1) * scales.astype(x.dtype)[:, :, None]
+    return _times_transposed(x, w.reshape(q.shape))
+
+
+def _times_integers(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
+    return _times_scaled(x, arrays["q"], arrays["scales"])
+
+
+def _times_block_float(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
+    return _times_scaled(x, arrays["q"], powers_of_two(arrays["exponents"]))
+
+
+def _times_lookup(x: jax.Array, arrays: Arrays, format: Format) -> jax.Array:
+    # XLA fuses neither a gather nor a tree of selections into a matmul: it writes the values first.
+    return _times_transposed(x, format.dense(arrays).astype(x.dtype))
+
+
+def _times_low_rank(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
+    inner = _times_transposed(x, arrays["v"].astype(x.dtype)).astype(x.dtype)
+    return _times_transposed(inner, arrays["u"].astype(x.dtype))
+
+
+_PRODUCTS: Mapping[type[Format], Callable[[jax.Array, Arrays, Any], jax.Array]] = {
+    IntegerFormat: _times_integers,
+    LookupFormat: _times_lookup,
+    BlockFloatFormat: _times_block_float,
+    LowRankFormat: _times_low_rank,
+}

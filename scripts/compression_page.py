@@ -1,0 +1,91 @@
+"""Makes the tables of docs/compression.md from benchmarks/results/compression.jsonl.
+
+python benchmarks/compression.py && python scripts/compression_page.py
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.result_rows import RESULTS, ROOT, Row, read_rows
+
+PAGE = ROOT / "docs" / "compression.md"
+NAMES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "rtn": "rounding", "awq": "AWQ",
+         "gptq": "GPTQ"}  # fmt: skip
+PRUNING, ROUNDING = ("magnitude", "wanda", "sparsegpt"), ("rtn", "awq", "gptq")
+
+
+def comparison(rows: Iterable[Row], methods: tuple[str, ...], key: str, form: str) -> str:
+    """Return a table with a line for each setting and a column for each method.
+
+    Args:
+      rows: rows of one work.
+      methods: implementations to show; settings without any of them are left out.
+      key: the value to show.
+      form: format of the value.
+    """
+    found = {(row["variant"], row["implementation"]): row[key] for row in rows if key in row}
+    variants = list(dict.fromkeys(variant for variant, method in found if method in methods))
+    lines = ["| | " + " | ".join(NAMES[method] for method in methods) + " |", "|---|" + "---|" * len(methods)]
+    for variant in variants:
+        cells = (format(found[variant, m], form) if (variant, m) in found else "–" for m in methods)
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def layer_tables(rows: Iterable[Row]) -> str:
+    """Return the errors of the synthetic layer."""
+    found = [row for row in rows if "output_error" in row]
+    return "\n\n".join(comparison(found, methods, "output_error", ".4f") for methods in (PRUNING, ROUNDING))
+
+
+def model_tables(rows: Iterable[Row]) -> str:
+    """Return the perplexity of the trained model, and how much each method adds to it."""
+    found = [row for row in rows if "perplexity_rise" in row]
+    if not found:
+        return "Not measured yet."
+    first = found[0]
+    about = (
+        f"{first['work']}: perplexity {first['uncompressed_perplexity']:.2f} on held-out text, calibrated on "
+        f"{first['sequences']} sequences. Added perplexity:"
+    )
+    found = [row for row in found if row["work"] == first["work"]]
+    tables = (comparison(found, methods, "perplexity_rise", "+.3f") for methods in (PRUNING, ROUNDING))
+    return "\n\n".join([about, *tables])
+
+
+def time_table(rows: Iterable[Row]) -> str:
+    """Return the times of GPTQ on whole models."""
+    found = [row for row in rows if "weights" in row]
+    if not found:
+        return "Not measured yet; `python benchmarks/compression.py --parts time` measures it."
+    lines = ["| work | device | seconds | peak memory |", "|---|---|---|---|"]
+    for row in found:
+        memory = row["peak_memory_bytes"]
+        shown = "–" if memory is None else f"{memory / 2**30:.1f} GiB"
+        lines.append(f"| {row['work']} | {row['device']} | {row['seconds']:.0f} | {shown} |")
+    return "\n".join(lines)
+
+
+MADE = {"layer": layer_tables, "model": model_tables, "time": time_table}
+"""Name of a made part -> function of the rows."""
+
+
+def make_page(page: str, rows: Iterable[Row]) -> str:
+    """Return the page with its made parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
+    rows = list(rows)
+
+    def replaced(found: re.Match[str]) -> str:
+        text = MADE[found[1]](rows) if found[1] in MADE else found[2].strip()
+        return f"<!-- made: {found[1]} -->\n\n{text}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- made: (\w+) -->\n(.*?)<!-- end -->", replaced, page, flags=re.S)
+
+
+if __name__ == "__main__":
+    text = make_page(PAGE.read_text(encoding="utf-8"), read_rows(RESULTS / "compression.jsonl"))
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -1,0 +1,57 @@
+"""Weights of compressed models on disk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.checkpoint.compressed import FOLDER, MANIFEST, is_compressed, read_compressed, write_compressed
+from jaxstack.errors import JaxstackError
+from pallas_kernels import Grid
+from pallas_kernels.weight_only.packed import pack_integers, pack_lookup, pack_low_rank
+
+
+def parameters():
+    w = jax.random.normal(jax.random.key(0), (6, 16))
+    grid = Grid(3, 8)
+    scales = grid.scales(w)
+    indices = jnp.asarray(np.random.default_rng(0).integers(0, 8, (6, 16)))
+    return {
+        "a": {"kernel": pack_integers(grid, grid.quantize(w, scales), scales).with_dims((4, 4), (2, 3))},
+        "b": {"kernel": pack_lookup(3, indices, w[:1, :8]), "bias": w[0]},
+        "c": pack_low_rank(w[:, :2].astype(jnp.bfloat16), w[:2].astype(jnp.bfloat16)),
+        "d": w.astype(jnp.bfloat16),
+    }
+
+
+def test_a_round_trip_keeps_every_bit_and_format(tmp_path):
+    before = parameters()
+    write_compressed(tmp_path, before, 17)
+    after, step = read_compressed(tmp_path)
+    assert step == 17 and is_compressed(tmp_path)
+    assert jax.tree.structure(after) == jax.tree.structure(before)
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
+
+
+def test_integers_take_their_bits_on_disk(tmp_path):
+    write_compressed(tmp_path, {"a": parameters()["b"]["kernel"]}, 1)
+    size = (tmp_path / FOLDER / "model.safetensors").stat().st_size
+    assert 36 + 32 < size < 36 + 32 + 300, "96 indices of 3 bits, 8 float32, and a header"
+
+
+def test_a_changed_file_is_one_message(tmp_path):
+    write_compressed(tmp_path, parameters(), 1)
+    path = tmp_path / FOLDER / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(JaxstackError, match="has changed since it was written"):
+        read_compressed(tmp_path)
+
+
+def test_a_folder_without_a_manifest_is_not_compressed(tmp_path):
+    write_compressed(tmp_path, parameters(), 1)
+    (tmp_path / FOLDER / MANIFEST).unlink()
+    assert not is_compressed(tmp_path)

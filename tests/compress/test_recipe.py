@@ -1,0 +1,72 @@
+"""Recipes: shipped ones, mistakes, and which weights they choose."""
+
+import pytest
+
+from jaxstack.compress.config import Recipe
+from jaxstack.compress.recipe import RECIPES, choose_methods, dense_weights, load_recipe, method_name
+from jaxstack.config.loader import build_component
+from jaxstack.errors import ConfigError
+from jaxstack.models import ModelConfig
+
+MODEL = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48)
+WEIGHTS = dense_weights(MODEL)
+
+
+def recipe(*rules):
+    return build_component(Recipe, {"layers": list(rules)}, "recipe.yaml")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_is_valid(name):
+    assert load_recipe(name).layers
+
+
+def test_weights_are_listed_in_the_order_of_the_forward_pass():
+    names = list(WEIGHTS)
+    assert names[0] == "embedding/table" and names[-1] == "head" and len(names) == 2 + 2 * 7
+    assert WEIGHTS["decoder/layers/1/attention/o_proj/kernel"] == ((4, 8), (32,))
+    assert WEIGHTS["head"].matrix == WEIGHTS["embedding/table"].matrix == (64, 32)
+
+
+def test_the_first_rule_that_matches_holds():
+    chosen = choose_methods(
+        recipe(
+            {"path": "layers/0/", "method": "keep"},
+            {"path": "mlp", "method": "rtn", "bits": 4, "group_size": 16},
+            {"path": "head|o_proj", "method": "bfp"},
+        ),
+        WEIGHTS,
+    )
+    assert {path: method_name(method) for path, method in chosen.items()} == {
+        "decoder/layers/1/mlp/down_proj/kernel": "rtn",
+        "decoder/layers/1/mlp/gate_proj/kernel": "rtn",
+        "decoder/layers/1/mlp/up_proj/kernel": "rtn",
+        "decoder/layers/1/attention/o_proj/kernel": "bfp",
+        "head": "bfp",
+    }
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"path": ".*", "method": "rtm"}, "layers.0.method cannot be 'rtm'; did you mean 'rtn'"),
+        ({"path": ".*"}, "layers.0.method cannot be None; choose one of"),
+        ({"path": ".*", "method": "rtn", "bit": 4}, "unknown key 'layers.0.bit'; did you mean 'bits'"),
+        ({"path": "(", "method": "rtn"}, "layers.0.path: '\\(' is not a regular expression"),
+    ],
+)
+def test_a_mistake_in_a_rule_is_one_message(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe(rule)
+
+
+def test_an_unknown_recipe_is_one_message():
+    with pytest.raises(ConfigError, match="no recipe 'int9', and no file; did you mean 'int8'"):
+        load_recipe("int9")
+
+
+def test_a_rule_that_matches_nothing_or_does_not_fit_is_one_message():
+    with pytest.raises(ConfigError, match="layers of the recipe: 'mpl' matches no parameter"):
+        choose_methods(recipe({"path": "mpl", "method": "rtn"}), WEIGHTS)
+    with pytest.raises(ConfigError, match="down_proj/kernel cannot be compressed by rtn: group_size 32"):
+        choose_methods(recipe({"path": ".*", "method": "rtn", "group_size": 32}), WEIGHTS)

@@ -1,0 +1,44 @@
+"""What XLA makes of packed matmuls for H200s: the weight is read as stored, without a copy in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import Grid, PackedWeight, packed_matmul
+from pallas_kernels.weight_only.formats import BlockFloatFormat, Format, IntegerFormat
+from pallas_kernels.weight_only.xla import COMPILER_OPTIONS
+from tests.hopper import compile_for_hopper
+
+OUT, IN = 14336, 4096
+S = jax.ShapeDtypeStruct
+FORMATS: dict[str, tuple[Format, dict[str, jax.ShapeDtypeStruct]]] = {
+    "int8": (IntegerFormat(Grid(8)), {"q": S((OUT, IN), jnp.int8), "scales": S((OUT, 1), jnp.bfloat16)}),
+    "int4": (IntegerFormat(Grid(4, 128)), {"q": S((OUT, IN), jnp.int4), "scales": S((OUT, IN // 128), jnp.bfloat16)}),
+    "bfp8": (
+        BlockFloatFormat(Grid(8, 32)),
+        {"q": S((OUT, IN), jnp.int8), "exponents": S((OUT, IN // 32), jnp.int8)},
+    ),
+}
+"""Format -> its arrays, of the largest matrices of llama3-8b."""
+
+
+def temporary_bytes(kind: str, rows: int, options: dict[str, bool]) -> tuple[int, int]:
+    """Bytes of temporary arrays and of the arguments of a product."""
+    format, arrays = FORMATS[kind]
+    weight = PackedWeight(arrays, format, (IN,), (OUT,))  # type: ignore[arg-type]
+    compiled = compile_for_hopper(packed_matmul, S((rows, IN), jnp.bfloat16), weight, options=options)
+    memory = compiled.memory_analysis()
+    return memory.temp_size_in_bytes, memory.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_weight_is_read_as_stored(kind, rows):
+    temporary, arguments = temporary_bytes(kind, rows, dict(COMPILER_OPTIONS))
+    assert arguments < OUT * IN * (0.6 if kind == "int4" else 1.1)
+    assert temporary < OUT * IN * 0.15, "a copy in bfloat16 takes 2 bytes a weight"
+
+
+def test_without_the_options_a_copy_is_written():
+    temporary, _ = temporary_bytes("int4", 2, {"xla_gpu_enable_triton_gemm": False})
+    assert temporary >= 2 * OUT * IN
