@@ -356,8 +356,7 @@ export class Engine {
       const newest = count === 1 ? start : start + row, oldest = window ? Math.max(0, newest - window + 1) : 0;
       this.softmax(scores, row * stride, seen, oldest, newest, softCap);
     }
-    const outStride = 16 * values.nv * values.panels, panelBytes = 16 * values.nv * this.capacity;
-    const out = this.mixed.address;
+    const panelBytes = 16 * values.nv * this.capacity, outStride = 16 * values.nv * values.panels, out = this.mixed.address;
     kernel(values)(target, 4 * stride, valueAddress, panelBytes, out, outStride, rows, seen, values.panels);
   }
 
