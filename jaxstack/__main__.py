@@ -75,6 +75,12 @@ def _convert() -> CommandModule:
     return convert
 
 
+def _export() -> CommandModule:
+    from jaxstack.export import __main__ as export
+
+    return export
+
+
 def _prepare() -> CommandModule:
     from jaxstack import prepare
 
@@ -115,6 +121,7 @@ COMMANDS = {
     "tune": Command("search hyperparameters over many short runs, or find a learning rate", _tune),
     "compress": Command("quantize, prune or factorize a trained model, with a report of what it costs", _compress),
     "convert": Command("convert Hugging Face checkpoints to run directories, and back", _convert),
+    "export": Command("write a trained model as StableHLO, as ONNX, or as a web page that runs it", _export),
     "prepare": Command("tokenize text into shards", _prepare),
     "checkpoint": Command("verify, list or prune the checkpoints of a run", _checkpoint),
     "schema": Command("print the JSON schema of configuration files, for editors", _schema),

@@ -150,6 +150,8 @@ def attend_newest(
     batch, key_heads, slots, _ = jax.tree.leaves(cache.key)[0].shape
     # A key head of a row is a sequence of one page; the table is a constant of the program.
     sequences = batch * key_heads
+    if not isinstance(sequences, int):
+        return None  # jax.export with any number of rows, for which there is no constant table
 
     def as_pages(x: jax.Array) -> jax.Array:
         return x.reshape(sequences, slots, 1, x.shape[-1])

@@ -1,0 +1,32 @@
+"""Export to ONNX: one graph for prompts and for further tokens, with past keys and values as inputs.
+
+Inputs and outputs have the names that Hugging Face's Optimum gives them, which other programs expect.
+"""
+
+import shutil
+from pathlib import Path
+
+from jaxstack.export import run_exported
+from jaxstack.export.onnx_graph import onnx_installed
+from jaxstack.export.onnx_transformer import build_graph
+from jaxstack.export.source import Source, dense_softmax_problem
+from jaxstack.files import write_json
+
+
+def missing() -> str | None:
+    """Return that the package onnx is not installed, or None."""
+    return None if onnx_installed() else "the package onnx is missing; install it with pip install 'jaxstack[export]'."
+
+
+def problem(source: Source) -> str | None:
+    """Return which feature of a model the graph cannot hold, or None."""
+    return dense_softmax_problem(source.model)
+
+
+def write(source: Source, folder: Path) -> str:
+    """Write the graph, the tokenizer and a program that generates text with ONNX Runtime."""
+    build_graph(source.model, source.parameters).save(folder / "model.onnx")
+    write_json(folder / run_exported.SETTINGS, {"format": "onnx", **source.generation()})
+    source.tokenizer.save(folder)
+    shutil.copyfile(run_exported.__file__, folder / "run.py")
+    return 'python {folder}/run.py --prompt "def " (needs onnxruntime)'

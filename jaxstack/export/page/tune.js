@@ -1,0 +1,100 @@
+// Measures the candidates of kernels.js for each shape of a model, and chooses.
+
+import { candidates, compile, emit } from "./kernels.js";
+
+const ROWS = 64; // of a prompt's part
+const STEPS = 64; // single tokens that count as much as that prompt
+const FINALISTS = 2;
+
+/** Returns the shortest time of one call in milliseconds, over `rounds` rounds of about `budget` milliseconds. */
+function time(call, budget, rounds) {
+  let best = Infinity;
+  for (let round = 0; round < rounds; round++) {
+    let calls = 0, repeats = 1, spent = 0;
+    const start = performance.now();
+    do {
+      for (let i = 0; i < repeats; i++) call();
+      calls += repeats;
+      repeats *= 2;
+      spent = performance.now() - start;
+    } while (spent < budget);
+    best = Math.min(best, spent / calls);
+  }
+  return best;
+}
+
+/** Compiled candidates over a memory. */
+export class Tuner {
+  /**
+   * @param memory WebAssembly.Memory of the model.
+   * @param scratch address of an area that measurements may overwrite, and `scratchBytes` its size.
+   * @param budget least time of one measurement in milliseconds.
+   */
+  constructor(memory, scratch, scratchBytes, budget = 1) {
+    const start = performance.now();
+    this.kernels = candidates().map(shape => ({ ...shape, multiply: compile(emit(shape), memory) }));
+    this.compileMs = performance.now() - start;
+    this.scratch = scratch;
+    this.scratchBytes = scratchBytes;
+    this.budget = budget;
+    this.report = [];
+    this.chosen = new Map();
+  }
+
+  /**
+   * Returns { nv, one, many } for matrices [k, n]: the panel width in vectors, and the kernels for single rows and for
+   * prompts. Both read the same panels, so the width is the best for a prompt of 64 tokens and 64 new ones.
+   */
+  choose(k, n) {
+    const key = `${k}x${n}`;
+    if (!this.chosen.has(key)) this.chosen.set(key, this.measure(k, n));
+    return this.chosen.get(key);
+  }
+
+  measure(k, n) {
+    const columns = this.limit(k, n);
+    const speed = (kernel, m, budget, rounds) => {
+      const ms = time(this.call(kernel, m, k, columns), budget * this.budget, rounds);
+      return { kernel, gflops: (2e-6 * m * k * columns) / ms };
+    };
+    const best = (kernels, m) => {
+      const first = kernels.map(kernel => speed(kernel, m, 1, 1)).sort((a, b) => b.gflops - a.gflops);
+      const again = first.slice(0, FINALISTS).map(found => speed(found.kernel, m, 2, 3));
+      return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
+    };
+    let chosen = null;
+    for (const nv of new Set(this.kernels.map(kernel => kernel.nv))) {
+      const alike = this.kernels.filter(kernel => kernel.nv === nv);
+      const one = best(alike.filter(kernel => kernel.mr === 1), 1), many = best(alike, ROWS);
+      const padded = Math.ceil(n / (4 * nv)) * 4 * nv; // columns that are computed for nothing count too
+      const cost = padded * (STEPS / one.gflops + ROWS / many.gflops);
+      if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
+    }
+    const plain = this.kernels.find(kernel => kernel.mr === 1 && kernel.nv === 1 && kernel.unroll === 1);
+    const shape = ({ mr, unroll }) => `${mr} x ${4 * chosen.nv}, unroll ${unroll}`;
+    for (const [rows, found] of [[1, chosen.one], [ROWS, chosen.many]]) {
+      const untuned = speed(plain, rows, 2, 2).gflops;
+      this.report.push({ rows, k, n, tile: shape(found.kernel), gflops: found.gflops, untuned });
+    }
+    return { nv: chosen.nv, one: chosen.one.kernel.multiply, many: chosen.many.kernel.multiply };
+  }
+
+  /** Columns of a matrix with k rows that fit the scratch area, at most n. */
+  limit(k, n) {
+    const floats = this.scratchBytes / 4 - ROWS * k;
+    const most = Math.floor(floats / (k + ROWS) / 96) * 96; // whole panels of every width
+    return Math.max(96, Math.min(Math.ceil(n / 96) * 96, most));
+  }
+
+  call({ nv, multiply }, m, k, columns) {
+    const x = this.scratch, w = x + 4 * ROWS * k, out = w + 4 * k * columns;
+    const panels = columns / (4 * nv);
+    return () => multiply(x, 4 * k, w, 16 * nv * k, out, 4 * columns, m, k, panels);
+  }
+}
+
+/** Bytes of scratch area that measuring a model with these shapes [k, n] takes. */
+export function scratchBytes(shapes) {
+  const floats = shapes.map(([k, n]) => ROWS * k + (Math.min(n, 4096) + 96) * (k + ROWS));
+  return 4 * Math.max(...floats);
+}

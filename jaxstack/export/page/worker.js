@@ -1,0 +1,124 @@
+// Loads the model, and generates text so that the page stays responsive.
+
+import { Engine, readTensors } from "./engine.js";
+import { makeTokenizer } from "./tokenizer.js";
+
+let engine, tokenizer, settings, stopped = false;
+const say = message => postMessage(message);
+
+async function fetchBytes(address) {
+  const response = await fetch(address);
+  if (!response.ok) throw new Error(`${address}: ${response.status} ${response.statusText}`);
+  const total = Number(response.headers.get("Content-Length")), parts = [];
+  let size = 0;
+  for await (const part of chunks(response.body.getReader())) {
+    parts.push(part);
+    size += part.length;
+    const of = total ? ` of ${(total / 1e6).toFixed(1)}` : "";
+    say({ type: "status", text: `loading ${(size / 1e6).toFixed(1)}${of} MB` });
+  }
+  const all = new Uint8Array(size);
+  let at = 0;
+  for (const part of parts) {
+    all.set(part, at);
+    at += part.length;
+  }
+  return all.buffer;
+}
+
+async function* chunks(reader) {
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    yield value;
+  }
+}
+
+async function load() {
+  const start = performance.now();
+  const [config, vocabulary] = await Promise.all(
+    ["model.json", "tokenizer_page.json"].map(address => fetch(address).then(response => response.json())));
+  const tensors = readTensors(await fetchBytes("parameters.safetensors"));
+  settings = config.generation;
+  tokenizer = makeTokenizer(vocabulary);
+  say({ type: "status", text: "measuring kernels" });
+  const loaded = performance.now();
+  const budget = new URLSearchParams(location.search).get("measure"); // ?measure=0.1 starts sooner with slower kernels
+  engine = new Engine(config, tensors, settings.context, budget === null ? undefined : Number(budget));
+  const now = performance.now();
+  const { report, kernels } = engine.tuner;
+  say({ type: "ready", report, candidates: kernels.length, tuneMs: now - loaded, totalMs: now - start, settings });
+}
+
+/** Random numbers of a seed, uniform between 0 and 1 (mulberry32). */
+function random(seed) {
+  return () => {
+    seed = (seed + 0x6d2b79f5) | 0;
+    let t = Math.imul(seed ^ (seed >>> 15), 1 | seed);
+    t = (t + Math.imul(t ^ (t >>> 7), 61 | t)) ^ t;
+    return ((t ^ (t >>> 14)) >>> 0) / 4294967296;
+  };
+}
+
+/** Returns the likeliest id, or with a temperature a sample: the largest logit with Gumbel noise. */
+function choose(logits, temperature, next) {
+  let best = 0, most = -Infinity;
+  for (let id = 0; id < settings.vocabulary; id++) {
+    const value = temperature > 0 ? logits[id] / temperature - Math.log(-Math.log(next() || 1e-12)) : logits[id];
+    if (value > most) [best, most] = [id, value];
+  }
+  return best;
+}
+
+const { port1, port2 } = new MessageChannel();
+/** Lets waiting messages, such as one that stops the text, be handled. */
+const breathe = () => new Promise(resolve => {
+  port1.onmessage = resolve;
+  port2.postMessage(0);
+});
+
+async function generate({ id, prompt, ids, maxTokens, temperature, seed, documentStart }) {
+  const opening = documentStart === false ? [] : [settings.document_start];
+  let tokens = ids ?? [...opening, ...tokenizer.encode(prompt)];
+  if (!tokens.length) throw new Error("give a text, or begin with the document start");
+  const room = settings.context - tokens.length;
+  if (room < 1) throw new Error(`the text has ${tokens.length} tokens; the model has room for ${settings.context - 1}`);
+  const next = random(seed ?? 0), decoder = new TextDecoder(), made = [];
+  stopped = false;
+  const start = performance.now();
+  let logits = engine.run(tokens, 0), position = tokens.length, first = performance.now(), reason = "length";
+  while (made.length < Math.min(maxTokens, room)) {
+    const token = choose(logits, temperature, next);
+    if (settings.stop_tokens.includes(token) && !ids) {
+      reason = "stop";
+      break;
+    }
+    made.push(token);
+    say({ type: "token", id, text: decoder.decode(new Uint8Array(tokenizer.bytes(token)), { stream: true }) });
+    if (made.length < Math.min(maxTokens, room)) logits = engine.run([token], position++);
+    await breathe();
+    if (stopped) {
+      reason = "stopped";
+      break;
+    }
+  }
+  const seconds = (performance.now() - first) / 1000, prefillMs = first - start;
+  say({ type: "done", id, ids: made, prompt: tokens, reason, prefillMs, tokensPerSecond: (made.length - 1) / seconds });
+}
+
+const HANDLERS = {
+  generate,
+  stop: () => void (stopped = true),
+  logits: ({ id, ids }) => say({ type: "logits", id, logits: Array.from(engine.run(ids, 0)) }),
+  encode: ({ id, text }) => say({ type: "ids", id, ids: tokenizer.encode(text) }),
+};
+
+onmessage = async ({ data }) => {
+  try {
+    await HANDLERS[data.type](data);
+  } catch (error) {
+    say({ type: "error", id: data.id, text: error.message });
+  }
+};
+
+load().catch(error => say({ type: "error", text: error.message }));

@@ -1,0 +1,114 @@
+"""The trained model that an export writes, and what every target needs of it."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxstack.data.tokenizer import Tokenizer
+from jaxstack.errors import ConfigError
+from jaxstack.export.run_exported import PARAMETERS
+from jaxstack.models.config import ModelConfig
+from jaxstack.run.load import load
+
+DTYPES = ("float32", "bfloat16")
+_DEFAULT_CONTEXT = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A trained model with its tokenizer.
+
+    Attributes:
+      model: its configuration, with unrolled layers.
+      parameters: arrays by path, such as `decoder/layers/0/attention/q_proj/kernel`; matrices in the compute dtype.
+      dtype: name of the compute dtype.
+      tokenizer: the tokenizer that it was trained with.
+      stop_tokens: ids that end a text.
+      context: longest sequence in tokens that the export must allow.
+    """
+
+    model: ModelConfig
+    parameters: dict[str, np.ndarray]
+    dtype: str
+    tokenizer: Tokenizer
+    stop_tokens: tuple[int, ...]
+    context: int
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids that may be generated; the model may have more rows."""
+        return min(self.tokenizer.vocab_size, self.model.vocab_size or 0)
+
+    def generation(self) -> dict[str, object]:
+        """Return what a program that generates text needs besides the model."""
+        return {
+            "vocabulary": self.vocabulary,
+            "document_start": self.tokenizer.document_start,
+            "stop_tokens": list(self.stop_tokens),
+            "context": self.context,
+        }
+
+
+def load_source(
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    context: int | None = None,
+    report: Callable[[str], None] = print,
+) -> Source:
+    """Load a run or a Hugging Face checkpoint for export.
+
+    Args:
+      directory: run directory, or directory of a Hugging Face checkpoint.
+      step: step of the checkpoint; default: the newest.
+      dtype: dtype of the computation and of the matrices.
+      context: longest sequence; default: `max_position_embeddings`, or 1024 (or the training length, if longer).
+      report: called with each warning.
+
+    Raises:
+      ConfigError: the directory holds no model or no tokenizer, or the model has fewer positions than `context`.
+      JaxstackError: there is no checkpoint, or it is damaged.
+    """
+    run = load(directory, ["parallel.data=1", f"precision.compute={dtype}"], step=step, report=report)
+    limit = run.config.model.max_position_embeddings
+    if context is not None and limit is not None and context > limit:
+        raise ConfigError(f"--context {context} is longer than the model's max_position_embeddings ({limit}).")
+    context = context or limit or max(_DEFAULT_CONTEXT, run.config.train.sequence_length)
+    named = jax.tree_util.tree_flatten_with_path(run.parameters)[0]
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(array) for path, array in named}
+    model = run.config.model.model_copy(update={"scan_layers": False})
+    return Source(model, arrays, dtype, run.tokenizer, tuple(sorted(run.stop_tokens)), context)
+
+
+def nested(flat: dict[str, jax.Array]) -> dict[str, Any]:
+    """Return parameters by path as the nested dicts that a module takes."""
+    tree: dict[str, Any] = {}
+    for path, array in flat.items():
+        *folders, name = path.split("/")
+        branch = tree
+        for folder in folders:
+            branch = branch.setdefault(folder, {})
+        branch[name] = array
+    return tree
+
+
+def write_parameters(source: Source, folder: Path) -> None:
+    """Write the parameters as safetensors, readable by everybody who may read the folder."""
+    arrays = {path: np.ascontiguousarray(array) for path, array in source.parameters.items()}
+    save_file(arrays, folder / PARAMETERS)
+    (folder / PARAMETERS).chmod((folder.stat().st_mode & 0o666) | 0o600)
+
+
+def dense_softmax_problem(model: ModelConfig) -> str | None:
+    """Return which feature of a model the targets with a writer of their own (ONNX, web) cannot hold, or None."""
+    if model.attention.name != "softmax":
+        return f"attention.name: {model.attention.name} (only softmax)"
+    if model.moe is not None:
+        return "moe, a mixture of experts (only dense layers)"
+    return None

@@ -1,0 +1,124 @@
+"""The page in a browser: logits and greedy tokens of transformers, ids of the tokenizers library, its kernels."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from jaxstack.data.subword import SubwordTokenizer, train_bpe
+from jaxstack.data.tokenizer import ByteTokenizer, SyntheticTokenizer
+from jaxstack.errors import ConfigError
+from jaxstack.export import web
+from jaxstack.export.page_tokenizer import describe_tokenizer
+from jaxstack.export.serve_folder import make_server
+from tests.browser import PHONE, needs_chromium, open_browser
+from tests.export.sources import MIXTURES, PROMPT, expected, make_source
+
+TEXT = "It's naïve: 12 + 34\n\n  def f(x):\t return x\u0085 # 😀 日本語 don't\ufeff"
+
+
+@contextlib.contextmanager
+def served(folder):
+    """The address at which a folder is served."""
+    server = make_server(folder, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/?measure=0.05"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(browser, kind, **values):
+    return browser.evaluate(f"jaxstack.ask({json.dumps(kind)}, {json.dumps(values)})")
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt2", marks=pytest.mark.longer),
+                                  pytest.param("gemma2", marks=pytest.mark.longer),
+                                  pytest.param("gemma3", marks=pytest.mark.exhaustive),
+                                  pytest.param("llama-biases", marks=pytest.mark.exhaustive)])  # fmt: skip
+def test_the_page_computes_what_transformers_does(name, tmp_path):
+    source, wanted = make_source(name), expected(name)
+    assert web.problem(source) is None
+    web.write(source, tmp_path / "page")
+    tokens = wanted["tokens"][0].tolist()
+    with served(tmp_path / "page") as address, open_browser(tmp_path / "profile") as browser:
+        browser.open(address, PHONE)
+        for count in (24, 1, 13):
+            found = ask(browser, "logits", ids=tokens[:count])["logits"]
+            np.testing.assert_allclose(found, wanted["logits"][0, count - 1], atol=1e-4, rtol=0)
+        done = ask(browser, "generate", ids=tokens[:PROMPT], maxTokens=12, temperature=0)
+        assert done["ids"] == wanted["greedy"].tolist()
+        report = browser.evaluate("jaxstack.loaded")
+        assert report["candidates"] >= 24 and all(row["gflops"] > 0 for row in report["report"])
+        assert browser.overflow() <= 0 and not browser.complaints
+        assert "ready" in browser.evaluate("document.getElementById('status').textContent")
+
+
+@needs_chromium
+def test_the_page_encodes_and_generates_text(tmp_path):
+    tokenizer = train_bpe([TEXT * 3, "def g(y): return y + 1\n" * 5], 300)
+    source = make_source("llama")
+    rows = np.random.default_rng(0).normal(size=(320, source.model.hidden_size)).astype(np.float32)
+    source = dataclasses.replace(
+        source,
+        model=source.model.model_copy(update={"vocab_size": len(rows)}),
+        parameters={**source.parameters, "embedding/table": rows},
+        tokenizer=tokenizer,
+        stop_tokens=(),
+    )
+    web.write(source, tmp_path / "page")
+    with served(tmp_path / "page") as address, open_browser(tmp_path / "profile") as browser:
+        browser.open(address)
+        assert ask(browser, "encode", text=TEXT)["ids"] == tokenizer.encode(TEXT).tolist()
+        browser.evaluate("jaxstack.loaded")
+        # Of this vocabulary the model knows only the first 64 ids.
+        script = (
+            "document.getElementById('prompt').value = '!#'; document.getElementById('tokens').value = 5; generate()"
+        )
+        browser.evaluate(script.replace("generate()", "document.getElementById('ask').requestSubmit()"))
+        browser.evaluate("new Promise(done => setInterval(() => document.getElementById('go').disabled || done(), 20))")
+        message = browser.evaluate("document.getElementById('status').textContent")
+        assert "tokens" in message, message
+
+
+def subword(**changes) -> SubwordTokenizer:
+    """A trained tokenizer with other entries in its tokenizer.json."""
+    said = json.loads(train_bpe(["some text for a few merges " * 4], 280).tokenizer_json())
+    model = {**said["model"], **changes.pop("model", {})}
+    return SubwordTokenizer(Tokenizer.from_str(json.dumps({**said, "model": model, **changes})), "file", 279)
+
+
+def test_a_described_tokenizer_has_the_bytes_and_merges_of_the_original():
+    assert describe_tokenizer(ByteTokenizer()) == {"kind": "byte"}
+    tokenizer = subword(normalizer={"type": "NFC"})
+    found = describe_tokenizer(tokenizer)
+    assert bytes.fromhex("".join(found["tokens"][i] for i in tokenizer.encode("some text"))) == b"some text"
+    assert all(found["tokens"][a] + found["tokens"][b] == found["tokens"][c] for a, b, c in found["merges"])
+    assert [bytes.fromhex(found["tokens"][i]) for i in found["byteIds"]] == [bytes([b]) for b in range(256)]
+    assert found["normalizer"] == "NFC" and r"\s" not in found["patterns"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "Lowercase"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Whitespace"}]}}, "Whitespace"),
+        ({"model": {"byte_fallback": True}}, "byte_fallback"),
+    ],
+)
+def test_other_tokenizers_are_refused_by_the_feature(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        describe_tokenizer(subword(**changes))
+    with pytest.raises(ConfigError, match="synthetic"):
+        describe_tokenizer(SyntheticTokenizer(100))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_of_experts_is_refused(name):
+    assert "moe" in (web.problem(make_source(name)) or "")
