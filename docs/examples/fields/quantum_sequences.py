@@ -245,5 +245,6 @@ def main(steps: int = 400, seed: int = 0) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    result = main()
-    print({key: result[key] for key in ("ours", "baseline", "published", "checks")})
+    for name, value in main().items():
+        if name != "picture":
+            print(f"{name}: {value}")
