@@ -23,7 +23,7 @@ ALLOWED = {
         "PyTorch's wheels for Python 3.12 bring CUDA, 3 GB; the part on Python 3.11 has it, and runs these tests."
     ),
     "no chromium installed": "A browser is no Python package; the pages' text is tested without it.",
-    "no iverilog installed": "The Verilog simulator is no Python package; the circuit is evaluated in Python without it.",
+    "no iverilog installed": "A simulator is no Python package; the circuit is evaluated in Python too.",
     "no curl installed": "The quick start of docs/serving.md asks with curl; tests of the routes ask without it.",
     "mounting a tmpfs needs root": "The outer machine decides who runs the tests.",
     "--full|one process is tested in": "Faults at full length take an hour: `pytest tests/reliability --full`.",

@@ -180,7 +180,7 @@ def accuracy(model: Any, graph: Graph, nodes: np.ndarray, fanout: Sequence[int] 
 
 def main(steps: int = 400, seed: int = 0) -> dict[str, Any]:
     """Train both models on a tenth of the nodes; return their accuracy on others."""
-    graph = block_model(50_000, seed)
+    graph = block_model(100_000, seed)
     nodes = np.random.default_rng(seed).permutation(len(graph.labels))
     data, unseen = NeighbourSampler(graph, nodes[:5000], seed), nodes[5000:8000]
     models, found = {}, {}
