@@ -202,7 +202,7 @@ def main(steps: int = 1500, seed: int = 0, programs: int = 2000) -> dict[str, An
     ours, baseline = errors["model"], errors["linear regression on token counts"]
     shown = np.argsort(true)[:: max(1, len(true) // 60)]
     return {
-        "claim": "A network that reads a program's text as tokens predicts what compiling it would tell",
+        "claim": "A network that reads a program's text as tokens predicts what compiling it would tell.",
         "paper": "arXiv:2302.11405",
         "measure": "median relative error of bytes read and written; baseline: linear regression on token counts",
         "ours": ours,

@@ -206,7 +206,7 @@ def main(steps: int = 1500, seed: int = 0) -> dict[str, Any]:
         curves["rounded after training"].append((bits, accuracy(rounded_after_training(exact, (bits,) * 3), unseen)))
     weights = np.concatenate([np.asarray(kernel, int).ravel() for kernel, _ in model.constants()])
     return {
-        "claim": "A network of 4-bit and 6-bit integers becomes a circuit that classifies at every tick of its clock",
+        "claim": "A network of 4-bit and 6-bit integers becomes a circuit that classifies at every tick of its clock.",
         "paper": "arXiv:2304.06745",
         "measure": "accuracy of the circuit on unseen points; baseline: the same network in float32",
         "ours": ours,

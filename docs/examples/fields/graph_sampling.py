@@ -195,7 +195,7 @@ def main(steps: int = 400, seed: int = 0) -> dict[str, Any]:
     milliseconds = 1e3 * (time.perf_counter() - began)
     sent = sum(x.nbytes for x in batch.values()) / 2**20
     return {
-        "claim": "Node features can stay in host memory: a batch needs the rows of sampled neighbours only",
+        "claim": "Node features can stay in host memory: a batch needs the rows of sampled neighbours only.",
         "paper": "arXiv:2101.07956",
         "measure": "accuracy on unseen nodes; baseline: features only; paper: GraphSAGE on Reddit, arXiv:1706.02216",
         "ours": found["GraphSAGE"],

@@ -205,7 +205,7 @@ def main(steps: int = 400, seed: int = 0) -> dict[str, Any]:
     rates = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
     mutated = {rate: proteins(1000, seed + 1, rate) for rate in rates}
     return {
-        "claim": "A quantum circuit of about 800 parameters tells membrane proteins from cytosolic ones",
+        "claim": "A quantum circuit of about 800 parameters tells membrane proteins from cytosolic ones.",
         "paper": "arXiv:2403.06890",
         "measure": "accuracy on unseen sequences; baseline: logistic regression on residue counts",
         "ours": found["chain"],
