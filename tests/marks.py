@@ -49,6 +49,9 @@ _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 KERNEL_CASES = 3
 """Cases of each parametrized test of kernels that the default runs; further ones get the mark `exhaustive`."""
 
+SLOW_CASES = 2
+"""Cases of each parametrized slow test that run with the slow tests; further ones get the mark `exhaustive`."""
+
 SHOWN_ELSEWHERE = {
     "reliability/test_network": "distributed/test_cluster reads addresses, launch/test_supervisor starts processes",
     "parallel/test_expert_collectives": "parallel/test_expert_layouts trains with experts on several devices",
@@ -75,11 +78,13 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
     for item in items:
         test = item.nodeid.split("[")[0]
         cases[test] += 1
-        if test.startswith("tests/pallas_kernels/") and cases[test] > KERNEL_CASES:
-            item.add_marker("exhaustive")
         modules.setdefault(item.nodeid.split("::")[0], []).append(item)
         for mark in _marks(item):
             item.add_marker(mark)
+        slow = _has_slow_mark(item) and not item.get_closest_marker("quick")
+        kernel = test.startswith("tests/pallas_kernels/")
+        if (slow and cases[test] > SLOW_CASES) or (kernel and cases[test] > KERNEL_CASES):
+            item.add_marker("exhaustive")
     for tests in modules.values():
         left_out = [item for item in tests if not item.get_closest_marker("quick") and _has_slow_mark(item)]
         if len(left_out) == len(tests):

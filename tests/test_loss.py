@@ -64,9 +64,10 @@ def test_the_gradient_of_a_stored_float32_head_is_not_rounded(chunks):
     """In bfloat16 compute the head's gradient is summed up, and comes back, in the float32 that it is stored in."""
     model = Transformer(small_config().model, nnx.Rngs(0), dtype=jnp.bfloat16)
     graphdef, state = nnx.split(model)
+    batch = jax.tree.map(jnp.asarray, batch_at(0, 16))
 
     def total(state: nnx.State) -> jax.Array:
-        return language_model_loss(nnx.merge(graphdef, state), batch_at(0, 16)).total
+        return language_model_loss(nnx.merge(graphdef, state), batch).total
 
     gradient = jax.jit(jax.grad(total))(state)["head"][...]
     assert gradient.dtype == jnp.float32

@@ -125,7 +125,7 @@ def model() -> Transformer:
 
 
 def test_language_model_loss_is_cross_entropy_of_the_labels_that_count(model):
-    batch = batch_at(0, 4)
+    batch = jax.tree.map(jnp.asarray, batch_at(0, 4))
     found = language_model_loss(model, batch)
     logits = jax.nn.log_softmax(model(batch["tokens"], segment_ids=batch["segment_ids"]))
     counted = batch["labels"] != -100
@@ -135,7 +135,7 @@ def test_language_model_loss_is_cross_entropy_of_the_labels_that_count(model):
 
 
 def test_z_loss_adds_the_square_of_the_normaliser(model):
-    batch = batch_at(0, 4)
+    batch = jax.tree.map(jnp.asarray, batch_at(0, 4))
     plain, more = (language_model_loss(model, batch, train=True, z_loss=z).total for z in (0.0, 0.5))
     normaliser = jax.nn.logsumexp(model(batch["tokens"], segment_ids=batch["segment_ids"]), -1)
     assert float(more - plain) == pytest.approx(0.5 * float((normaliser**2)[batch["labels"] != -100].sum()), rel=1e-3)

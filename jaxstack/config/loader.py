@@ -314,10 +314,11 @@ def _explain_problem(path: list[str], owner: type[BaseModel], problem: ErrorDeta
         choices = re.findall(r"[^', ]+", context["expected"].replace(" or ", ", "))
         return f"{where} cannot be {found!r}; {nearest(str(found), choices)}"
     if code in ("union_tag_invalid", "union_tag_not_found"):
-        members = _components_in(_annotation(owner, path[-1]))
-        choices = [str(member.model_fields["name"].default) for member in members]
-        name = found.get("name") if isinstance(found, dict) else found
-        return f"{where}.name cannot be {name!r}; {nearest(str(name), choices)}"
+        members = _components_in(_annotation(owner, next(part for part in reversed(path) if not part.isdigit())))
+        tag = _tag(members[0])
+        choices = [str(member.model_fields[tag].default) for member in members]
+        name = found.get(tag) if isinstance(found, dict) else found
+        return f"{where}.{tag} cannot be {name!r}; {nearest(str(name), choices)}"
     if code == "value_error":
         message = str(context["error"])
         return f"{where}: {message}" if where else message
@@ -347,7 +348,7 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
     annotation: object = kind
     for part in location:
         components = _components_in(annotation)
-        tagged = [c for c in components if part in get_args(_annotation(c, "name"))]
+        tagged = [c for c in components if part in get_args(_annotation(c, _tag(c)))]
         if tagged and len(components) > 1:  # the name of a member of a union, which is not a key of the file
             annotation = tagged[0]
             continue
@@ -359,6 +360,11 @@ def _walk(kind: type[BaseModel], location: Sequence[int | str]) -> tuple[list[st
             annotation = _annotation(owner, part)
         path.append(str(part))
     return path, owner
+
+
+def _tag(component: type[BaseModel]) -> str:
+    """Return the key that chooses a member of a union: `method` for rules that choose by it, `name` for the others."""
+    return "name" if "name" in component.model_fields else "method"
 
 
 def _keys(component: type[BaseModel]) -> list[str]:

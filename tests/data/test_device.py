@@ -131,6 +131,7 @@ def test_waiting_is_measured_and_the_source_is_closed(mesh):
             closed.append(True)
 
     iterator = device_batches(slow(), NamedSharding(mesh, SPECS[0]), depth=1)
-    assert next(iterator)[1] >= 0.05
+    # Ten batches take half a second to read, less what the reader is ahead while this thread does not run.
+    assert sum(next(iterator)[1] for _ in range(10)) >= 0.1
     iterator.close()
     assert closed == [True]

@@ -48,6 +48,7 @@ def run(folder, name: str, *overrides: str) -> None:
     train(load_config(path, [*fixed, *model, *overrides]))
 
 
+@pytest.mark.exhaustive
 def test_an_fp8_run_starts_from_a_plain_one_and_from_files_and_is_exported(tmp_path):
     """Its first and last layer stay out of the scan and of FP8; its weights are those of the start."""
     (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)

@@ -27,6 +27,7 @@ assert peak_memory_bytes() >= before + 2**25
 """
 
 
+@pytest.mark.exhaustive
 def test_peak_memory_on_cpu_is_the_resident_set():
     """In a process of its own: that of the tests may have held gigabytes before."""
     subprocess.run([sys.executable, "-c", GROWING], check=True, timeout=120)

@@ -64,6 +64,7 @@ def about(number: int) -> Any:
     return pytest.approx(number, abs=2 * SCALARS)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.trains
 def test_the_formula_counts_the_parameters():
     assert compiled_for_hopper("parallel.data=4")[1] == PARAMETERS
@@ -94,6 +95,7 @@ def test_gradients_may_be_summed_in_bfloat16():
     assert total_bytes("all-reduce", *over) == about(2 * PARAMETERS)
 
 
+@pytest.mark.exhaustive
 def test_accumulation_reduces_once_a_step_in_float32():
     over = ("parallel.data=4", "train.gradient_accumulation=4")
     assert kinds(*over) == {"all-reduce"}
@@ -102,6 +104,7 @@ def test_accumulation_reduces_once_a_step_in_float32():
     assert total_bytes("all-reduce", *over, dtype="f32") == total_bytes("all-reduce", *over)
 
 
+@pytest.mark.exhaustive
 def test_zero_1_scatters_gradients_once_a_step_and_gathers_one_copy_in_bfloat16():
     over = ("parallel.data=4", "parallel.zero=1", "train.gradient_accumulation=4")
     assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
@@ -121,6 +124,7 @@ def test_zero_2_scatters_the_gradients_of_a_layer_as_its_backward_pass_ends():
     assert volume(*over) == pytest.approx(2 * PARAMETERS, rel=1e-3), "2P, as data parallelism"
 
 
+@pytest.mark.exhaustive
 def test_copies_send_weights_and_gradients_in_bfloat16_once():
     over = ("parallel.data=4", "parallel.zero=2", "model.scan_layers=false")
     assert kinds(*over) == {"collective-permute", "all-reduce"}
@@ -158,12 +162,14 @@ def test_fsdp_gathers_weights_in_bfloat16_and_scatters_gradients_in_float32():
     assert volume(*over) == pytest.approx(3 * PARAMETERS - 2 * V * D, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scan", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
 def test_fsdp_without_rematerialisation_gathers_weights_again_instead_of_keeping_them(scan):
     over = ("parallel.fsdp=4", "model.remat=none", f"model.scan_layers={scan}", "parallel.copy_engines=never")
     assert total_bytes("all-gather", *over, dtype="bf16") == 2 * (2 * LAYERS * LAYER + 2 * V * D)
 
 
+@pytest.mark.exhaustive
 def test_fsdp_with_large_logits_scatters_the_head_once():
     """With the loss in chunks the head's gradient is summed up on the device, and scattered once."""
     large = 131072
@@ -174,6 +180,7 @@ def test_fsdp_with_large_logits_scatters_the_head_once():
     assert total_bytes("all-reduce", *over) == about(4 * 5 * D)
 
 
+@pytest.mark.exhaustive
 def test_hybrid_sharding_scatters_over_fsdp_and_reduces_the_parts_over_data():
     over = ("parallel.data=2", "parallel.fsdp=2")
     assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
@@ -183,6 +190,7 @@ def test_hybrid_sharding_scatters_over_fsdp_and_reduces_the_parts_over_data():
     assert total_bytes("all-gather", *over, axes=("fsdp",)) == total_bytes("all-gather", *over)
 
 
+@pytest.mark.exhaustive
 def test_hybrid_sharding_with_accumulation_reduces_over_data_once():
     over = ("parallel.data=2", "parallel.fsdp=2", "train.gradient_accumulation=2")
     data = [row for row in compiled_for_hopper(*over)[0] if "data" in row.axes and row.payload_bytes > SCALARS]
@@ -201,6 +209,7 @@ def test_tensor_parallel_follows_megatron():
     assert total_bytes("all-reduce", *over, in_loop=True, dtype="f32") == 0
 
 
+@pytest.mark.exhaustive
 def test_sequence_parallel_splits_every_all_reduce():
     over = ("parallel.tensor=4", "parallel.sequence=true")
     assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
@@ -212,6 +221,7 @@ def test_sequence_parallel_splits_every_all_reduce():
     assert total_bytes("all-gather", *over, in_loop=False) == 2 * ACTIVATIONS
 
 
+@pytest.mark.exhaustive
 def test_fsdp_and_tensor_keep_to_their_axes():
     """Weights move along fsdp only, each device its part of the tensor axis; activations along tensor only."""
     over = ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")
@@ -224,6 +234,7 @@ def test_fsdp_and_tensor_keep_to_their_axes():
     assert kinds(*over) == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
+@pytest.mark.exhaustive
 def test_split_sequences_send_keys_around_and_weights_as_fsdp_does():
     """A hop is the keys and values of a device: three forward, recomputed, and backward, and of float32 gradients."""
     over = ("parallel.context=4", "parallel.context_method=ring")
@@ -249,6 +260,7 @@ def test_no_float32_weight_is_ever_gathered():
         assert gathered and all("f32" not in row.dtype for row in gathered)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="our Hopper kernels need jax 0.11")
 def test_a_kernel_that_xla_cannot_partition_moves_nothing_more():
     over = ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")

@@ -145,6 +145,7 @@ def test_goes_on_when_the_reader_of_its_output_goes_away(folder, unbroken):
     assert (folder / "piped" / "report.html").exists()
 
 
+@pytest.mark.exhaustive
 def test_taken_up_on_another_layout(folder, unbroken):
     """Twenty steps on one device, the rest on eight simulated ones."""
     name = "moved"
@@ -185,6 +186,7 @@ def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_generated_text_is_the_same_for_the_same_seed(folder, unbroken):
     arguments = ("--run", str(unbroken), "--prompt", "def ", "--max-tokens", "40", "--top-k", "20", "--seed")
     first, again, other = (generate(folder, *arguments, seed) for seed in ("1", "1", "2"))

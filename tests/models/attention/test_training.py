@@ -20,7 +20,7 @@ def test_a_tiny_model_learns(kind):
     assert losses[-1] < losses[0] - 0.3, losses
 
 
-@pytest.mark.parametrize("kind", ["longformer", "performer"])
+@pytest.mark.parametrize("kind", ["longformer", pytest.param("performer", marks=pytest.mark.exhaustive)])
 def test_a_layout_over_devices_gives_the_same_losses(kind):
     overrides = [f"model.attention={TRAINED[kind]}", "model.num_kv_heads=4", "train.sequence_length=32"]
     alone = run_steps(make_trainer(small_config(*overrides)), 3)

@@ -65,7 +65,10 @@ def test_cudnn_runs_forward_once_and_backward_once():
     assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic", marks=needs_mosaic)])
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("xla", marks=pytest.mark.exhaustive), pytest.param("mosaic", marks=needs_mosaic)],
+)
 def test_memory_is_linear_in_the_length(implementation):
     def layer(q, k, v):
         return flash_attention(q, k, v, implementation=implementation).astype(jnp.float32).sum()

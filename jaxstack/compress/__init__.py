@@ -1,0 +1,1 @@
+"""Compression of trained models: pruning, quantization, and the calibration that they need."""

@@ -1,0 +1,99 @@
+"""Base class of compression methods: a dense layer in, a packed or a pruned one out."""
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxstack.config.base import PathRule
+from pallas_kernels.weight_only.packed import PackedWeight
+
+Statistic: TypeAlias = Literal["hessian", "mean_abs", "square_sum"]
+"""A field of `InputStatistics`."""
+
+Compressed: TypeAlias = PackedWeight | Float[Array, "out in"]
+"""A packed matrix, or a dense one that was pruned, which is stored as plain numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class InputStatistics:
+    """Statistics of the inputs x of a dense layer over the calibration text, float32.
+
+    Attributes:
+      count: number of inputs (tokens).
+      hessian: (2 / count) sum of x x^T, [in, in]; None unless a method asks for it.
+      mean_abs: mean of |x|, [in]; None unless a method asks for it.
+      square_sum: sum of x^2, [in]; None unless a method asks for it.
+    """
+
+    count: int
+    hessian: Float[Array, "in in"] | None = None
+    mean_abs: Float[Array, " in"] | None = None
+    square_sum: Float[Array, " in"] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationBlock:
+    """One Transformer layer during calibration, for methods that change several of its weights together.
+
+    Attributes:
+      weights: the layer's parameters by path, such as `mlp/up_proj/kernel` [*in, *out] and `mlp_norm/scale`, float32.
+      statistics: statistics of the inputs of each dense layer, by the path of its kernel.
+      methods: the method chosen for each dense layer, by the path of its kernel.
+      inputs: batches [B, T, D] of inputs of the layer.
+      apply: (weights, inputs [B, T, D]) -> outputs [B, T, D] of the layer.
+    """
+
+    weights: Mapping[str, jax.Array]
+    statistics: Mapping[str, InputStatistics]
+    methods: "Mapping[str, Method]"
+    inputs: Sequence[Float[Array, "B T D"]]
+    apply: Callable[[Mapping[str, Any], Float[Array, "B T D"]], Float[Array, "B T D"]]
+
+
+class Method(PathRule):
+    """Base class of compression methods, which is also a rule of a recipe: `path` chooses its dense layers.
+
+    A subclass has its own file with a field `method: Literal["name"] = "name"`, its settings as further fields, and
+    `compress`; it is listed in `jaxstack.compress.methods.METHODS`. Paths are those of an unrolled model, such as
+    `decoder/layers/3/mlp/down_proj/kernel`; the first rule of the recipe that matches holds.
+    """
+
+    needs: ClassVar[frozenset[Statistic]] = frozenset()
+    """Statistics of the layer's inputs that `compress` reads; without any the method needs no calibration text."""
+
+    def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
+        """Return why the method cannot compress a matrix [out, in] (the rule, the values and the way out), or None."""
+        del outputs, inputs
+        return None
+
+    def rescale(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
+        """Return weights of a Transformer layer to replace before its dense layers are compressed, by path.
+
+        Called once for each distinct method in the layer if `needs` is not empty. The replaced weights must compute
+        the same function together, such as a scale moved from a kernel into the norm before it.
+        """
+        del block
+        return {}
+
+    @abstractmethod
+    def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
+        """Return the compressed matrix.
+
+        Args:
+          w: weights of the layer, float32.
+          statistics: statistics of its inputs, with the fields that `needs` names; None if it names none.
+        """
+
+
+class Keep(Method):
+    """Leaves the layers as they are, so that a later rule does not take them."""
+
+    method: Literal["keep"] = "keep"
+
+    def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
+        del statistics
+        return w

@@ -1,0 +1,135 @@
+"""Formats of packed weights: how a matrix [out, in] is stored in few bits, and its values.
+
+A format is a frozen dataclass; its arrays are a dict beside it, in `packed.PackedWeight`.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.weight_only.grid import Grid
+
+Arrays = Mapping[str, jax.Array]
+"""Arrays of one packed matrix by name."""
+
+
+def integer_dtype(bits: int) -> jax.typing.DTypeLike:
+    """Return the dtype that holds signed integers of so many bits in memory: int4, which packs two a byte, or int8."""
+    return jnp.int4 if bits <= 4 else jnp.int8
+
+
+def index_dtype(bits: int) -> jax.typing.DTypeLike:
+    """Return the dtype that holds indices of so many bits in memory: uint4, which packs two a byte, or uint8."""
+    return jnp.uint4 if bits <= 4 else jnp.uint8
+
+
+class Format(ABC):
+    """How a matrix [out, in] is stored. Subclasses are frozen dataclasses, listed in `FORMATS`."""
+
+    name: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def bits_of(self) -> Mapping[str, int]:
+        """Bits of each value of the integer arrays, by the array's name; arrays of floats are not listed."""
+
+    @abstractmethod
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        """Return the matrix in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerFormat(Format):
+    """Integers with a scale for each row or each group of inputs: w = q * scale.
+
+    Arrays: `q` int4 or int8 [out, in]; `scales` float [out, groups].
+    """
+
+    name: ClassVar[str] = "integer"
+    grid: Grid
+
+    @property
+    def bits_of(self) -> Mapping[str, int]:
+        return {"q": self.grid.bits}
+
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        return self.grid.dequantize(arrays["q"].astype(jnp.int8), arrays["scales"].astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupFormat(Format):
+    """Indices into a table of 2^bits values: w = codebook[index].
+
+    Arrays: `indices` uint4 or uint8 [out, in]; `codebook` float [tables, 2^bits], where each of the tables serves
+    out / tables consecutive rows.
+
+    Attributes:
+      bits: bits of an index, 1 to 8.
+    """
+
+    name: ClassVar[str] = "lookup"
+    bits: int
+
+    @property
+    def bits_of(self) -> Mapping[str, int]:
+        return {"indices": self.bits}
+
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        indices, codebook = arrays["indices"].astype(jnp.int32), arrays["codebook"].astype(jnp.float32)
+        rows = indices.reshape(codebook.shape[0], -1)
+        return jnp.take_along_axis(codebook, rows, axis=1).reshape(indices.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockFloatFormat(Format):
+    """Block floating point: integers with one power of two for each block of inputs, w = q * 2^exponent.
+
+    Arrays: `q` int4 or int8 [out, in]; `exponents` int8 [out, in / block].
+
+    Attributes:
+      grid: bits of an integer (its sign included), and inputs that share an exponent.
+    """
+
+    name: ClassVar[str] = "block_float"
+    grid: Grid
+
+    @property
+    def bits_of(self) -> Mapping[str, int]:
+        return {"q": self.grid.bits, "exponents": 8}
+
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        return self.grid.dequantize(arrays["q"].astype(jnp.int8), powers_of_two(arrays["exponents"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankFormat(Format):
+    """A product of two thin matrices: w = u @ v.
+
+    Arrays: `u` float [out, rank]; `v` float [rank, in].
+    """
+
+    name: ClassVar[str] = "low_rank"
+
+    @property
+    def bits_of(self) -> Mapping[str, int]:
+        return {}
+
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        u, v = arrays["u"].astype(jnp.float32), arrays["v"].astype(jnp.float32)
+        return jnp.matmul(u, v, precision=jax.lax.Precision.HIGHEST)
+
+
+def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:
+    """Return 2^exponent in float32, exactly, for exponents from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponents.astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
+FORMATS: dict[str, type[Format]] = {
+    format.name: format for format in (IntegerFormat, LookupFormat, BlockFloatFormat, LowRankFormat)
+}
+"""Formats by name. A new one is added here."""

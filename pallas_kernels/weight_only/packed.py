@@ -1,0 +1,104 @@
+"""`PackedWeight`: a weight stored in few bits, as one node of a tree of parameters."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.weight_only.formats import (
+    BlockFloatFormat,
+    Format,
+    IntegerFormat,
+    LookupFormat,
+    LowRankFormat,
+    index_dtype,
+    integer_dtype,
+)
+from pallas_kernels.weight_only.grid import Grid
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedWeight:
+    """A weight of shape [*inputs, *outputs], stored in few bits as a matrix [out, in].
+
+    Attributes:
+      arrays: the stored arrays, by the names that the format gives them.
+      format: how they represent the matrix.
+      inputs, outputs: the dims of the weight that the matrix flattens, contracted ones first.
+    """
+
+    arrays: dict[str, jax.Array]
+    format: Format = dataclasses.field(metadata={"static": True})
+    inputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    outputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight, [*inputs, *outputs]."""
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the weight."""
+        return len(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the arrays on disk, where an integer takes exactly its bits.
+
+        In memory integers of 2, 3 and 4 bits take half a byte, those of 5 to 8 bits one.
+        """
+        bits = self.format.bits_of
+        return sum(-(-x.size * bits.get(k, 8 * x.dtype.itemsize) // 8) for k, x in self.arrays.items())
+
+    def matrix(self) -> Float[Array, "out in"]:
+        """Return the values as a float32 matrix."""
+        return self.format.dense(self.arrays)
+
+    def dense(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Float[Array, "..."]:
+        """Return the weight [*inputs, *outputs] as a plain array."""
+        return self.matrix().T.reshape(self.shape).astype(dtype)
+
+    def with_dims(self, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> "PackedWeight":
+        """Return the weight with other dims of the same sizes, such as heads and their width for the outputs.
+
+        Raises:
+          ValueError: the sizes differ.
+        """
+        if (math.prod(inputs), math.prod(outputs)) != (math.prod(self.inputs), math.prod(self.outputs)):
+            raise ValueError(f"{inputs} and {outputs} are not the dims of a weight {self.inputs} by {self.outputs}.")
+        return dataclasses.replace(self, inputs=inputs, outputs=outputs)
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> "PackedWeight":
+        """Return the weight itself: it is cast where it is multiplied."""
+        del dtype
+        return self
+
+
+def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
+    """Return the packed weight of integers of a grid and their scales, as `Grid.quantize` and solvers return them."""
+    return _pack(IntegerFormat(grid), {"q": q.astype(integer_dtype(grid.bits)), "scales": scales}, q.shape)
+
+
+def pack_lookup(bits: int, indices: Int[Array, "out in"], codebook: Float[Array, "tables entries"]) -> PackedWeight:
+    """Return the packed weight of indices into tables of 2^bits values; each table serves out / tables rows."""
+    arrays = {"indices": indices.astype(index_dtype(bits)), "codebook": codebook}
+    return _pack(LookupFormat(bits), arrays, indices.shape)
+
+
+def pack_block_float(grid: Grid, q: Int[Array, "out in"], exponents: Int[Array, "out blocks"]) -> PackedWeight:
+    """Return the packed weight of integers and the powers of two by which their blocks are scaled."""
+    arrays = {"q": q.astype(integer_dtype(grid.bits)), "exponents": exponents.astype(jnp.int8)}
+    return _pack(BlockFloatFormat(grid), arrays, q.shape)
+
+
+def pack_low_rank(u: Float[Array, "out rank"], v: Float[Array, "rank in"]) -> PackedWeight:
+    """Return the packed weight u @ v."""
+    return _pack(LowRankFormat(), {"u": u, "v": v}, (u.shape[0], v.shape[1]))
+
+
+def _pack(format: Format, arrays: dict[str, jax.Array], shape: tuple[int, ...]) -> PackedWeight:
+    return PackedWeight(arrays, format, inputs=(shape[1],), outputs=(shape[0],))
