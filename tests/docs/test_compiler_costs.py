@@ -44,13 +44,11 @@ def test_random_programs_are_the_same_every_time():
 
 
 def test_counts_are_of_the_fused_program():
-    found = example.compile_program(seed=1)
-    assert found["bytes"] > 0
-    unfused = [example.bytes_without_fusion(example.compile_program(seed)["text"]) for seed in range(3)]
-    counted = [example.compile_program(seed)["bytes"] for seed in range(3)]
-    assert sum(counted) < sum(unfused)
+    found = [example.compile_program(seed) for seed in range(2)]
+    assert 0 < sum(one["bytes"] for one in found) < sum(example.bytes_without_fusion(one["text"]) for one in found)
 
 
+@pytest.mark.trains
 def test_cost_is_a_sum_over_operations():
     model = example.CostModel(9, nnx.Rngs(0))
     for layer in model.near:
@@ -67,6 +65,7 @@ def test_rank_correlation():
     assert example.rank_correlation(x, -x) == pytest.approx(-1)
 
 
+@pytest.mark.trains
 def test_a_few_steps_on_a_few_programs(tmp_path, monkeypatch):
     monkeypatch.setattr(example.tempfile, "gettempdir", lambda: str(tmp_path))
     found = example.main(steps=3, programs=15)

@@ -36,15 +36,11 @@ def test_rounding_is_exact_and_its_gradient_that_of_clipping():
     np.testing.assert_array_equal(slope, (x > -8) & (x < 7))
 
 
-def test_constants_are_integers_of_their_formats():
-    for (kernel, bias), bits in zip(random_model(0).constants(), example.WEIGHT_BITS, strict=True):
+def test_evaluated_circuit_equals_jax():
+    model = random_model(0)
+    for (kernel, bias), bits in zip(model.constants(), example.WEIGHT_BITS, strict=True):
         assert (kernel == jnp.round(kernel)).all() and (bias == jnp.round(bias)).all()
         assert kernel.min() >= -(2 ** (bits - 1)) and kernel.max() < 2 ** (bits - 1)
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_evaluated_circuit_equals_jax(seed):
-    model = random_model(seed)
     circuit, _ = example.to_verilog(model)
     np.testing.assert_array_equal(example.evaluate(circuit, INPUTS), jax_scores(model))
 
@@ -56,7 +52,6 @@ def test_evaluation_notices_wires_of_too_few_bits():
     assert (example.evaluate(narrow, INPUTS) != jax_scores(model)).any()
 
 
-@pytest.mark.quick
 def test_simulated_circuit_equals_jax():
     if not shutil.which("iverilog"):
         pytest.skip("no iverilog installed")
@@ -70,6 +65,7 @@ def test_registers_follow_every_layer():
     assert [len(stage) for stage in stages] == [32, 16, 5]
 
 
+@pytest.mark.trains
 def test_integer_network_trains():
     model = example.train_model(example.IntegerMLP, steps=30, seed=0)
     assert example.accuracy(model, example.clusters(1000, seed=1)) > 0.4  # 0.2 is chance

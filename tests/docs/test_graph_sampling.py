@@ -55,10 +55,12 @@ def test_batches_depend_on_seed_and_step_alone():
     }  # fmt: skip
 
 
+@pytest.mark.trains
 def test_an_interrupted_run_ends_with_the_same_bits():
     assert example.resumes_exactly(example.NeighbourSampler(GRAPH, np.arange(100)), steps=4)
 
 
+@pytest.mark.trains
 def test_the_model_reads_neighbours_up_to_distance_two():
     batch = jax.tree.map(jax.numpy.asarray, example.NeighbourSampler(GRAPH, np.arange(100))(0))
     model = example.make_trainer(example.GraphSAGE, example.NeighbourSampler(GRAPH, np.arange(100)), 1).trained_module

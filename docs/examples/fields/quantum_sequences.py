@@ -78,10 +78,10 @@ def controlled_z(qubits: int) -> np.ndarray:
 def circuit(angles: jax.Array) -> jax.Array:
     """Return the unitary matrix [2^qubits, 2^qubits] of a circuit whose angles are [layers, qubits, 3]."""
     layers, qubits, _ = angles.shape
+    gates = jax.vmap(jax.vmap(single_qubit_gate))(angles)
     unitary = jnp.eye(2**qubits, dtype=jnp.complex64)
     for layer in range(layers):
-        gates = functools.reduce(jnp.kron, [single_qubit_gate(angles[layer, q]) for q in range(qubits)])
-        unitary = controlled_z(qubits)[:, None] * (gates @ unitary)
+        unitary = controlled_z(qubits)[:, None] * (functools.reduce(jnp.kron, gates[layer]) @ unitary)
     return unitary
 
 
