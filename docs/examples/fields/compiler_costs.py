@@ -74,21 +74,28 @@ def random_program(seed: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeSt
     return program, [jax.ShapeDtypeStruct(tuple(map(int, size)), jnp.float32) for size in sizes]
 
 
-def compile_program(seed: int) -> dict[str, Any]:
-    """Return the StableHLO text of a random program, and XLA's counts after compiling it."""
+def lower_program(seed: int) -> jax.stages.Lowered:
+    """Return a random program in StableHLO."""
     program, shapes = random_program(seed)
-    lowered = jax.jit(program).lower(*shapes)
+    return jax.jit(program).lower(*shapes)
+
+
+def compile_program(seed: int) -> dict[str, Any]:
+    """Return the text of a random program, and the bytes that XLA counts after compiling it."""
+    lowered = lower_program(seed)
     counts = lowered.compile(compiler_options=FAST).cost_analysis()
     return {"text": lowered.as_text(), "bytes": counts["bytes accessed"]}
 
 
 def compiled_programs(count: int, seed: int) -> list[dict[str, Any]]:
     """Return what `compile_program` gives for `count` random programs, from a file if there is one from before."""
-    version = hashlib.sha256(Path(__file__).read_bytes() + jax.__version__.encode()).hexdigest()[:12]
-    path = Path(tempfile.gettempdir()) / f"jaxstack-compiler-costs-{version}-{count}-{seed}.json"
+    seeds = range(1_000_000 * seed, 1_000_000 * seed + count)
+    first = "".join(lower_program(one).as_text() for one in seeds[:10])  # other programs belong into another file
+    version = hashlib.sha256((jax.__version__ + first).encode()).hexdigest()[:12]
+    path = Path(tempfile.gettempdir()) / f"jaxstack-compiler-costs-{version}-{count}.json"
     if not path.exists():
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            found = list(threads.map(compile_program, range(1_000_000 * seed, 1_000_000 * seed + count)))
+            found = list(threads.map(compile_program, seeds))
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(path)  # never half a file under the final name
