@@ -40,7 +40,7 @@ def test_bytes_without_fusion():
 def test_random_programs_are_the_same_every_time():
     texts = [example.lower_program(seed).as_text() for seed in (5, 5, 6)]
     assert texts[0] == texts[1] != texts[2]
-    assert len(example.tokenize(texts[0])) >= 3
+    assert len(example.tokenize(texts[0])) >= 2
 
 
 def test_counts_are_of_the_fused_program():
