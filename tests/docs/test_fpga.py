@@ -52,6 +52,7 @@ def test_evaluation_notices_wires_of_too_few_bits():
     assert (example.evaluate(narrow, INPUTS) != jax_scores(model)).any()
 
 
+@pytest.mark.longer
 def test_simulated_circuit_equals_jax():
     if not shutil.which("iverilog"):
         pytest.skip("no iverilog installed")
