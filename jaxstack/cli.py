@@ -75,7 +75,7 @@ def add_examples(parser: CommandParser, *examples: str) -> CommandParser:
 
 _FILE_SYSTEM_ERRORS = frozenset(
     [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EMFILE]
-    + [errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG]
+    + [errno.EFBIG, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG]
 )
 """Errors of disks, permissions and paths, which are not faults of the program."""
 
@@ -164,6 +164,7 @@ def run_command(name: str, body: Callable[[], int | None]) -> int:
             return 1
         path = error.filename2 or error.filename  # for a rename, the target
         place = f" ({path})" if path else ""
+        place += "; a limit on file sizes is reached (ulimit -f)" if error.errno == errno.EFBIG else ""
         print(f"{name}: {error.strerror}{place}: correct this, then run the same command again", file=sys.stderr)
         return 1
     except Exception as error:

@@ -20,7 +20,8 @@ class ConfigError(JaxstackError):
 def cannot_write(place: object, error: OSError) -> JaxstackError:
     """Return the error for a place that cannot be written: exit code 1 if the disk is full, which may pass, else 2."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}")
+    limit = "; raise the limit on file sizes (ulimit -f)" if error.errno == errno.EFBIG else ""
+    return (JaxstackError if full else ConfigError)(f"cannot write {place}: {error.strerror or error}{limit}")
 
 
 _MOST_CHOICES = 60

@@ -1,6 +1,7 @@
 """Atomic and durable writing of files, and locks between processes."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -34,8 +35,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
+            error.filename = str(path)
         raise
     if durable:
         sync_directory(path.parent)
@@ -73,6 +76,8 @@ def writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as e:
         reason = f"{e.strerror or e}" + (f" ({e.filename})" if e.filename else "")
+        if e.errno == errno.EFBIG:
+            reason += ", the limit on file sizes (ulimit -f)"
         raise JaxstackError(f"cannot write to {folder}: {reason}; start again to go on from here") from None
 
 

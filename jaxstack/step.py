@@ -28,6 +28,7 @@ from jaxstack.parallel.layout import StepLayout
 from jaxstack.parallel.pipeline.simulate import describe_schedule
 from jaxstack.parallel.rules import AxisRules
 from jaxstack.state import TrainState
+from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice, NotSupported, record_choices, sequence_order
 
 Metrics = dict[str, jax.Array]
@@ -117,6 +118,7 @@ class StepFunctions:
         loss, norm = sums.loss / count, gradient_norm(gradients)
         extra = self._curvature(state, point, batch, key) if self._curvature_every else {}
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained, **extra)
+        _check_dtypes(trained, optimizer, state.optimizer)
         new_trained = optax.apply_updates(trained, updates)
 
         taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
@@ -268,6 +270,23 @@ class StepProgram:
         """Return the schedule of the pipeline's stages; empty without a pipeline."""
         pipeline = self._steps.layout.pipeline
         return {} if pipeline is None else describe_schedule(pipeline.table())
+
+
+def _check_dtypes(trained: Dict, new: optax.OptState, old: optax.OptState) -> None:
+    """Check that an update keeps the dtypes of the optimizer's state.
+
+    Raises:
+      TypeError: it does not, because its state began in the dtype of parameters of another dtype than float32.
+    """
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
+    if all(after.dtype == before.dtype for after, before in pairs):
+        return
+    leaves = jax.tree_util.tree_leaves_with_path(trained)
+    others = [f"{path_name(path)} is {leaf.dtype}" for path, leaf in leaves if leaf.dtype != jnp.float32]
+    raise TypeError(
+        f"this optimizer needs parameters in float32; {', '.join(others[:3]) or 'its state changes dtype'}. Create "
+        "them in float32 (param_dtype=jnp.float32); the module may compute in another dtype (dtype=jnp.bfloat16)."
+    )
 
 
 def _where(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

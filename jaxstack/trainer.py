@@ -94,6 +94,7 @@ class Trainer:
                     f"optax transformation; found {optimizer!r}."
                 )
             optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine(), layout.zero)
+        self.module.check_dtypes()
         self.optimizer = optimizer
         self.steps = StepFunctions(
             self.module,
@@ -121,7 +122,9 @@ class Trainer:
         """Set the learning rate, freeze what the optimizer's groups freeze, and build the optimizer of the others."""
         multiplier, peak, sizes = schedule.make_multiplier(self.train.steps), optimizer.learning_rate, self.batch_sizes
         if sizes.grows:
-            self.learning_rate = lambda step: peak * sizes.learning_rate_factor(step) * multiplier(sizes.clock(step))
+            self.learning_rate = lambda step: (
+                peak * sizes.learning_rate_factor(step) * multiplier(sizes.schedule_position(step))
+            )
         else:
             self.learning_rate = lambda step: peak * multiplier(step)
         everything = self.module.abstract_params

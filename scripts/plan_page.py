@@ -2,8 +2,8 @@
 
 python scripts/plan_page.py
 
-The examples are searches of the planner. Measured rows come from train_step.jsonl and planner.jsonl of
-benchmarks/results, and compiled memory from tests/plan/data/compiled_memory.jsonl.
+The examples are searches of the planner. Measured rows come from train_step.jsonl, planner.jsonl
+and parallel.jsonl of benchmarks/results, and compiled memory from tests/plan/data/compiled_memory.jsonl.
 """
 
 import json
@@ -69,9 +69,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def measured() -> str:
-    """Return predicted beside measured steps: newest rows of ours with complete overrides and without blockwise FP8."""
-    rows = [row for script in ("train_step", "planner") for row in read(RESULTS / f"{script}.jsonl")]
+def measured(*scripts: str) -> str:
+    """Return predicted beside measured steps: newest rows of ours with complete overrides and without blockwise FP8.
+
+    Args:
+      scripts: names of files in `benchmarks/results`.
+    """
+    rows = [row for script in scripts for row in read(RESULTS / f"{script}.jsonl")]
     ours = [row for row in rows if row["implementation"] == "jaxstack" and "milliseconds" in row]
     whole = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
     newest = {(row["work"], row.get("variant")): row for row in whole if "blockwise" not in str(row["overrides"])}
@@ -110,7 +114,8 @@ def compiled() -> str:
 
 MAKERS: dict[str, Callable[[], str]] = {
     **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
-    "measured": measured,
+    "measured": lambda: measured("train_step", "planner"),
+    "independent": lambda: measured("parallel"),
     "compiled": compiled,
 }
 """Name of a part of the page -> the function that makes it."""

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxstack.plan.absent_gpus import absent_gpus, can_compile
+from jaxstack.plan.gpu_topology import can_compile, gpu_topology
 from tests.compilation import fully_optimized
 
 
@@ -20,7 +20,7 @@ def hopper_topology(devices: int = 4) -> Any:
     """One host with that many H200s; made once per process, as devices of two never compare equal."""
     if not can_compile():
         pytest.skip("compiling for H200 needs the CUDA plugin of JAX: pip install 'jaxstack[cuda]'")
-    return absent_gpus(devices)
+    return gpu_topology(devices)
 
 
 def hopper_mesh(axes: Mapping[str, int] | None = None) -> Mesh:

@@ -1,11 +1,13 @@
-"""The frame of the commands: output whose reader goes away."""
+"""The frame of the commands: output whose reader goes away, and errors of the file system."""
 
 import errno
 import io
+import resource
 
 import pytest
 
-from jaxstack.cli import LastingOutput
+from jaxstack.cli import LastingOutput, run_command
+from jaxstack.files import write_file
 
 
 class Gone(io.StringIO):
@@ -46,3 +48,15 @@ def test_other_errors_are_raised():
 
 def test_the_stream_itself_shows_through():
     assert not LastingOutput(io.StringIO()).isatty()
+
+
+def test_a_file_over_the_limit_on_file_sizes_is_named_with_the_way_out(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        code = run_command("jaxstack train", lambda: write_file(tmp_path / "large.json", bytes(5000)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = f"jaxstack train: File too large ({tmp_path}/large.json); a limit on file sizes is reached (ulimit -f)"
+    assert code == 1 and capsys.readouterr().err.startswith(said)
+    assert not list(tmp_path.iterdir())

@@ -337,6 +337,40 @@ def test_a_module_without_parameters_is_explained():
         Trainer(lambda rngs: nnx.Dropout(0.1, rngs=rngs), squares, [{}])
 
 
+class Scaled(nnx.Module):
+    """A layer with a further array of the given value."""
+
+    def __init__(self, scale, rngs):
+        self.layer, self.scale = nnx.Linear(2, 1, rngs=rngs), scale
+
+    def __call__(self, x):
+        return self.layer(x) * self.scale[...]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: np.ones(1, np.float32), "scale of the module is a plain array, .* flax.nnx.Variable"),
+        (lambda: jnp.ones(1), "scale of the module is a plain array"),
+        (lambda: nnx.Param(jnp.arange(1)), "the parameter scale has dtype int32, which has no gradient"),
+        (lambda: nnx.Param(jnp.ones(1, bool)), "the parameter scale has dtype bool"),
+    ],
+)
+def test_arrays_that_cannot_be_trained_are_named(make, said):
+    for module in (lambda rngs: Scaled(make(), rngs), Scaled(make(), nnx.Rngs(0))):
+        with pytest.raises(TypeError, match=said):
+            Trainer(module, squares, [{}])
+
+
+@pytest.mark.quick
+def test_parameters_of_half_precision_are_named():
+    trainer = Trainer(lambda rngs: Scaled(nnx.Param(jnp.ones(1, jnp.float16)), rngs), squares, [{}])
+    batch = {"x": jax.ShapeDtypeStruct((4, 2), jnp.float32), "y": jax.ShapeDtypeStruct((4, 1), jnp.float32)}
+    with pytest.raises(TypeError, match="needs parameters in float32; scale is float16. Create them"):
+        jax.eval_shape(trainer.steps.train_step, trainer.abstract_state, batch)
+
+
 def test_wrong_arguments_are_explained():
     with pytest.raises(TypeError, match=r"schedule must be .*Cosine\(.*optax.adamw\(schedule\); found 'cosine'"):
         own_trainer(schedule="cosine")

@@ -108,6 +108,17 @@ def make_index(step: int, specs: dict[str, LeafSpec], extra: object) -> dict[str
     }
 
 
+_DISK_ERRORS = (
+    (("no space left", "enospc"), "no space left on the disk of {}: free some, or lower checkpoint.keep"),
+    (("quota exceeded", "edquot"), "the disk quota of {} is used up: free some, or lower checkpoint.keep"),
+    (("file too large", "efbig"), "a file in {} would exceed the limit on file sizes: raise it (ulimit -f)"),
+    (("read-only file system", "erofs"), "the file system of {} is mounted read-only: mount it for writing"),
+    (("too many open files", "emfile"), "too many files are open for {}: raise the limit (ulimit -n)"),
+    (("permission denied", "eacces"), "no permission for {}: check its owner and mode"),
+)
+"""(Words in an error of the operating system, in lower case, as Orbax and TensorStore pass it on; message)."""
+
+
 def explain(error: BaseException, folder: str) -> str:
     """Return the reason of a failed save, with what the user can do about it."""
     chain: list[str] = []
@@ -116,10 +127,9 @@ def explain(error: BaseException, folder: str) -> str:
         chain.append(f"{type(link).__name__}: {link}")
         link = link.__cause__ or link.__context__
     text = " ".join(chain)
-    if "No space left" in text or "ENOSPC" in text:
-        return f"no space left on the disk of {folder}: free some, or lower checkpoint.keep"
-    if "quota exceeded" in text.lower():
-        return f"the disk quota of {folder} is used up: free some, or lower checkpoint.keep"
+    for words, reason in _DISK_ERRORS:
+        if any(word in text.lower() for word in words):
+            return reason.format(folder)
     if not os.path.isdir(folder):
         return f"{folder} was removed while it was written"
     if "interpreter shutdown" in text or "after shutdown" in text:

@@ -113,8 +113,8 @@ class BatchSizes:
             count += 1
         return count
 
-    def clock(self, step: jax.typing.ArrayLike) -> jax.Array:
-        """Return the schedule position of a step by tokens seen, in units of steps of the mean batch size.
+    def schedule_position(self, step: jax.typing.ArrayLike) -> jax.Array:
+        """Return a step's position in the learning-rate schedule: tokens before it over the mean tokens of a step.
 
         Traceable. Without a ramp it is the step itself.
         """

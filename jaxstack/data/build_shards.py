@@ -92,7 +92,7 @@ def build_key(plan: TokenizationPlan, tokenizer: Tokenizer, shard_tokens: int) -
 
 
 def build(plan: TokenizationPlan, output: Path, tokenizer: Tokenizer, options: BuildOptions) -> dict:
-    """Run `prepare_tokens` for a plan that exists already."""
+    """Tokenize the files of a plan into the directory `output`; see `prepare_tokens`."""
     key = build_key(plan, tokenizer, options.shard_tokens)
     with writing_to(output), exclusive(output / ".lock"):
         if (output / INDEX).exists():

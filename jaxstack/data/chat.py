@@ -1,4 +1,4 @@
-"""Chats, and prompts with completions, as token ids with a mask of the answers, which alone are trained on.
+"""Tokenizes chats, and prompts with completions, with a mask of the answers: only these are trained on.
 
 Each is tokenized once, as one text, and cached: its ids, and for each id whether it is part of an answer.
 """
@@ -46,7 +46,7 @@ class Examples:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens, N."""
+        """Number of tokens, N."""
         return self.ids.size
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Chats:
-    """The way chats become text: tokenizer, template (None: plain prompts with completions) and configuration."""
+    """Settings for encoding chats: tokenizer, template (None: plain prompts with completions) and configuration."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -89,7 +89,7 @@ class Chats:
 
 
 def open_chats(config: ChatConfig, tokenizer: Tokenizer) -> Chats:
-    """Choose the template of the configuration.
+    """Return the settings for encoding chats, with the template that the configuration names.
 
     Raises:
       ConfigError: the template does not exist.

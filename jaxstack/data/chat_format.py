@@ -14,7 +14,7 @@ _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A Jinja template (None: there is none), and the texts of `bos_token`, `eos_token` and the like in it."""
+    """A chat template in Jinja, or None, and the texts of the special tokens that it may write (`bos_token`, ...)."""
 
     template: str | None = None
     tokens: dict[str, str] = field(default_factory=dict)

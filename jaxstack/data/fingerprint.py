@@ -15,7 +15,7 @@ _FOLLOWS_SHARDS = (*_SHARDS, "order")
 
 
 def list_sources(sources: Sequence[tuple[str, Sequence[SourceFile]]]) -> list[dict[str, Any]]:
-    """Return plain JSON that tells people later which files the data was made from; it is not part of the fingerprint.
+    """Return the files that the data is made from as plain JSON for messages; not a part of the fingerprint.
 
     Args:
       sources: path of each source as configured, with its files.
@@ -98,7 +98,7 @@ def fingerprint_difference(saved: Mapping[str, Any], found: Mapping[str, Any]) -
 
 
 def shared_keys(saved: object, found: object) -> Any:
-    """Return `found` with only the keys of `saved`, at every depth, so that keys of later versions do not count."""
+    """Return `found` without the keys that `saved` lacks, at every depth: later versions may have added them."""
     if isinstance(saved, Mapping) and isinstance(found, Mapping):
         return {key: shared_keys(saved[key], value) for key, value in found.items() if key in saved}
     return found

@@ -1,4 +1,4 @@
-"""`open_data`: from a configuration to endless training batches and one exact pass over the held-out text."""
+"""Opens the data of a run (`open_data`): endless training batches, and one exact pass over the held-out text."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence

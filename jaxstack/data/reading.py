@@ -150,16 +150,16 @@ class ParallelBatches:
 
     def batches(self, *, global_batch_size: int, rows: Sequence[int] | np.ndarray, start: int) -> Iterator[Batch]:
         """Yield the rows `rows` of the batches `start`, `start` + 1, ... without end."""
-        return read_batches(_Picked(self._function, rows, global_batch_size, start), self._workers)
+        return read_batches(_FunctionBatches(self._function, rows, global_batch_size, start), self._workers)
 
     def batch(self, number: int, *, global_batch_size: int, rows: Sequence[int] | np.ndarray) -> Batch:
         """Return the rows `rows` of batch `number`, read in the calling thread."""
-        return _Picked(self._function, rows, global_batch_size, number)[0]
+        return _FunctionBatches(self._function, rows, global_batch_size, number)[0]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Picked:
-    """Selects rows from the batches that a function of the step returns."""
+class _FunctionBatches:
+    """The rows `rows` of the batches `start`, `start` + 1, ... that a function of the step returns."""
 
     function: Callable[[int], HostBatch]
     rows: Sequence[int] | np.ndarray

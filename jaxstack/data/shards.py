@@ -246,6 +246,14 @@ def open_split(folder: Path, index: dict[str, Any], split: str) -> TokenStream:
     return TokenStream(LocalFiles(folder), shards, dtype, index["shard_tokens"], index["tokenizer"]["document_start"])
 
 
+_RECORDS = {
+    ".csv": "commas and quotes included: convert to jsonl or parquet for one document per row",
+    ".tsv": "tabs included: convert to jsonl or parquet for one document per row",
+    ".json": "braces and keys included: set format=jsonl if each line is an object, convert it otherwise",
+}
+"""Suffix of a file of records -> what reading it as text means, and the way out."""
+
+
 def notes_on(index: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each kind of input that was changed or left out when the shards were made."""
     empty = "without text (null or empty)"
@@ -259,4 +267,8 @@ def notes_on(index: Mapping[str, Any]) -> list[str]:
         if count := index.get(key):
             verb = "" if fate.startswith("became") else "was " if count == 1 else "were "
             notes.append(f"{count:,} {one if count == 1 else several} {verb}{fate}")
+    for source in index.get("sources", ()):
+        for suffix, count in source.get("records_as_text", {}).items():
+            read = f"{count:,} {suffix} file{'s' * (count > 1)} {'was' if count == 1 else 'were'} read as plain text"
+            notes.append(f"{read}, {_RECORDS[suffix]}; format=text accepts that")
     return notes

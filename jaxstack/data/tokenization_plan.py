@@ -24,6 +24,8 @@ KIND_OF_SUFFIX: dict[str, Kind] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
+RECORD_SUFFIXES = (".csv", ".tsv", ".json")
+"""Files of records that have no reader; format auto reads them as plain text, which a note says."""
 STDLIB_SUFFIXES = (".py", ".txt", ".rst", ".md")
 STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "lib-dynload"})
 
@@ -57,7 +59,7 @@ class TokenizationPlan:
 
 
 def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> TokenizationPlan:
-    """List the files of `sources`, cut long ones into pieces, and group short ones.
+    """Plan the tokenization of `sources`: list their files, cut long ones into pieces, and group short ones.
 
     Raises:
       ConfigError: no file matches, a source that cannot be read as its format, a missing text column.
@@ -82,6 +84,7 @@ def make_plan(sources: Sequence[SourceConfig], held_out_fraction: float) -> Toke
                 "bytes": sum(f.size for f in files),
                 "text_key": source.text_key,
                 "split": "inside documents" if inside else "by document",
+                "records_as_text": _records_as_text(source, files, kinds),
             }
         )
     if source_is_stdlib(sources):
@@ -131,6 +134,14 @@ def _kind(source: SourceConfig, file: SourceFile) -> Kind:
     if source.format in ("text", "jsonl", "parquet"):
         return source.format
     return KIND_OF_SUFFIX.get(file.suffix, "text")
+
+
+def _records_as_text(source: SourceConfig, files: Sequence[SourceFile], kinds: Sequence[Kind]) -> dict[str, int]:
+    """Return the number of files of each suffix in `RECORD_SUFFIXES` that are read as text, though nobody asked."""
+    if source.format == "text":
+        return {}
+    suffixes = [file.suffix for file, kind in zip(files, kinds, strict=True) if kind == "text"]
+    return {suffix: suffixes.count(suffix) for suffix in RECORD_SUFFIXES if suffix in suffixes}
 
 
 def _has_documents(source: SourceConfig, files: list[SourceFile], kinds: list[Kind], needed: int) -> bool:

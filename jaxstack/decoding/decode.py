@@ -26,7 +26,7 @@ _BLOCK = 64
 """Unit of padding: prompts are padded to this many tokens times a power of two, and caches to a multiple, so that few
 shapes are compiled."""
 _STEPS = 8
-"""Steps of one program: the host's part of a step, about 0.6 ms, is then hidden behind the device's."""
+"""Decoding steps of one program, so that the host's work for each step overlaps with the device's."""
 
 
 class ModelOnMesh:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
@@ -114,6 +115,19 @@ class FunctionalModule:
         if not jax.tree.leaves(self.split_frozen(self.abstract_params)[0]):
             raise ConfigError("every parameter is frozen, so that nothing is left to train; see optimizer.groups.")
 
+    def check_dtypes(self) -> None:
+        """Check that the parameters to train have gradients.
+
+        Raises:
+          TypeError: one of them consists of integers or booleans.
+        """
+        for path, leaf in _flat(self.split_frozen(self.abstract_params)[0]).items():
+            if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+                raise TypeError(
+                    f"the parameter {'/'.join(path)} has dtype {leaf.dtype}, which has no gradient: make it a float32 "
+                    "array, or a flax.nnx.Variable in place of a flax.nnx.Param."
+                )
+
     def split_frozen(self, params: Dict) -> tuple[Dict, Dict]:
         """Return (trained, frozen) parameters, or the two parts of any tree of their structure."""
         flat = _flat(params)
@@ -213,7 +227,7 @@ def _check_called(function: Callable[..., object]) -> None:
 
 
 def _check_made(made: object) -> nnx.Module:
-    """Return what a function created, if it is an NNX module.
+    """Return what a function created, if it is an NNX module whose arrays are all in variables.
 
     Raises:
       TypeError: it is not.
@@ -225,6 +239,14 @@ def _check_made(made: object) -> nnx.Module:
         )
     if not isinstance(made, nnx.Module):
         raise TypeError(f"the function of nnx.Rngs must return a flax.nnx.Module; it returned {type(made).__name__}.")
+    for path, module in nnx.iter_modules(made):
+        for name, value in vars(module).items():
+            if isinstance(value, jax.Array | np.ndarray) and not isinstance(value, nnx.Variable):
+                place = ".".join(map(str, (*path, name)))
+                raise TypeError(
+                    f"{place} of the module is a plain array, which no train state contains; make it a "
+                    "flax.nnx.Variable, or a flax.nnx.Param if it is to be trained, and read it as x[...]."
+                )
     return made
 
 

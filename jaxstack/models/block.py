@@ -1,4 +1,4 @@
-"""One Transformer layer: attention and a feed-forward sublayer, each added to the residual stream."""
+"""A Transformer layer: attention and a feed-forward sublayer, each added to the residual stream."""
 
 from typing import cast
 

@@ -37,7 +37,7 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """One matrix of every expert, stacked along a leading dim."""
+    """A matrix of every expert, stacked along a leading dim."""
 
     def __init__(
         self, shape: tuple[int, int, int], axes: tuple[str, str, str], initialize: Initializer, rngs: nnx.Rngs

@@ -1,4 +1,4 @@
-"""Devices that hold each part of an array: the numbers for pictures of a mesh and of shardings."""
+"""Finds the devices that hold each part of a sharded array, for pictures of meshes and shardings."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

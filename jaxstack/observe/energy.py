@@ -30,7 +30,7 @@ class EnergyCounters(Protocol):
     """Counters of the energy that the GPUs of this process have used."""
 
     def read(self) -> Sequence[float]:
-        """Return one value per GPU, in joules since any fixed moment."""
+        """Return the energy used by each GPU, in joules since a fixed moment."""
         ...
 
 

@@ -36,7 +36,7 @@ def _bits(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction, a line of a computation."""
+    """An HLO instruction, which is one line of a computation."""
 
     name: str
     type: str

@@ -27,8 +27,8 @@ class NoiseScale:
         self._means = [float(value) for value in before if isinstance(value, int | float)] if known else [0.0, 0.0]
         self._steps = steps if known else 0
 
-    def follow(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Update the means; return the step's metrics with estimates replaced by means, and with `noise_scale`.
+    def update(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Add a step to the means; return its metrics with the estimates replaced by the means, and `noise_scale`.
 
         Args:
           values: metrics of the next step; those without estimates are returned as they are.

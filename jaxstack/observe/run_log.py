@@ -111,7 +111,7 @@ class RunLog:
           skipped_steps: number of steps of the run that were skipped.
           steps_left: remaining steps in steps of the present size; default: all of one size.
         """
-        values = self._noise.follow(values)
+        values = self._noise.update(values)
         every = self._config.log_every
         if step % every and step not in (1, self._total_steps):
             return

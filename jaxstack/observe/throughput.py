@@ -112,7 +112,7 @@ class Meter:
         self._waited += waited_seconds
 
     def exclude(self, seconds: float) -> None:
-        """Take `seconds` out of the current window."""
+        """Exclude `seconds`, such as those of an evaluation, from the current window."""
         self._excluded += seconds
 
     def read(self) -> dict[str, float | None]:
@@ -134,7 +134,7 @@ class Meter:
         return values
 
     def forget_pace(self) -> None:
-        """Leave the windows read so far out of the estimate, e.g. a first step that loaded kernels."""
+        """Exclude the windows read so far from the time estimate, e.g. a first step that loaded kernels."""
         self.step_seconds = None
 
     def eta_seconds(self, steps_left: float) -> float | None:

@@ -37,8 +37,8 @@ ADAM_WIDTH_POWERS: Mapping[Role, float] = {"input": 0.0, "hidden": -1.0, "output
 
 
 @dataclasses.dataclass(frozen=True)
-class RunFacts:
-    """Facts about a run that an optimizer may depend on: its length, learning rate and layout."""
+class RunInfo:
+    """Properties of a run that an optimizer may use: its learning rate, length and layout."""
 
     learning_rate: Callable[[jax.typing.ArrayLike], jax.Array] = lambda step: jnp.asarray(1.0)
     """Step -> scheduled learning rate."""
@@ -49,7 +49,7 @@ class RunFacts:
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An Optax transformation, and what a train step must do for it besides calling `update`."""
+    """An Optax transformation with the two things that a train step does for it besides calling `update`."""
 
     gradient_point: Callable[[PyTree, optax.OptState], PyTree] | None = None
     """(trained parameters, state) -> where the step evaluates the gradient; None: at the parameters."""
@@ -102,16 +102,16 @@ class Optimizer(Component):
         check_patterns([group.path for group in self.groups], params, "optimizer.groups")
 
     @abstractmethod
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         """Return the transformation of gradients into an update direction, without learning rate and weight decay.
 
         State is sharded as its parameter, dim by dim (`jaxstack.parallel.rules.state_spec`).
 
         Args:
-          run: the run's length, learning rate and layout, for the optimizers that depend on them.
+          run: learning rate, length and layout of the run.
         """
 
-    def wrap(self, chain: optax.GradientTransformation, run: RunFacts) -> optax.GradientTransformation:
+    def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
         """Return the transformation of the trained parameters, made from the whole chain around `core`."""
         return chain
 
@@ -130,9 +130,9 @@ class Optimizer(Component):
         return 0
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """Transform the update direction that `core` returned, if that takes a whole parameter such as its norm.
+        """Transform the update direction of `core` by something that needs a whole parameter, such as its norm.
 
-        Layers that are stacked in one array are passed one at a time.
+        By default it is returned unchanged. Layers that are stacked in one array are passed one at a time.
 
         Args:
           update: direction from `core`, with the parameter's shape.

@@ -18,7 +18,7 @@ from jaxstack.parallel.rules import state_spec
 
 
 class Blocks(NamedTuple):
-    """The blocks of one parameter of this shape, whose last dims are `inputs` + `outputs` dims of a matrix."""
+    """Division of a parameter into blocks; its last `inputs` + `outputs` dims form the matrix that is divided."""
 
     shape: tuple[int, ...]
     inputs: int
@@ -29,40 +29,40 @@ class Blocks(NamedTuple):
     """Number of blocks along the matrix's columns, and columns of each."""
 
     @property
-    def stack(self) -> tuple[int, ...]:
-        """Dims before the matrix."""
+    def batch_dims(self) -> tuple[int, ...]:
+        """Sizes of the dims before the matrix, such as layers and experts."""
         return self.shape[: len(self.shape) - self.inputs - self.outputs]
 
     @property
-    def sides(self) -> tuple[int, int]:
-        """Rows and columns of the matrix."""
+    def matrix_shape(self) -> tuple[int, int]:
+        """Number of rows and columns of the matrix."""
         cut = len(self.shape) - self.outputs
         return math.prod(self.shape[cut - self.inputs : cut]), math.prod(self.shape[cut:])
 
     @property
-    def grid(self) -> tuple[int, ...]:
-        """Number of blocks along each dim of the parameter; those of the rows are at the first input dim."""
-        return (*self.stack, self.rows[0], *(1,) * (self.inputs - 1), self.columns[0], *(1,) * (self.outputs - 1))
+    def grid_shape(self) -> tuple[int, ...]:
+        """Number of blocks along each dim of the parameter, where a matrix's rows count as its first input dim."""
+        return (*self.batch_dims, self.rows[0], *(1,) * (self.inputs - 1), self.columns[0], *(1,) * (self.outputs - 1))
 
     def split(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Return the blocks [*grid, rows, columns] of an array of the parameter's shape, padded with zeros."""
+        """Return the blocks [*grid_shape, rows, columns] of an array of the parameter's shape, padded with zeros."""
         (m, rows), (n, columns) = self.rows, self.columns
-        height, width = self.sides
-        x = x.reshape(*self.stack, height, width)
+        height, width = self.matrix_shape
+        x = x.reshape(*self.batch_dims, height, width)
         if (m * rows, n * columns) != (height, width):
-            x = jnp.pad(x, [(0, 0)] * len(self.stack) + [(0, m * rows - height), (0, n * columns - width)])
-        x = jnp.moveaxis(x.reshape(*self.stack, m, rows, n, columns), -3, -2)
-        return x.reshape(*self.grid, rows, columns)
+            x = jnp.pad(x, [(0, 0)] * len(self.batch_dims) + [(0, m * rows - height), (0, n * columns - width)])
+        x = jnp.moveaxis(x.reshape(*self.batch_dims, m, rows, n, columns), -3, -2)
+        return x.reshape(*self.grid_shape, rows, columns)
 
     def join(self, blocks: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return an array of the parameter's shape from its blocks."""
         (m, rows), (n, columns) = self.rows, self.columns
-        height, width = self.sides
-        x = jnp.moveaxis(blocks.reshape(*self.stack, m, n, rows, columns), -3, -2)
-        return x.reshape(*self.stack, m * rows, n * columns)[..., :height, :width].reshape(self.shape)
+        height, width = self.matrix_shape
+        x = jnp.moveaxis(blocks.reshape(*self.batch_dims, m, n, rows, columns), -3, -2)
+        return x.reshape(*self.batch_dims, m * rows, n * columns)[..., :height, :width].reshape(self.shape)
 
-    def due(self, path: str, count: Int[Array, ""], every: int) -> Bool[Array, "..."]:
-        """Return a flag [*grid] for each block: True if it is refreshed at this step.
+    def needs_refresh(self, path: str, count: Int[Array, ""], every: int) -> Bool[Array, "..."]:
+        """Return a mask [*grid_shape], True for the blocks that are refreshed at step `count`.
 
         Each block is refreshed every `every` steps. Blocks of a matrix, and matrices of a layer, are staggered; layers
         are not, because they may be stored in one array or in several.
@@ -71,11 +71,11 @@ class Blocks(NamedTuple):
         offset = zlib.crc32("".join(c for c in path if not c.isdigit()).encode()) % every
         turn = offset + jnp.arange(m)[:, None] * n + jnp.arange(n)
         flags = (count + turn) % every == 0
-        return jnp.broadcast_to(flags.reshape(self.grid[len(self.stack) :]), self.grid)
+        return jnp.broadcast_to(flags.reshape(self.grid_shape[len(self.batch_dims) :]), self.grid_shape)
 
 
-def cut(shape: Sequence[int], inputs: int, outputs: int, limit: int) -> Blocks:
-    """Return the blocks of a parameter.
+def choose_blocks(shape: Sequence[int], inputs: int, outputs: int, limit: int) -> Blocks:
+    """Choose the number and size of the blocks of a parameter's matrix.
 
     Args:
       shape: its shape; the last `inputs` + `outputs` dims form its matrix.
@@ -84,7 +84,7 @@ def cut(shape: Sequence[int], inputs: int, outputs: int, limit: int) -> Blocks:
         of blocks up to twice the smallest divides it.
     """
     whole = Blocks(tuple(shape), inputs, outputs, (1, 1), (1, 1))
-    height, width = whole.sides
+    height, width = whole.matrix_shape
     return whole._replace(rows=_equal_parts(height, limit), columns=_equal_parts(width, limit))
 
 
@@ -116,17 +116,17 @@ def refresh(
 
     Args:
       first: True at the first step, at which `start` makes the arrays of every block.
-      due: [*grid], the blocks that `renew` is called for at another step.
+      due: [*grid_shape], the blocks that `renew` is called for at another step.
       start, renew: functions of one block's arrays, `kept` and `renewed`, that return new `renewed`.
-      kept: arrays [*grid, ...] that are read only.
-      renewed: arrays [*grid, ...] that are renewed.
+      kept: arrays [*grid_shape, ...] that are read only.
+      renewed: arrays [*grid_shape, ...] that are renewed.
       blocks: the blocks of the parameter.
       spec: the parameter's PartitionSpec on the mesh in context; None: it is on one device.
 
     Returns:
       The new `renewed`.
     """
-    rank, count = len(blocks.grid), len(kept)
+    rank, count = len(blocks.grid_shape), len(kept)
 
     def local(first: jax.Array, due: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         flat = tuple(x.reshape(-1, *x.shape[rank:]) for x in arrays)
@@ -147,5 +147,5 @@ def refresh(
 
 def _grid_spec(mesh: jax.sharding.AbstractMesh, spec: PartitionSpec, blocks: Blocks) -> PartitionSpec:
     """Return the PartitionSpec of the block grid: that of the stored state, with no block split."""
-    stored = state_spec(mesh, spec, blocks.shape, (*blocks.grid, blocks.rows[1], blocks.rows[1]))
-    return PartitionSpec(*stored[: len(blocks.grid)])
+    stored = state_spec(mesh, spec, blocks.shape, (*blocks.grid_shape, blocks.rows[1], blocks.rows[1]))
+    return PartitionSpec(*stored[: len(blocks.grid_shape)])

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from jaxstack.models.parametrization import Width
-from jaxstack.optim.base import GroupRule, Optimizer, RunFacts, StepOptimizer, is_matrix
+from jaxstack.optim.base import GroupRule, Optimizer, RunInfo, StepOptimizer, is_matrix
 from jaxstack.optim.mup import check_rule, rate_factor, scale_epsilon
 from jaxstack.tree_rules import ADAPTER, map_by_path, match, path_name
 
@@ -56,7 +56,7 @@ def build_optimizer(
     optimizer.check(known)
     is_frozen = frozen_rule(optimizer, known)
     scales, decays = _scales_and_decays(optimizer, params, width)
-    run = RunFacts(learning_rate, total_steps, _by_path(specs))
+    run = RunInfo(learning_rate, total_steps, _by_path(specs))
     clip = optax.identity() if optimizer.clip_norm is None else optax.clip_by_global_norm(optimizer.clip_norm)
     chain = optax.chain(
         clip,

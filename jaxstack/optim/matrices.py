@@ -9,7 +9,7 @@ from pydantic import Field
 
 from jaxstack.config.base import PathRule
 from jaxstack.errors import ConfigError
-from jaxstack.optim.base import HasShape, Optimizer, RunFacts, is_matrix
+from jaxstack.optim.base import HasShape, Optimizer, RunInfo, is_matrix
 from jaxstack.tree_rules import check_patterns, map_by_path, match
 
 
@@ -45,16 +45,16 @@ class MatrixOptimizer(Optimizer):
     matrices: tuple[MatrixRule, ...] = ()
 
     @abstractmethod
-    def matrix_core(self, run: RunFacts) -> optax.GradientTransformation:
+    def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
         """Return the gradient transformation of the matrices; it receives only these."""
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         adamw = optax.scale_by_adam(self.b1, self.b2, self.eps)
 
         own = type(self).__name__.lower()
 
         def labels(tree: PyTree) -> PyTree:
-            return map_by_path(lambda path, leaf: own if self.takes(path, leaf) else "adamw", tree)
+            return map_by_path(lambda path, leaf: own if self.updates_as_matrix(path, leaf) else "adamw", tree)
 
         return optax.partition({own: self.matrix_core(run), "adamw": adamw}, labels)
 
@@ -64,7 +64,7 @@ class MatrixOptimizer(Optimizer):
 
         def fits(path: str, leaf: HasShape) -> None:
             rule = self.rule(path)
-            if self.takes(path, leaf) and len(leaf.shape) < rule.inputs + rule.outputs:
+            if self.updates_as_matrix(path, leaf) and len(leaf.shape) < rule.inputs + rule.outputs:
                 raise ConfigError(
                     f"optimizer.matrices: {rule.path!r} takes {rule.inputs} + {rule.outputs} dims for a matrix, but "
                     f"{path} has the shape {tuple(leaf.shape)}; lower inputs or outputs, or give it adamw: true."
@@ -76,6 +76,6 @@ class MatrixOptimizer(Optimizer):
         """Return the first rule that matches the parameter's path."""
         return match(path, [(rule.path, rule) for rule in (*self.matrices, *KNOWN)])
 
-    def takes(self, path: str, leaf: HasShape) -> bool:
+    def updates_as_matrix(self, path: str, leaf: HasShape) -> bool:
         """Return True if `matrix_core` updates the parameter, False if AdamW does."""
         return is_matrix(path, leaf) and not self.rule(path).adamw

@@ -31,7 +31,11 @@ def rate_factor(optimizer: Optimizer, width: Width, path: str, leaf: HasShape) -
     """
     assert optimizer.width_powers is not None
     power = optimizer.width_powers[width.role(path)]
-    if isinstance(optimizer, MatrixOptimizer) and optimizer.takes(path, leaf) and width.role(path) == "hidden":
+    if (
+        isinstance(optimizer, MatrixOptimizer)
+        and optimizer.updates_as_matrix(path, leaf)
+        and width.role(path) == "hidden"
+    ):
         power = optimizer.matrix_width_power
     return width.ratio**power
 

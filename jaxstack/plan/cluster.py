@@ -125,6 +125,6 @@ def cluster_of_devices(device_kind: str, devices: int, *, one_host: bool) -> Clu
 
 
 def resized(cluster: Cluster, devices: int, *, one_host: bool = False) -> Cluster:
-    """Return the cluster with this number of devices, in whole hosts where they divide it."""
+    """Return the cluster with another number of devices, on whole hosts if their size divides it."""
     per_host = devices if one_host else math.gcd(devices, cluster.gpus_per_host)
     return cluster.model_copy(update={"hosts": devices // per_host, "gpus_per_host": per_host})

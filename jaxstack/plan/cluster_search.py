@@ -1,4 +1,4 @@
-"""Implements `jaxstack plan --cluster`: options, search, budget check, verification and output file."""
+"""The command `jaxstack plan --cluster`: options, search, budget check, verification and output file."""
 
 import dataclasses
 from pathlib import Path

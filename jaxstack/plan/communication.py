@@ -56,8 +56,8 @@ def group_of(degree: ArrayLike, stride: ArrayLike, gpus_per_host: int) -> Group:
     return Group(size, np.gcd(size.astype(int), within.astype(int)).astype(float))
 
 
-def joined(first: Group, second: Group) -> Group:
-    """Return the group that two mesh axes form together."""
+def combined_group(first: Group, second: Group) -> Group:
+    """Return the group of the devices along two mesh axes together."""
     return Group(first.size * second.size, first.per_host * second.per_host)
 
 

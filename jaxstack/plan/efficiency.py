@@ -16,7 +16,10 @@ FILE = Path(__file__).with_name("efficiency.json")
 
 
 class Efficiency(Component):
-    """Achieved over nominal rates, and fixed times. All were measured on H200s; other GPUs use the same fractions."""
+    """Measured efficiencies: achieved over nominal rates, and fixed times.
+
+    All were measured on H200s; other GPUs use the same fractions.
+    """
 
     matmul: float = Field(gt=0, le=1)
     """Dense matmuls in bfloat16 within a training step, relative to the peak."""

@@ -80,7 +80,7 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingBudget:
-    """Time, money and energy of training on a number of tokens.
+    """Time, cost and energy of training on a number of tokens.
 
     Attributes:
       tokens: number of tokens.

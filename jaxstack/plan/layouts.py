@@ -49,11 +49,11 @@ class Layouts:
         return self.columns[name]
 
     def remat_in(self, *names: str) -> NDArray[np.bool_]:
-        """Return True for each layout whose policy is one of these."""
+        """Return a mask, True for the layouts whose rematerialisation policy is one of `names`."""
         return np.isin(self["remat"], [REMATS.index(name) for name in names])
 
     def schedule_in(self, *names: str) -> NDArray[np.bool_]:
-        """Return True for each layout whose pipeline schedule is one of these."""
+        """Return a mask, True for the layouts whose pipeline schedule is one of `names`."""
         return np.isin(self["schedule"], [SCHEDULES.index(name) for name in names])
 
     def select(self, rows: NDArray[Any]) -> "Layouts":
@@ -109,7 +109,7 @@ def layout_of(config: RunConfig) -> Layouts:
 def enumerate_layouts(
     config: RunConfig, devices: int, remats: Sequence[str] = ON_DEVICE, recipes: Sequence[str] | None = None
 ) -> tuple[Layouts, collections.Counter[str]]:
-    """Return all layouts of a configuration that pass the trainer's rules, and counts of the refused by rule.
+    """Return all layouts of a configuration that the trainer accepts, and how many each rule refuses.
 
     Args:
       config: model, batch and settings; its degrees are replaced. The vocabulary must be set.
@@ -118,7 +118,7 @@ def enumerate_layouts(
       recipes: values of `precision.fp8` to try; default: the configuration's.
 
     Returns:
-      The layouts, and the counts of refused degrees by the rule that refused them.
+      The layouts, and the number of refused ones by rule (its message without values).
     """
     recipes = recipes or (config.precision.fp8,)
     refused: collections.Counter[str] = collections.Counter()
@@ -129,7 +129,7 @@ def enumerate_layouts(
             train = config.train.model_copy(update={"gradient_accumulation": 1})
             problems = layout_problems(dataclasses.replace(trial, parallel=parallel, train=train))
             if problems:
-                refused[_rule(problems[0])] += 1
+                refused[_without_values(problems[0])] += 1
             else:
                 rows.extend(_rows(parallel, config, remats, recipes))
     table = np.array(rows, float).reshape(-1, len(_COLUMNS))
@@ -145,7 +145,7 @@ def _variants(
         try:
             yield ParallelConfig.model_validate(tree)
         except ValidationError as error:
-            refused[_rule(error.errors()[0]["msg"].removeprefix("Value error, "))] += 1
+            refused[_without_values(error.errors()[0]["msg"].removeprefix("Value error, "))] += 1
 
 
 def _with_degrees(base: ParallelConfig, degrees: dict[str, int]) -> dict[str, Any]:
@@ -177,12 +177,12 @@ def _rows(
         yield (*parallel.degrees.values(), *choice)
 
 
-def _rule(message: str) -> str:
+def _without_values(message: str) -> str:
     """Return a message with its values removed, so that violations of one rule are counted together."""
     rule = re.split(r"[;.:] |, because", message)[0]
     return re.sub(r"\s*\([^)]*\)|\s+-?\d+\b", "", rule).strip()
 
 
 def count_tokens(config: RunConfig) -> int:
-    """Return the tokens of a step."""
+    """Return the number of tokens of a train step."""
     return config.train.global_batch_size * config.train.sequence_length

@@ -87,7 +87,7 @@ def gathers_weights(layouts: Layouts) -> np.ndarray:
 
 
 def stored_parameters(shape: ModelShape, layouts: Layouts, *, zero_from: int) -> Floats:
-    """Return the parameters on each device between steps.
+    """Return the number of parameters that each device stores between steps.
 
     Args:
       shape: the model.
@@ -95,7 +95,7 @@ def stored_parameters(shape: ModelShape, layouts: Layouts, *, zero_from: int) ->
       zero_from: smallest ZeRO stage at which `data` splits them: 1 for weights and optimizer state, 2 for gradients.
     """
     replicas = np.where(layouts["zero"] >= zero_from, layouts["data"], 1)
-    shards = layouts["tensor"] * layouts["pipeline"] * divided(shape, weight_shards(layouts) * replicas)
+    shards = layouts["tensor"] * layouts["pipeline"] * usable_shards(shape, weight_shards(layouts) * replicas)
     uneven = layers_of_stage(shape, layouts) * layouts["pipeline"] / shape.layers
     dense = shape.layer_parameters * uneven + shape.tables
     return dense / shards + shape.all_experts * uneven / shards / layouts["expert"]
@@ -114,8 +114,8 @@ def _gradients(shape: ModelShape, layouts: Layouts) -> Floats:
     return one + np.where(several, 4 * local, 0) + tables
 
 
-def divided(shape: ModelShape, shards: Floats) -> Floats:
-    """Return `shards` where it divides one of the model's matrix widths, and 1 elsewhere."""
+def usable_shards(shape: ModelShape, shards: Floats) -> Floats:
+    """Return the number of shards of a matrix: `shards` where it divides one of the model's widths, 1 elsewhere."""
     widths = {shape.hidden, shape.feed_forward, shape.expert_width} - {0}
     return np.where(np.any([width % shards == 0 for width in widths], axis=0), shards, 1)
 
@@ -165,7 +165,7 @@ def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Float
 
 
 def row_tokens(layouts: Layouts, tokens: int) -> Floats:
-    """Return the tokens of one microbatch on each device."""
+    """Return the number of tokens of a microbatch on each device."""
     rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["context"]
     return tokens / (rows * layouts["microbatches"])
 

@@ -29,7 +29,7 @@ class ModelShape:
       attention_parameters: parameters of the attention's projections in one layer.
       dense_parameters: parameters of a dense feed-forward sublayer.
       expert_parameters: parameters of all routed experts of one layer.
-      always_parameters: parameters of router and shared experts of one layer.
+      router_and_shared_parameters: parameters of router and shared experts of one layer.
       active_expert_parameters: parameters of the routed experts that compute one token.
       down_parameters: parameters of the last matmul of a sublayer's MLP that compute one token.
       total: all parameters.
@@ -54,7 +54,7 @@ class ModelShape:
     attention_parameters: int
     dense_parameters: int
     expert_parameters: int
-    always_parameters: int
+    router_and_shared_parameters: int
     active_expert_parameters: int
     down_parameters: float
     total: int
@@ -72,12 +72,12 @@ class ModelShape:
 
     @property
     def all_experts(self) -> int:
-        """Parameters of the routed experts of all layers."""
+        """Number of parameters of the routed experts of all layers."""
         return self.mixtures * self.expert_parameters
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of all layers without the routed experts."""
+        """Number of parameters of all layers, without the routed experts."""
         return self.total - self.tables - self.all_experts
 
     @property
@@ -89,13 +89,13 @@ class ModelShape:
     @property
     def active_layer_parameters(self) -> float:
         """Mean over layers of the matrix parameters that are active for one token."""
-        mixture = self.active_expert_parameters + self.always_parameters
+        mixture = self.active_expert_parameters + self.router_and_shared_parameters
         feed_forward = self.dense_layers * self.dense_parameters + self.mixtures * mixture
         return self.attention_parameters + feed_forward / self.layers
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """Return the sizes of a model whose vocabulary is set."""
+    """Return the sizes of a model, whose `vocab_size` must be set."""
     assert model.vocab_size is not None
     d, inner = model.hidden_size, 3 if model.mlp == "gated" else 2
     query, key = (count * model.width_per_head for count in (model.num_heads, model.kv_heads))
@@ -124,7 +124,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
         attention_parameters=d * (query + 2 * key) + query * d,
         dense_parameters=dense * inner,
         expert_parameters=moe.num_experts * expert if moe else 0,
-        always_parameters=d * moe.num_experts + shared * d * inner if moe else 0,
+        router_and_shared_parameters=d * moe.num_experts + shared * d * inner if moe else 0,
         active_expert_parameters=moe.num_experts_per_tok * expert if moe else 0,
         down_parameters=((model.num_layers - mixtures) * dense + mixtures * active) / model.num_layers,
         total=count.total,

@@ -1,4 +1,4 @@
-"""Compile the real train step for GPUs that are not present, to determine its memory and kernels."""
+"""Rehearsal of a run (`plan --rehearse`): its train step, compiled for GPUs that need not be present."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.errors import ConfigError
 from jaxstack.observe.what_ran import predicted_memory
 from jaxstack.parallel import make_mesh
-from jaxstack.plan.absent_gpus import absent_gpus, can_compile, device_memory
+from jaxstack.plan.gpu_topology import can_compile, device_memory, gpu_topology
 from jaxstack.plan.resolve import resolve_plan
 from jaxstack.run.build import make_trainer
 from jaxstack.run_config import RunConfig
@@ -20,7 +20,7 @@ from pallas_kernels import lowering_platform
 
 
 class Rehearsal(TypedDict):
-    """Memory of a compiled train step on each device, as plain JSON.
+    """Memory per device, kernels and compile time of a train step that was compiled but not run, as plain JSON.
 
     Attributes:
       kind: kind of GPU.
@@ -61,7 +61,7 @@ def rehearse(config: RunConfig, devices: int | None = None, kind: str = "h200") 
     if not can_compile():
         raise ConfigError("--rehearse compiles for GPUs and needs JAX's CUDA plugin: pip install 'jaxstack[cuda]'.")
     config, _ = resolve_plan(config, devices)
-    mesh = make_mesh(config.parallel, absent_gpus(math.prod(config.parallel.degrees.values()), kind).devices)
+    mesh = make_mesh(config.parallel, gpu_topology(math.prod(config.parallel.degrees.values()), kind).devices)
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
     rows = config.train.global_batch_size
     names = ("tokens", "labels", *(("segment_ids", "positions") if config.data.packing else ()))

@@ -111,11 +111,11 @@ def _nothing_fits(model: LayoutModel, layouts: Layouts, memory: dict[str, Floats
     return (
         f"no layout of this model fits {model.cluster.title}: the smallest ({smallest}) needs "
         f"{byte_size(sizes[row])} on each GPU ({shown}), and {byte_size(model.usable_bytes)} are usable. "
-        f"{_way_out(model)}"
+        f"{_suggest_cluster(model)}"
     )
 
 
-def _way_out(model: LayoutModel) -> str:
+def _suggest_cluster(model: LayoutModel) -> str:
     """Return a sentence that suggests the smallest cluster of these GPUs that would fit, or a smaller model."""
     cluster, config = model.cluster, model.config
     for factor in _MORE_HOSTS:

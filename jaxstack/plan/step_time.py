@@ -20,7 +20,7 @@ import dataclasses
 import numpy as np
 
 from jaxstack.plan.cluster import Cluster
-from jaxstack.plan.communication import CollectiveModel, Group, group_of, joined
+from jaxstack.plan.communication import CollectiveModel, Group, combined_group, group_of
 from jaxstack.plan.efficiency import Efficiency
 from jaxstack.plan.layouts import Floats, Layouts
 from jaxstack.plan.memory import (
@@ -80,7 +80,7 @@ class StepModel:
         head = self._head_seconds(layouts)
         matmul, attention = count * (layer["matmul"] + head["matmul"]), count * layer["attention"]
         elementwise = count * (layer["elementwise"] + head["elementwise"])
-        each = self._exposed_each(layouts, layer["matmul"] + layer["attention"] + layer["elementwise"])
+        each = self._exposed_per_microbatch(layouts, layer["matmul"] + layer["attention"] + layer["elementwise"])
         work = matmul + attention + elementwise + count * each
         once = self._update_seconds(layouts)
         bubble = work * bubble_of_work(layouts) + self._ticks(layouts) * self.efficiency.tick_seconds
@@ -89,7 +89,7 @@ class StepModel:
             "matmul": matmul,
             "attention": attention,
             "elementwise": elementwise + once,
-            "exposed_communication": count * each + self._exposed_once(layouts, backward),
+            "exposed_communication": count * each + self._exposed_per_step(layouts, backward),
             "bubble": bubble,
         }
 
@@ -185,7 +185,7 @@ class StepModel:
             stride = stride * layouts[axis]
         return found
 
-    def _exposed_each(self, layouts: Layouts, compute: Floats) -> Floats:
+    def _exposed_per_microbatch(self, layouts: Layouts, compute: Floats) -> Floats:
         """Return the seconds of exposed communication per microbatch."""
         layers = layers_of_stage(self.shape, layouts)
         groups = self._groups(layouts)
@@ -203,7 +203,7 @@ class StepModel:
 
     def _weight_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:
         """Return the seconds to gather one layer twice and to reduce-scatter its gradient, in each microbatch."""
-        shape, model, group = self.shape, self._collectives, joined(groups["fsdp"], groups["context"])
+        shape, model, group = self.shape, self._collectives, combined_group(groups["fsdp"], groups["context"])
         size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
         byte = np.where(layouts["fp8"] > 0, 1, 2)
         # Copy engines send gradients as they were computed.
@@ -216,14 +216,14 @@ class StepModel:
         scattered = model.reduce_scatter(self.reduce_bytes * local, groups["data"])
         return gathered + np.where(layouts["zero"] == 2, scattered, 0)
 
-    def _exposed_once(self, layouts: Layouts, backward: Floats) -> Floats:
+    def _exposed_per_step(self, layouts: Layouts, backward: Floats) -> Floats:
         """Return the seconds of exposed communication that occurs once per step.
 
         `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
         """
         shape, model, groups = self.shape, self._collectives, self._groups(layouts)
         tensor, experts = layouts["tensor"], layouts["expert"]
-        weights = joined(groups["fsdp"], groups["context"])
+        weights = combined_group(groups["fsdp"], groups["context"])
         per_stage = layers_of_stage(shape, layouts) / shape.layers
         local = (shape.layer_parameters + shape.all_experts / experts) * per_stage / tensor / weights.size
         summed = model.all_reduce(self.reduce_bytes * local, groups["data"])
@@ -240,9 +240,11 @@ class StepModel:
     def _table_seconds(self, layouts: Layouts, groups: dict[str, Group], weights: Group) -> Floats:
         """Return the seconds to gather embedding and head once and to sum their gradients."""
         model, size = self._collectives, self.shape.tables / layouts["tensor"]
-        across = joined(weights, groups["pipeline"])
+        across = combined_group(weights, groups["pipeline"])
         seconds = model.all_gather(2 * size, across) + model.reduce_scatter(self.reduce_bytes * size, across)
-        summed = model.all_reduce(self.reduce_bytes * size / across.size, joined(groups["data"], groups["expert"]))
+        summed = model.all_reduce(
+            self.reduce_bytes * size / across.size, combined_group(groups["data"], groups["expert"])
+        )
         return seconds + summed
 
     def _tensor_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:

@@ -50,7 +50,7 @@ def draw_search(
 def draw_forecasts(
     forecasts: Sequence[Forecast], *, tokens: float | None = None, verified: Sequence[Rehearsal] = ()
 ) -> list[str]:
-    """Return the lines of the table of layouts, one layout a line."""
+    """Return a table of layouts as lines of text, one line per layout."""
     rows = [dict(_cells(index + 1, forecast, tokens)) for index, forecast in enumerate(forecasts)]
     for row, rehearsal in zip(rows, verified, strict=False):
         row["compiled"] = byte_size(rehearsal["predicted_bytes"]) + ("" if rehearsal["fits"] else " (does not fit)")

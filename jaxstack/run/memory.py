@@ -11,7 +11,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.count import count_parameters
 from jaxstack.models.preset import preset_config, preset_names
 from jaxstack.observe.units import byte_size
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import Optimizer, RunInfo
 from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 
@@ -113,7 +113,7 @@ def _refuse_state(weights: int, optimizer: int, whole: int, available: int) -> N
 def _state_bytes_per_weight(optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's state for each element of a large matrix, rounded down."""
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    state = jax.eval_shape(optimizer.core(RunFacts()).init, {"kernel": matrix})
+    state = jax.eval_shape(optimizer.core(RunInfo()).init, {"kernel": matrix})
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // matrix.size
 
 

@@ -63,8 +63,8 @@ def _serve(args: argparse.Namespace) -> None:
         from jaxstack.serve.replicas import open_engine
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'jaxstack[serve]'.") from None
-    place = bind(args.host, args.port)
-    with contextlib.closing(place):
+    bound = bind(args.host, args.port)
+    with contextlib.closing(bound):
         from jaxstack.run.load import load
 
         run = load(args.run, others, step=args.step, report=_report)
@@ -73,7 +73,7 @@ def _serve(args: argparse.Namespace) -> None:
         with open_engine(
             run.decoder, config.engine, vocab_size=tokenizer.vocab_size, stop_tokens=run.stop_tokens
         ) as engine:
-            serve(engine, tokenizer, name, config.server, place, api_key=key, report=_report)
+            serve(engine, tokenizer, name, config.server, bound, api_key=key, report=_report)
 
 
 def _report(line: str) -> None:

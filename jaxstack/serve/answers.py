@@ -34,8 +34,8 @@ class Answers:
 
     Args:
       answers: one for each choice.
-      metrics: told about each token.
-      timeout: seconds until unfinished answers are ended.
+      metrics: records when tokens were generated.
+      timeout: seconds after which `stream` gives up.
     """
 
     def __init__(self, answers: Sequence[TextAnswer], metrics: Metrics, timeout: float):
@@ -46,11 +46,11 @@ class Answers:
         for answer in answers:
             answer.handle.listen(self._notify)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
-        """Yield (index of the choice, new text, reason of its end or None) as they come.
+    async def stream(self) -> AsyncIterator[tuple[int, str, str | None]]:
+        """Yield (index of the choice, new text, finish reason or None) as the engine generates text.
 
         Raises:
-          Refused: the time is over, or the engine failed.
+          Refused: the request took longer than `timeout`, or the engine failed.
         """
         left = set(range(len(self.answers)))
         while left:
@@ -114,8 +114,8 @@ class EventStream(StreamingResponse):
 
 
 async def collect(answers: Answers, texts: list[str]) -> None:
-    """Append the pieces of all answers to `texts`."""
-    async for index, text, _ in answers.pieces():
+    """Append the text of each answer to its entry of `texts` until all have ended."""
+    async for index, text, _ in answers.stream():
         texts[index] += text
 
 
@@ -129,7 +129,7 @@ async def events(
         if text:
             yield _event(envelope.piece(index, text, None))
     try:
-        async for index, text, reason in answers.pieces():
+        async for index, text, reason in answers.stream():
             yield _event(envelope.piece(index, text, reason))
     except Refused as error:
         yield _event(error_body(str(error), error.status, error.code))

@@ -6,47 +6,50 @@ from jaxstack.config.base import Component
 
 
 class EngineConfig(Component):
-    """Sizes of the engine: the number of concurrent requests and the memory of the KV cache."""
+    """Limits of the engine: concurrent requests, tokens per request and step, and memory of the KV cache."""
 
     slots: int = Field(default=16, ge=1)
-    """Requests that are decoded together; more of them wait."""
+    """Largest number of requests that are decoded at a time; further ones wait in the queue (`queue`)."""
     context: int | None = Field(default=None, ge=2)
-    """Token limit of a request, prompt and answer together; null: the model's max_position_embeddings, or 4096 if it
-    has none, and at most what the pages hold."""
+    """Largest number of tokens of a request, prompt and answer together; null: the model's max_position_embeddings
+    (4096 if it has none), or as many as fit into the KV cache if that is fewer."""
     page_size: int = Field(default=16, ge=1)
-    """Tokens per page of the cache of keys and values."""
+    """Tokens per page of the KV cache."""
     pages: int | None = Field(default=None, ge=1)
-    """Pages of the cache; null: enough for `slots` requests of `context` tokens, within `memory_fraction`."""
+    """Number of pages of the KV cache; null: enough for `slots` requests of `context` tokens, as far as
+    `memory_fraction` allows."""
     memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """Share of the devices' memory that weights and cache may take together, if `pages` is null."""
+    """Fraction of the devices' memory for weights and KV cache together, where `pages` is null."""
     chunk: int = Field(default=512, ge=16)
-    """Prompt tokens that one step computes beside the decoded tokens: more of them start answers sooner, fewer keep the
-    time between tokens of running answers even."""
+    """Largest number of prompt tokens that a step computes beside the decoded ones. A larger chunk starts answers
+    sooner; a smaller one delays the running answers less."""
     prefix_cache: bool = True
-    """Keep the keys and values of computed prefixes for later requests that begin alike."""
+    """Keep the keys and values of finished requests, as long as there is room, for later ones that begin with the same
+    tokens."""
     queue: int = Field(default=256, ge=0)
-    """Requests that may wait for a slot; further ones are refused."""
+    """Largest number of requests that wait for a slot; further ones are refused (HTTP status 429)."""
     steps_ahead: int = Field(default=2, ge=0)
-    """Steps that are dispatched before the tokens of the first of them are read."""
+    """Number of steps that are queued on the device before the host reads the tokens of the oldest one."""
     draft_tokens: int = Field(default=0, ge=0, le=15)
-    """Tokens that are guessed per step from earlier occurrences of the newest ones (n-gram speculation); 0: none."""
+    """Number of next tokens that each step guesses from earlier text and verifies (n-gram speculation); 0: none."""
 
 
 class ServerConfig(Component):
     """Limits of the HTTP server."""
 
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    """Size limit of a request's body."""
+    """Largest size of a request's body in bytes."""
     max_tokens: int = Field(default=4096, ge=1)
-    """Largest `max_tokens` of a request; answers without one get as many as fit, up to this."""
+    """Largest `max_tokens` that a request may ask for, and the limit of chat answers that name none."""
     timeout: float = Field(default=600.0, gt=0)
-    """Seconds after which an unfinished request is ended."""
+    """Seconds after which an unfinished request is cancelled with HTTP status 504."""
     drain: float = Field(default=30.0, ge=0)
-    """Seconds that running requests have to finish after SIGTERM."""
+    """Seconds after SIGTERM or Ctrl-C in which running requests may finish; then they are cancelled."""
     chat_template: str = "auto"
-    """Template of chats. auto: the tokenizer's own; chatml, llama3, gemma; a file with a Jinja template."""
+    """Chat template. auto: the tokenizer's own; chatml, llama3 or gemma: a built-in one; otherwise a file with a Jinja
+    template."""
     document_start: bool = True
-    """Begin prompts of /v1/completions with the tokenizer's document-start id, as in training."""
+    """Put the tokenizer's document-start id before each prompt of /v1/completions, as in training."""
 
 
 class ServeConfig(Component):

@@ -35,7 +35,7 @@ class EngineClosed(JaxstackError):
 
 
 class Engine:
-    """Generates tokens for many requests at once. Use it as a context manager, or call `close`.
+    """Generates the answers of many requests together. Use it as a context manager, or call `close`.
 
     Args:
       model: the model on its mesh, such as `jaxstack.run.load.load(directory).decoder`.
@@ -158,7 +158,7 @@ class Engine:
 
     @property
     def most_requests(self) -> int:
-        """Largest number of requests at a time."""
+        """Largest number of requests that run or wait at a time."""
         return self.config.queue + self.config.slots
 
     @property
@@ -192,7 +192,7 @@ class Engine:
         return busy
 
     def warm_up(self) -> None:
-        """Compile all programs."""
+        """Compile all programs now, so that no request waits for a compilation."""
         programs, slots, width = self.programs, self.config.slots, self._width
         totals: set[int] = set()
         for count in row_counts(slots):
@@ -332,7 +332,7 @@ class Engine:
                 found = accept(row.drafts, tokens[place * width - row.count : place * width])
                 self.stats.draft_tokens += len(row.drafts)
                 self.stats.accepted_tokens += len(found) - 1
-                row.settle(len(found))
+                row.set_accepted(len(found))
                 self._receive(row.sequence, found)
         first = len(tokens) - (0 if plan.shape is None else plan.shape.rows)
         for place, row in enumerate(plan.chunks, first):

@@ -38,7 +38,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 
 class Server:
-    """HTTP application that serves one engine.
+    """The HTTP application (`app`, ASGI) in front of an engine.
 
     Args:
       engine: generates tokens.
@@ -71,18 +71,20 @@ class Server:
                 Route("/", self._page),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
-                Route("/v1/models", self._guarded(self._models)),
-                Route("/v1/models/{name:path}", self._guarded(self._model)),
-                Route("/v1/completions", self._guarded(self._complete), methods=["POST"]),
-                Route("/v1/chat/completions", self._guarded(self._converse), methods=["POST"]),
+                Route("/v1/models", self._require_key(self._models)),
+                Route("/v1/models/{name:path}", self._require_key(self._model)),
+                Route("/v1/completions", self._require_key(self._complete), methods=["POST"]),
+                Route("/v1/chat/completions", self._require_key(self._complete_chat), methods=["POST"]),
             ],
             exception_handlers={Refused: _refusal, HTTPException: _http_error, Exception: _failure},
         )
 
-    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler so that it requires the API key."""
+    def _require_key(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap a route's handler so that it first checks the request's API key."""
 
-        async def guarded(request: Request) -> Response:
+        async def authorized(request: Request) -> Response:
             kind, _, key = request.headers.get("authorization", "").partition(" ")
             wanted = self._api_key
             if wanted is not None and not (
@@ -91,7 +93,7 @@ class Server:
                 raise Refused(401, "send the server's API key as `Authorization: Bearer KEY`.", "invalid_api_key")
             return await handler(request)
 
-        return guarded
+        return authorized
 
     async def _page(self, request: Request) -> Response:
         settings = {"model": self.name, "chat": self._chat is not None, "key": self._api_key is not None}
@@ -132,7 +134,7 @@ class Server:
         answers = await self._submit(body, prompts, limit, body.stops, frozenset())
         return await self._answer(request, body, answers, Envelope(self.name, chat=False), before)
 
-    async def _converse(self, request: Request) -> Response:
+    async def _complete_chat(self, request: Request) -> Response:
         body, chat = await self._parse(request, ChatRequest), self._chat
         if chat is None:
             raise Refused(
@@ -157,10 +159,10 @@ class Server:
         return [*opening, *self.tokenizer.encode(prompt).tolist()]
 
     async def _parse(self, request: Request, kind: type[R]) -> R:
-        """Return the body of a request.
+        """Read and validate the JSON body of a request.
 
         Raises:
-          Refused: it is too large, no JSON, or no such request.
+          Refused: the body is too large, is not JSON, or does not describe a request of this kind.
         """
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "send JSON, with the header Content-Type: application/json.")
@@ -179,7 +181,7 @@ class Server:
             raise Refused(400, f"the body is not valid JSON: {error}.") from None
         if not isinstance(tree, dict):
             raise Refused(400, f"the body must be a JSON object; found {type(tree).__name__}.")
-        body = _checked(lambda: build_component(kind, tree, "the request"))
+        body = _refuse_on_error(lambda: build_component(kind, tree, "the request"))
         self._check_model(body.model)
         return body
 
@@ -191,17 +193,17 @@ class Server:
         stop: Sequence[str],
         stop_tokens: frozenset[int],
     ) -> Answers:
-        """Give all answers of a request to the engine.
+        """Submit every prompt and sample of a request to the engine.
 
         Raises:
-          Refused: the engine cannot take them.
+          Refused: a limit is exceeded, or the engine does not accept them.
         """
         if max_tokens > self.config.max_tokens:
             raise Refused(400, f"max_tokens must be at most {self.config.max_tokens}; found {max_tokens}.")
         count, most = (body.n or 1) * len(prompts), self.engine.most_requests
         if not 1 <= count <= most:
             raise Refused(400, f"a request must ask for 1 to {most} answers; found {count}.")
-        grammar = _checked(lambda: body.grammar)
+        grammar = _refuse_on_error(lambda: body.grammar)
         ends = frozenset() if body.ignore_eos else self.engine.stop_tokens | stop_tokens
         stops = ends | frozenset(body.stop_token_ids or ())
         handles: list[Handle] = []
@@ -229,7 +231,7 @@ class Server:
     async def _answer(
         self, request: Request, body: GenerationRequest, answers: Answers, envelope: Envelope, before: Sequence[str]
     ) -> Response:
-        """Return the response with the answers; `before` has the text that each prompt's answers begin with."""
+        """Return the HTTP response; `before` is the text that each prompt's answers begin with."""
         opening = [before[index // (body.n or 1)] for index in range(len(answers.answers))]
         if body.stream:
             options = body.stream_options
@@ -257,8 +259,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 T = TypeVar("T")
 
 
-def _checked(make: Callable[[], T]) -> T:
-    """Return `make()`; convert its ConfigError or ValueError to an HTTP 400 response."""
+def _refuse_on_error(make: Callable[[], T]) -> T:
+    """Return `make()`; raise `Refused` with status 400 in place of a ConfigError or ValueError."""
     try:
         return make()
     except (ConfigError, ValueError) as error:

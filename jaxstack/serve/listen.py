@@ -25,12 +25,12 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--port must be from 0 to 65535; found {port}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        place = socket.socket(family, kind, protocol)
-        place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(address)
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port.") from None
-    return place
+    return bound
 
 
 def serve(
@@ -38,7 +38,7 @@ def serve(
     tokenizer: Tokenizer,
     name: str,
     config: ServerConfig,
-    place: socket.socket,
+    bound: socket.socket,
     *,
     api_key: str | None = None,
     report: Callable[[str], None] = print,
@@ -47,7 +47,7 @@ def serve(
 
     Args:
       engine, tokenizer, name, config, api_key: as of `jaxstack.serve.http.Server`.
-      place: from `bind`.
+      bound: the socket, from `bind`.
       report: called with a line of text when the server is ready and when it ends.
     """
     server = Server(engine, tokenizer, name, config, api_key=api_key)
@@ -55,12 +55,12 @@ def serve(
         server.app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=round(config.drain)
     )
 
-    class Announced(uvicorn.Server):
+    class ReportingServer(uvicorn.Server):
         """A uvicorn server that reports when it is ready and when it shuts down."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            host, port = place.getsockname()[:2]
+            host, port = bound.getsockname()[:2]
             report(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port} (Ctrl-C ends)")
 
         def handle_exit(self, sig: int, frame: object) -> None:
@@ -74,4 +74,4 @@ def serve(
         signal.signal(stop, lambda *_: None)
     # By default Python switches threads every 5 ms, so a busy thread would delay the engine by several steps.
     sys.setswitchinterval(0.0005)
-    Announced(settings).run(sockets=[place])
+    ReportingServer(settings).run(sockets=[bound])

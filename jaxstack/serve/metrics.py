@@ -14,7 +14,7 @@ _DURATION = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0
 
 
 class Metrics:
-    """The metrics of one engine.
+    """Prometheus metrics of an engine and of its requests.
 
     Args:
       engine: read at each scrape.

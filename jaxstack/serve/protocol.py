@@ -153,7 +153,7 @@ class GenerationRequest(Component):
 
     @property
     def sampling(self) -> Sampling:
-        """Temperature and limits."""
+        """Temperature, top_k, top_p and min_p of the request."""
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
         return Sampling(temperature, self.top_k if self.top_k and self.top_k > 0 else None, top_p, self.min_p or None)
@@ -195,13 +195,13 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Each prompt."""
+        """The prompts, each a text or a list of token ids."""
         prompt: Any = self.prompt
         return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
 class TextPart(Component):
-    """A part of a message."""
+    """A part of a message whose content is a list of parts."""
 
     type: Literal["text"]
     """Only texts are supported."""
@@ -254,14 +254,14 @@ class Envelope:
         }
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Return the event that opens a choice; None if the route has none."""
+        """Return the stream event that opens a choice; None for completions, which have no such event."""
         if not self._chat:
             return None
         choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def piece(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
-        """Return the event with a piece of a choice."""
+        """Return the stream event with new text of a choice."""
         if not self._chat:
             return {**self._head("text_completion"), "choices": [self._choice(index, text, reason)]}
         choice = {"index": index, "delta": {"content": text} if text else {}, "finish_reason": reason}

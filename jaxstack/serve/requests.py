@@ -126,7 +126,7 @@ class Handle:
         listener()
 
     def push(self, tokens: list[int], reason: FinishReason | None = None, error: str | None = None) -> None:
-        """Add tokens, and end the answer if there is a reason. For the engine."""
+        """Add generated tokens, and end the answer if there is a finish reason. Only the engine calls it."""
         with self._changed:
             if self.finish_reason is not None:
                 return

@@ -52,10 +52,10 @@ def keep_likeliest_rows(
     sorting the vocabulary.
     """
     order = _ordered(logits)
-    least = _largest(lambda t: (order >= t[:, None]).sum(-1) >= jnp.minimum(top_k, logits.shape[-1]), len(logits))
+    least = _bisect(lambda t: (order >= t[:, None]).sum(-1) >= jnp.minimum(top_k, logits.shape[-1]), len(logits))
     logits = jnp.where(order < least[:, None], -jnp.inf, logits)
     order, probabilities = _ordered(logits), jax.nn.softmax(logits, -1)
-    least = _largest(lambda t: jnp.where(order >= t[:, None], probabilities, 0).sum(-1) >= top_p, len(logits))
+    least = _bisect(lambda t: jnp.where(order >= t[:, None], probabilities, 0).sum(-1) >= top_p, len(logits))
     logits = jnp.where((order < least[:, None]) & (top_p < 1)[:, None], -jnp.inf, logits)
     return jnp.where(logits < logits.max(-1, keepdims=True) + jnp.log(min_p)[:, None], -jnp.inf, logits)
 
@@ -75,7 +75,7 @@ def _ordered(x: Float[Array, "R V"]) -> UInt32[Array, "R V"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _largest(holds: Callable[[UInt32[Array, " R"]], Bool[Array, " R"]], rows: int) -> UInt32[Array, " R"]:
+def _bisect(holds: Callable[[UInt32[Array, " R"]], Bool[Array, " R"]], rows: int) -> UInt32[Array, " R"]:
     """Return per row the largest integer for which the predicate `holds`, which must be monotone, by bisection."""
 
     def add_bit(step: jax.Array, found: jax.Array) -> jax.Array:

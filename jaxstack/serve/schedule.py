@@ -56,7 +56,7 @@ class Sequence:
       filled: tokens whose keys and values are in the pages after all dispatched steps.
       sampled: tokens of the answer that dispatched steps have sampled.
       pages, digests: its pages in order, and the digests of the full ones.
-      described: pages that `Programs.describe` has written down; -1 when the sequence has got a slot.
+      described_pages: number of its pages in the table of `Programs.describe`; -1: its settings are missing there too.
     """
 
     def __init__(self, handle: Handle, number: int):
@@ -66,7 +66,7 @@ class Sequence:
         self.pages: list[int] = []
         self.digests: list[bytes] = []
         self.slot: int | None = None
-        self.described = -1
+        self.described_pages = -1
         self.finished = False
         self._ngrams: NGrams | None = None
 
@@ -101,8 +101,8 @@ class Row:
     index: int | None
     drafts: tuple[int, ...] = ()
 
-    def settle(self, accepted: int) -> None:
-        """Set the sequence's progress to the `accepted` tokens of a step, which discards rejected drafts."""
+    def set_accepted(self, accepted: int) -> None:
+        """Set the sequence's progress to the first `accepted` tokens of this row; the other drafts were rejected."""
         if self.drafts and self.index is not None:
             self.sequence.filled, self.sequence.sampled = self.start + accepted, self.index + accepted
 
@@ -117,7 +117,7 @@ class StepPlan:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows."""
+        """All rows: those that decode, then those of prompt chunks."""
         return [*self.decoded, *self.chunks]
 
 
@@ -158,7 +158,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-            self._leave(sequence)
+            self._release_slot(sequence)
 
     def plan(self, in_flight: bool) -> StepPlan | None:
         """Plan the next step and allocate its pages; None if nothing can run until tokens are read.
@@ -183,8 +183,8 @@ class Scheduler:
         if self.preemptions == before:
             self._admit()
         pending = [sequence for sequence in self.running if sequence.filled < sequence.target]
-        chunks, shape = self._cut(pending)
-        return self._complete(decoded, chunks, shape) if decoded or chunks else None
+        chunks, shape = self._chunk_prompts(pending)
+        return self._make_plan(decoded, chunks, shape) if decoded or chunks else None
 
     def register_pages(self, sequence: Sequence) -> None:
         """Add the sequence's full pages to the prefix cache."""
@@ -229,12 +229,12 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
         self.running.remove(sequence)
-        self._leave(sequence)
+        self._release_slot(sequence)
         sequence.filled, sequence.target = 0, len(sequence.tokens)
         self.waiting.appendleft(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Release the pages and the slot of a running request."""
+    def _release_slot(self, sequence: Sequence) -> None:
+        """Free the slot and the pages of a request that no longer runs."""
         assert sequence.slot is not None
         self.register_pages(sequence)
         self.pool.release(sequence.pages)
@@ -259,12 +259,12 @@ class Scheduler:
             self.prefix_queries += len(sequence.tokens)
             self.prefix_hits += cached
             sequence.pages += pages
-            sequence.filled, sequence.slot, sequence.described = cached, self._free_slots.pop(), -1
+            sequence.filled, sequence.slot, sequence.described_pages = cached, self._free_slots.pop(), -1
             if sequence.handle.times.started is None:
                 sequence.handle.times.started, sequence.handle.cached_tokens = time.perf_counter(), cached
             self.running.append(sequence)
 
-    def _cut(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
+    def _chunk_prompts(self, pending: Rows[Sequence]) -> tuple[list[Row], ChunkShape | None]:
         """Split prompts into rows of the smallest chunk shape that holds all of them, or of the largest shape."""
         if not pending:
             return [], None
@@ -281,8 +281,8 @@ class Scheduler:
                 start += count
         return rows, shape
 
-    def _complete(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
-        """Return the plan, and advance its sequences to their state after the step."""
+    def _make_plan(self, decoded: list[Row], chunks: list[Row], shape: ChunkShape | None) -> StepPlan:
+        """Return the plan of these rows, and advance their sequences to the state after the step."""
         for row in (*decoded, *chunks):
             row.sequence.filled = row.start + row.count
             row.sequence.sampled += row.index is not None

@@ -78,7 +78,7 @@ class Programs:
     def describe(self, rows: Sequence[Row], count: int) -> Int[np.ndarray, "R columns"]:
         """Return the int32 array that describes the rows of a step, padded with empty rows to `count`."""
         for row in rows:
-            if row.sequence.described != len(row.sequence.pages):
+            if row.sequence.described_pages != len(row.sequence.pages):
                 self._describe_sequence(row.sequence)
         plan = np.zeros((count, self._described.shape[1]), np.int32)
         plan[:, Column.STORE] = self.slots
@@ -94,7 +94,7 @@ class Programs:
 
     def _describe_sequence(self, sequence: schedule.Sequence) -> None:
         """Write what is constant between steps: settings when a slot is assigned, then each new page number."""
-        line, known = self._described[sequence.slot], sequence.described
+        line, known = self._described[sequence.slot], sequence.described_pages
         if known < 0:
             request, known = sequence.handle.request, 0
             sampling, floats = request.sampling, line.view(np.float32)
@@ -105,7 +105,7 @@ class Programs:
             floats[Column.TEMPERATURE], floats[Column.MIN_P] = sampling.temperature, sampling.min_p or 0
             floats[Column.TOP_P] = 1 if sampling.top_p is None else sampling.top_p
         line[Column.PAGES + known : Column.PAGES + len(sequence.pages)] = sequence.pages[known:]
-        sequence.described = len(sequence.pages)
+        sequence.described_pages = len(sequence.pages)
 
     def run(
         self,
@@ -171,9 +171,9 @@ class Programs:
         self.compiled += 1  # runs only when the program is traced
         newest = last[rows[:, Column.SLOT], None] if drafted is None else drafted
         count = newest.size
-        parts = [_place(rows, newest, self.page_size, _slots_in(pages))]
+        parts = [_pack_rows(rows, newest, self.page_size, _slots_in(pages))]
         if chunks is not None and tokens is not None:
-            parts.append(_place(chunks, tokens, self.page_size, _slots_in(pages)))
+            parts.append(_pack_rows(chunks, tokens, self.page_size, _slots_in(pages)))
         ids, positions, write, groups = zip(*parts, strict=True)
         slots = PageSlots(jnp.concatenate(write), groups)
         with logical_axis_rules(self.model.rules):
@@ -247,10 +247,10 @@ def _slots_in(pages: Pages) -> int:
     return count * size
 
 
-def _place(
+def _pack_rows(
     rows: Int[Array, "R columns"], tokens: Int[Array, "R C"], page_size: int, total: int
 ) -> tuple[Int[Array, " all"], Int[Array, " all"], Int[Array, " all"], PageGroup]:
-    """Return ids, positions and slots in the pages of the tokens of equally wide rows, and the rows' page group."""
+    """Flatten rows of tokens: return ids, positions and page slots of all tokens, and the page group of the rows."""
     width, start, count = tokens.shape[1], rows[:, Column.START, None], rows[:, Column.COUNT, None]
     offset = jnp.arange(width, dtype=jnp.int32) - (width - count)
     positions = jnp.where(offset >= 0, start + offset, -1)

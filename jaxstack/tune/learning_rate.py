@@ -69,8 +69,8 @@ class ExponentialRise(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
-class RateFinding:
-    """Result of the learning-rate finder.
+class LearningRateResult:
+    """Losses and suggested rates of the learning-rate finder.
 
     Attributes:
       rates: learning rate of each step that was taken, float64 [steps].
@@ -96,7 +96,7 @@ class RateFinding:
 
 def find_learning_rate(
     config: RunConfig, rates: RateRange | None = None, *, report: Callable[[str], None] = print
-) -> RateFinding:
+) -> LearningRateResult:
     """Train a fresh model with an exponentially rising learning rate, and suggest a rate from the losses.
 
     The warm-up and the schedule of the configuration are not used, its optimizer, batch and data are; checkpoints and
@@ -114,7 +114,7 @@ def find_learning_rate(
     rates = rates or RateRange()
     trainer, config = _make_trainer(config, rates, report)
     report(f"{rates.steps} steps with learning rates from {rates.low:g} to {rates.high:g}")
-    finding = read_losses(rates.rates(), _losses(trainer, rates.steps))
+    finding = suggest_rates(rates.rates(), _losses(trainer, rates.steps))
     taken = len(finding.losses)
     if taken < rates.steps:
         report(f"stopped after step {taken}, at {finding.rates[-1]:.3g}: the loss is {_DIVERGED:g} times its minimum")
@@ -127,8 +127,8 @@ def find_learning_rate(
     return dataclasses.replace(finding, page=page)
 
 
-def read_losses(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> RateFinding:
-    """Return the suggested rates from the losses of a search, up to the step at which the loss diverges.
+def suggest_rates(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | np.ndarray) -> LearningRateResult:
+    """Suggest learning rates from the losses of a search; losses after it diverges are ignored.
 
     Args:
       rates: learning rate of each step, rising.
@@ -145,7 +145,7 @@ def read_losses(rates: Sequence[float] | np.ndarray, losses: Sequence[float] | n
         raise JaxstackError("the loss never falls in this range of learning rates; start from a smaller --low.")
     # The slope is taken where the loss still falls; over the logarithm of the rate, as the steps are.
     slopes = np.gradient(averages[: lowest + 1], np.log(found[: lowest + 1]))
-    return RateFinding(
+    return LearningRateResult(
         rates=found,
         losses=np.asarray(losses, np.float64)[:kept],
         averages=averages,
@@ -206,7 +206,7 @@ def _losses(trainer: Trainer, steps: int) -> list[float]:
     return losses
 
 
-def _render(config: RunConfig, finding: RateFinding) -> str:
+def _render(config: RunConfig, finding: LearningRateResult) -> str:
     """Return the page: the averaged loss over the learning rate, with the suggestions marked."""
     name = f"Learning rates of {config.run.name}"
     marked = {int(np.searchsorted(finding.rates, at)) for at in (finding.steepest, finding.suggestion)}

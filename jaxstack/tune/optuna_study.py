@@ -34,7 +34,7 @@ _WORST = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a trial ended.
+    """Result of a trial: the state in which it ended, and its value.
 
     Attributes:
       state: "complete", "pruned", "memory" (it does not fit), "configuration" (its values do not fit together) or

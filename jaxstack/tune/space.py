@@ -130,7 +130,7 @@ def read_space(space: Mapping[str, Any], config: str | Path, overrides: Sequence
         if len(key.split(".")) < 2:
             raise ConfigError(f"{where} must have the form section.key, such as optimizer.learning_rate.")
         dimensions[key] = _read_dimension(text, where)
-    checked = {key: _checked(key, dimensions, tree, f"{study}: space.{key}") for key in dimensions}
+    checked = {key: _validate_dimension(key, dimensions, tree, f"{study}: space.{key}") for key in dimensions}
     return SearchSpace(checked, tree, str(config))
 
 
@@ -165,7 +165,7 @@ def _number(text: Mapping[str, object], name: str, where: str) -> float:
     return value
 
 
-def _checked(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
+def _validate_dimension(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
     """Return the dimension with the type of its key; check that the configuration accepts its ends or choices.
 
     A value is accepted if it fits together with the configuration, or with a value of one of the other dimensions.

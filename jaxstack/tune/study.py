@@ -44,7 +44,7 @@ class StudyConfig(Component):
 
     @property
     def random_trials(self) -> int:
-        """`startup_trials` with its default."""
+        """Number of trials with random values, which come first: `startup_trials`, or its default."""
         return self.startup_trials or min(max(self.trials // 5, 5), 10)
 
     @field_validator("space")

@@ -59,12 +59,12 @@ def test_a_batch_that_cannot_be_halved_is_refused():
 def test_without_a_ramp_nothing_changes():
     sizes = BatchSizes(TrainConfig(steps=5, global_batch_size=8))
     assert not sizes.grows and sizes.rows_before(5) == 40 and sizes.smaller(0) == [] and sizes.describe() == "8"
-    assert int(sizes.clock(3)) == 3 and sizes.steps_left(2) == 3
+    assert int(sizes.schedule_position(3)) == 3 and sizes.steps_left(2) == 3
 
 
 def test_schedules_follow_tokens():
     sizes = BatchSizes(train_config())
-    clock = [float(sizes.clock(step)) for step in range(13)]
+    clock = [float(sizes.schedule_position(step)) for step in range(13)]
     np.testing.assert_allclose(clock, [12 * sizes.rows_before(step) / 56 for step in range(13)], rtol=1e-6)
 
 

@@ -43,7 +43,7 @@ def noise_scale(devices: int, steps: int = 300) -> dict[str, float]:
     for _ in range(steps):
         x = (mean + SIGMA * random.standard_normal((64, WIDTH), np.float32)).astype(np.float32)
         state, metrics = step(state, {"x": x})
-        found = scale.follow({name: float(value) for name, value in metrics.items()})
+        found = scale.update({name: float(value) for name, value in metrics.items()})
     return found
 
 

@@ -14,15 +14,15 @@ def step_values(signal: float, noise: float) -> dict[str, float]:
 
 def test_means_of_few_steps_are_plain():
     scale = NoiseScale()
-    scale.follow(step_values(1.0, 10.0))
-    assert scale.follow(step_values(3.0, 30.0)) == step_values(2.0, 20.0) | {"noise_scale": 10.0}
+    scale.update(step_values(1.0, 10.0))
+    assert scale.update(step_values(3.0, 30.0)) == step_values(2.0, 20.0) | {"noise_scale": 10.0}
 
 
 def test_means_of_many_steps_are_exponential():
     scale = NoiseScale()
     for _ in range(100):
-        scale.follow(step_values(1.0, 5.0))
-    assert scale.follow(step_values(2.0, 5.0))["gradient_signal"] == pytest.approx(0.99 * 1.0 + 0.01 * 2.0)
+        scale.update(step_values(1.0, 5.0))
+    assert scale.update(step_values(2.0, 5.0))["gradient_signal"] == pytest.approx(0.99 * 1.0 + 0.01 * 2.0)
 
 
 def test_a_resumed_run_goes_on():
@@ -30,18 +30,18 @@ def test_a_resumed_run_goes_on():
     random = np.random.default_rng(0)
     steps = [step_values(*random.normal([1.0, 10.0], 0.1)) for _ in range(150)]
     for values in steps[:120]:
-        logged = first.follow(values)
-        whole.follow(values)
+        logged = first.update(values)
+        whole.update(values)
     resumed = NoiseScale(120, logged)
     for values in steps[120:]:
-        assert resumed.follow(values) == pytest.approx(whole.follow(values))
+        assert resumed.update(values) == pytest.approx(whole.update(values))
 
 
 def test_steps_that_are_not_finite_and_negative_means_give_no_scale():
     scale = NoiseScale()
-    assert "noise_scale" not in scale.follow(step_values(-1.0, 10.0))
-    assert scale.follow(step_values(float("nan"), 1.0))["gradient_signal"] == -1.0
-    assert scale.follow({"loss": 2.0}) == {"loss": 2.0}
+    assert "noise_scale" not in scale.update(step_values(-1.0, 10.0))
+    assert scale.update(step_values(float("nan"), 1.0))["gradient_signal"] == -1.0
+    assert scale.update({"loss": 2.0}) == {"loss": 2.0}
 
 
 def test_layouts_that_cannot_be_measured():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxstack.plan.cluster import parse_cluster
-from jaxstack.plan.communication import CollectiveModel, Group, group_of, joined
+from jaxstack.plan.communication import CollectiveModel, Group, combined_group, group_of
 
 CLUSTER = parse_cluster("4 x 8 h200")
 MODEL = CollectiveModel(CLUSTER, 1.0, 1.0)
@@ -56,5 +56,5 @@ def test_groups_by_degree_and_stride():
     assert group_of(8, 2, 8).per_host == 4
     assert group_of(4, 8, 8).per_host == 1
     assert group_of(6, 1, 8).per_host == 2  # gcd: three hosts with two members each
-    both = joined(group_of(2, 1, 8), group_of(8, 2, 8))
+    both = combined_group(group_of(2, 1, 8), group_of(8, 2, 8))
     assert (both.size, both.per_host, both.hosts) == (16, 8, 2)

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxstack.plan.absent_gpus import can_compile
+from jaxstack.plan.gpu_topology import can_compile
 from jaxstack.plan.rehearsal import rehearse
 from jaxstack.run_config import load_config
 

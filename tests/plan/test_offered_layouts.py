@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxstack.plan.absent_gpus import can_compile
 from jaxstack.plan.cluster_search import SearchOptions, search_cluster
+from jaxstack.plan.gpu_topology import can_compile
 from jaxstack.plan.layouts import enumerate_layouts
 from jaxstack.run_config import load_config
 from tests.small_runs import make_trainer, run_steps, small_config

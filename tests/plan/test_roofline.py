@@ -10,7 +10,7 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.observe.report.page import write_report
 from jaxstack.observe.report.roofline import draw_roofline, render_roofline
 from jaxstack.plan.__main__ import main
-from jaxstack.plan.memory_wall import (
+from jaxstack.plan.inference_operators import (
     BERT_BASE,
     BERT_LARGE,
     BERT_LARGE_AS_PUBLISHED,

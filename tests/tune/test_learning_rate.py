@@ -11,7 +11,7 @@ from jaxstack.tune.learning_rate import (
     average,
     diverged_at,
     find_learning_rate,
-    read_losses,
+    suggest_rates,
 )
 
 RATES = RateRange(1e-6, 1.0, 121)
@@ -37,7 +37,7 @@ def test_the_search_ends_where_the_loss_is_four_times_its_minimum():
 def test_suggestions_of_a_known_curve():
     """A loss that falls as a sigmoid around 1e-3 and rises from 1e-1 on."""
     logs = np.log10(RATES.rates())
-    finding = read_losses(RATES.rates(), 4 - 3 / (1 + np.exp(-6 * (logs + 3))) + 400 * np.maximum(logs + 1, 0) ** 2)
+    finding = suggest_rates(RATES.rates(), 4 - 3 / (1 + np.exp(-6 * (logs + 3))) + 400 * np.maximum(logs + 1, 0) ** 2)
     lag = 1 / (1 - 0.98) / 20  # of the moving average, in decades: 20 steps each
     assert -3 <= np.log10(finding.steepest) <= -3 + lag
     assert finding.tenth_of_minimum == pytest.approx(finding.rates[np.argmin(finding.averages)] / 10)
@@ -48,7 +48,7 @@ def test_suggestions_of_a_known_curve():
 
 def test_refusals():
     with pytest.raises(JaxstackError, match="never falls"):
-        read_losses(RATES.rates(), np.linspace(1, 3, 121))
+        suggest_rates(RATES.rates(), np.linspace(1, 3, 121))
     for low, high, steps in ((0, 1, 100), (1, 1, 100), (1e-3, float("inf"), 100), (1e-3, 1, 5)):
         with pytest.raises(ConfigError):
             RateRange(low, high, steps)

@@ -15,7 +15,7 @@ from jaxstack.models.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One of our parameters, and the tensors of the checkpoint that it is made of.
+    """A parameter of jaxstack's model, and the Hugging Face tensors that it is made of.
 
     Attributes:
       path: keys of nested dicts, joined by `/`.

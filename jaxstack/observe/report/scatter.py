@@ -22,7 +22,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scatter:
-    """Points over an axis.
+    """A scatter plot: points over one horizontal axis.
 
     Attributes:
       title: title of the figure.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import Optimizer, RunInfo
 
 _SMALLEST_SCALE = 1e-3
 """Lower bound of a parameter's scale, so that a parameter that starts at 0 is updated."""
@@ -26,7 +26,7 @@ class Adafactor(Optimizer):
     """Multiply the update of each parameter by the parameter's root mean square."""
     min_dim_size_to_factor: int = Field(default=128, ge=1)
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         factored = optax.scale_by_factored_rms(
             decay_rate=self.decay_rate, min_dim_size_to_factor=self.min_dim_size_to_factor
         )

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import HasShape, Optimizer, RunFacts, is_matrix
+from jaxstack.optim.base import HasShape, Optimizer, RunInfo, is_matrix
 from jaxstack.tree_rules import map_by_path, match
 
 AVERAGED = (
@@ -45,7 +45,7 @@ class AdamMini(Optimizer):
     b2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         def init(params: PyTree) -> AdamMiniState:
             mu = jax.tree.map(jnp.zeros_like, params)
             return AdamMiniState(jnp.zeros((), jnp.int32), mu, map_by_path(_averaged, mu))

@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import ADAM_WIDTH_POWERS, Optimizer, RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, Optimizer, RunInfo
 
 
 class AdamW(Optimizer):
@@ -18,5 +18,5 @@ class AdamW(Optimizer):
     b2: float = Field(default=0.95, ge=0, lt=1)
     eps: float = Field(default=1e-8, gt=0)
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         return optax.scale_by_adam(self.b1, self.b2, self.eps)

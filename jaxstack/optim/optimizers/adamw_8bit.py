@@ -11,7 +11,7 @@ import optax
 from jaxtyping import Array, Float, PyTree, UInt8
 from pydantic import Field
 
-from jaxstack.optim.base import HasShape, RunFacts
+from jaxstack.optim.base import HasShape, RunInfo
 from jaxstack.optim.matrices import MatrixOptimizer
 
 BLOCK = 256
@@ -50,11 +50,14 @@ class AdamW8bit(MatrixOptimizer):
     min_size: int = Field(default=4096, ge=1)
     """Smallest number of values of a matrix that is quantized."""
 
-    def takes(self, path: str, leaf: HasShape) -> bool:
+    def updates_as_matrix(self, path: str, leaf: HasShape) -> bool:
         rule = self.rule(path)
-        return super().takes(path, leaf) and math.prod(leaf.shape[-rule.inputs - rule.outputs :]) >= self.min_size
+        return (
+            super().updates_as_matrix(path, leaf)
+            and math.prod(leaf.shape[-rule.inputs - rule.outputs :]) >= self.min_size
+        )
 
-    def matrix_core(self, run: RunFacts) -> optax.GradientTransformation:
+    def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
         def init(params: PyTree) -> AdamW8bitState:
             zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
             return AdamW8bitState(jnp.zeros((), jnp.int32), _pack(zeros, True), _pack(zeros, False))

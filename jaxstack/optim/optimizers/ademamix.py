@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class AdEMAMix(Optimizer):
@@ -29,7 +29,7 @@ class AdEMAMix(Optimizer):
     """Steps over which `alpha` and `b3` rise; 0: they are constant. Default: the length of the run."""
     eps: float = Field(default=1e-8, gt=0)
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         steps = run.total_steps if self.ramp_steps is None else self.ramp_steps
         if not steps:
             return optax.contrib.scale_by_ademamix(self.b1, self.b2, self.b3, self.alpha, self.eps)

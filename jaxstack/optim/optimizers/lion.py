@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import ADAM_WIDTH_POWERS, Optimizer, RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, Optimizer, RunInfo
 
 
 class Lion(Optimizer):
@@ -18,5 +18,5 @@ class Lion(Optimizer):
     b1: float = Field(default=0.9, ge=0, lt=1)
     b2: float = Field(default=0.99, ge=0, lt=1)
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         return optax.scale_by_lion(self.b1, self.b2)

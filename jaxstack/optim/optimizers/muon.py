@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunFacts
+from jaxstack.optim.base import ADAM_WIDTH_POWERS, RunInfo
 from jaxstack.optim.matrices import MatrixOptimizer
 from jaxstack.parallel.mesh import spread
 from jaxstack.tree_rules import map_by_path
@@ -42,7 +42,7 @@ class Muon(MatrixOptimizer):
     rms: float = Field(default=0.2, gt=0)
     """Root mean square of a matrix's update, before the learning rate."""
 
-    def matrix_core(self, run: RunFacts) -> optax.GradientTransformation:
+    def matrix_core(self, run: RunInfo) -> optax.GradientTransformation:
         return optax.chain(
             optax.trace(self.momentum, nesterov=True),
             optax.stateless(lambda updates, _: map_by_path(self._equalise, updates)),

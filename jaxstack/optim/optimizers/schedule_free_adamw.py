@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class ScheduleFreeState(NamedTuple):
@@ -44,10 +44,10 @@ class ScheduleFreeAdamW(Optimizer):
     weight_power: float = Field(default=2.0, ge=0)
     """A step has the weight (largest learning rate so far)^weight_power in the average."""
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         return optax.scale_by_rms(self.b2, self.eps, eps_in_sqrt=False, bias_correction=True)
 
-    def wrap(self, chain: optax.GradientTransformation, run: RunFacts) -> optax.GradientTransformation:
+    def wrap(self, chain: optax.GradientTransformation, run: RunInfo) -> optax.GradientTransformation:
         def init(params: PyTree) -> ScheduleFreeState:
             zero = jnp.zeros((), jnp.float32)
             z = jax.tree.map(jnp.copy, params)

@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class SGD(Optimizer):
@@ -17,5 +17,5 @@ class SGD(Optimizer):
     momentum: float = Field(default=0.9, ge=0, lt=1)
     nesterov: bool = False
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 from pydantic import Field
 
-from jaxstack.optim.base import Optimizer, RunFacts
+from jaxstack.optim.base import Optimizer, RunInfo
 
 
 class SophiaState(NamedTuple):
@@ -43,7 +43,7 @@ class Sophia(Optimizer):
     def curvature_interval(self) -> int:
         return self.curvature_every
 
-    def core(self, run: RunFacts) -> optax.GradientTransformation:
+    def core(self, run: RunInfo) -> optax.GradientTransformation:
         def init(params: PyTree) -> SophiaState:
             zeros = lambda: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
             return SophiaState(zeros(), zeros())

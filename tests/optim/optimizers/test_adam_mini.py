@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.optim.base import RunFacts
+from jaxstack.optim.base import RunInfo
 from jaxstack.optim.optimizers import AdamMini
 from jaxstack.optim.optimizers.adam_mini import AdamMiniState
 
@@ -24,7 +24,7 @@ SHAPES = {
 @pytest.mark.parametrize("path", SHAPES)
 def test_second_moments_are_means_over_heads_neurons_and_tokens(path):
     shape, wanted = SHAPES[path]
-    core = AdamMini(b1=0.0, b2=0.5).core(RunFacts())
+    core = AdamMini(b1=0.0, b2=0.5).core(RunInfo())
     gradient = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     updates, state = core.update({path: jnp.asarray(gradient)}, core.init({path: jnp.zeros(shape)}))
     assert isinstance(state, AdamMiniState) and state.nu[path].shape == wanted

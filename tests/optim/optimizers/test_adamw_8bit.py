@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxstack.optim.base import RunFacts
+from jaxstack.optim.base import RunInfo
 from jaxstack.optim.optimizers import AdamW8bit
 from jaxstack.optim.optimizers.adamw_8bit import dequantize, dynamic_code, quantize
 
@@ -51,15 +51,17 @@ def test_values_are_rounded_to_the_nearest_of_their_block(shape, scales):
 def test_small_matrices_embeddings_and_vectors_are_not_quantized():
     settings = AdamW8bit()
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)  # noqa: E731
-    assert settings.takes("layers/0/mlp/up_proj/kernel", shape(3, 64, 64))
-    assert not settings.takes("layers/0/mlp/up_proj/kernel", shape(3, 63, 64)), "4032 values a layer"
-    assert settings.takes("layers/0/attention/q_proj/kernel", shape(64, 2, 32))
-    assert not any(settings.takes(path, shape(512, 64)) for path in ("embedding/table", "head", "norm/scale"))
+    assert settings.updates_as_matrix("layers/0/mlp/up_proj/kernel", shape(3, 64, 64))
+    assert not settings.updates_as_matrix("layers/0/mlp/up_proj/kernel", shape(3, 63, 64)), "4032 values a layer"
+    assert settings.updates_as_matrix("layers/0/attention/q_proj/kernel", shape(64, 2, 32))
+    assert not any(
+        settings.updates_as_matrix(path, shape(512, 64)) for path in ("embedding/table", "head", "norm/scale")
+    )
 
 
 def test_steps_stay_close_to_those_in_float32_at_a_quarter_of_the_state():
     params = {"kernel": jnp.asarray(normal(64, 256))}
-    core, adam = AdamW8bit().core(RunFacts()), optax.scale_by_adam(0.9, 0.95)
+    core, adam = AdamW8bit().core(RunInfo()), optax.scale_by_adam(0.9, 0.95)
     state, other = core.init(params), adam.init(params)
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree) if x.ndim)  # noqa: E731
     assert size(state) == 2 * 64 * 256 + 2 * 64 * 4 and size(other) == 8 * 64 * 256

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxstack.optim.base import RunFacts
+from jaxstack.optim.base import RunInfo
 from jaxstack.optim.optimizers import AdEMAMix
 
 
@@ -30,7 +30,7 @@ def test_directions_are_those_of_the_paper(total, ramp):
     settings = AdEMAMix(b3=0.99, ramp_steps=ramp)
     random = np.random.default_rng(0)
     gradients = [random.normal(size=5) for _ in range(8)]
-    core = settings.core(RunFacts(total_steps=total))
+    core = settings.core(RunInfo(total_steps=total))
     state = core.init(jnp.zeros(5))
     for g, wanted in zip(gradients, algorithm(gradients, settings, 4), strict=True):
         found, state = core.update(jnp.asarray(g, jnp.float32), state)
@@ -38,7 +38,7 @@ def test_directions_are_those_of_the_paper(total, ramp):
 
 
 def test_without_the_slow_momentum_it_is_adam():
-    core, adam = AdEMAMix(alpha=0.0).core(RunFacts()), optax.scale_by_adam(0.9, 0.95)
+    core, adam = AdEMAMix(alpha=0.0).core(RunInfo()), optax.scale_by_adam(0.9, 0.95)
     g = jnp.array([1.0, -2.0, 0.5])
     ours, _ = core.update(g, core.init(g))
     theirs, _ = adam.update(g, adam.init(g))

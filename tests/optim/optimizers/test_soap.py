@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxstack.optim.base import RunFacts
-from jaxstack.optim.blocks import cut
+from jaxstack.optim.base import RunInfo
+from jaxstack.optim.blocks import choose_blocks
 from jaxstack.optim.optimizers import Shampoo, Soap
 from jaxstack.optim.optimizers.shampoo import inverse_fourth_root
 from jaxstack.optim.optimizers.soap import renew_basis
@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     ((2730, 8), 1, 1, 1024, (3, 910), (1, 8)),
 ])  # fmt: skip
 def test_blocks_are_equal_and_join_to_what_was_split(shape, inputs, outputs, limit, rows, columns):
-    blocks = cut(shape, inputs, outputs, limit)
+    blocks = choose_blocks(shape, inputs, outputs, limit)
     assert (blocks.rows, blocks.columns) == (rows, columns)
     x = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     parts = blocks.split(x)
@@ -37,12 +37,12 @@ def test_blocks_are_equal_and_join_to_what_was_split(shape, inputs, outputs, lim
 
 
 def test_blocks_of_a_large_matrix():
-    blocks = cut((4096, 14336), 1, 1, 1024)
+    blocks = choose_blocks((4096, 14336), 1, 1, 1024)
     assert (blocks.rows, blocks.columns, blocks.grid) == ((4, 1024), (14, 1024), (4, 14))
 
 
 def test_blocks_take_turns():
-    blocks = cut((3, 16, 16), 1, 1, 4)
+    blocks = choose_blocks((3, 16, 16), 1, 1, 4)
     flags = np.stack([blocks.due("layers/7/up_proj/kernel", jnp.asarray(t), 10) for t in range(20)])
     np.testing.assert_array_equal(flags.sum(0), 2)
     assert flags.sum((1, 2, 3)).max() <= 2 * 3, "16 blocks a layer over 10 steps"
@@ -80,10 +80,10 @@ def soap_in_numpy(gradients, settings: Soap, due) -> list[np.ndarray]:
 def test_soap_is_the_papers_algorithm():
     settings, path = Soap(refresh_every=3), "up_proj/kernel"
     gradients = [normal(8, 6, seed=t).astype(np.float64) for t in range(9)]
-    core = settings.core(RunFacts())
+    core = settings.core(RunInfo())
     params = {path: jnp.zeros((8, 6))}
     state = core.init(params)
-    due = [bool(cut((8, 6), 1, 1, 1024).due(path, jnp.asarray(t), 3).any()) for t in range(9)]
+    due = [bool(choose_blocks((8, 6), 1, 1, 1024).due(path, jnp.asarray(t), 3).any()) for t in range(9)]
     for g, wanted in zip(gradients, soap_in_numpy(gradients, settings, due), strict=True):
         found, state = core.update({path: jnp.asarray(g, jnp.float32)}, state, params)
         np.testing.assert_allclose(found[path], wanted, rtol=2e-3, atol=2e-3)
@@ -91,7 +91,7 @@ def test_soap_is_the_papers_algorithm():
 
 def test_soap_on_blocks_of_one_value_is_adam_after_the_first_step():
     """A basis of one vector is 1 or -1."""
-    core, adam = Soap(block_size=1).core(RunFacts()), optax.scale_by_adam(0.95, 0.95)
+    core, adam = Soap(block_size=1).core(RunInfo()), optax.scale_by_adam(0.95, 0.95)
     params = {"kernel": jnp.zeros((3, 4))}
     state, other = core.init(params), adam.init(params)
     found, state = core.update({"kernel": jnp.asarray(normal(3, 4))}, state, params)
@@ -116,7 +116,7 @@ def test_bases_converge_to_the_eigenvectors():
 def test_shampoo_equalises_singular_values_and_has_adams_norm():
     """L^(-1/4) G R^(-1/4) of one gradient is U V^T."""
     settings = Shampoo(root_eps=1e-12)
-    core, adam = settings.core(RunFacts()), optax.scale_by_adam(0.9, 0.95)
+    core, adam = settings.core(RunInfo()), optax.scale_by_adam(0.9, 0.95)
     g = {"up_proj/kernel": jnp.asarray(normal(8, 8))}
     found, _ = core.update(g, core.init(g), g)
     wanted, _ = adam.update(g, adam.init(g))

@@ -9,14 +9,14 @@ import pytest
 from jaxstack.errors import ConfigError
 from jaxstack.loss import LossSum, returns_sum, sampled_label_loss
 from jaxstack.models import ModelConfig, Transformer
-from jaxstack.optim.base import RunFacts
+from jaxstack.optim.base import RunInfo
 from jaxstack.optim.optimizers import Sophia
 from tests.small_runs import batch_at, make_trainer, run_steps, small_config
 
 
 def test_the_rule_is_that_of_the_paper():
     settings = Sophia(b1=0.9, b2=0.8, rho=0.1)
-    core = optax.with_extra_args_support(settings.core(RunFacts()))
+    core = optax.with_extra_args_support(settings.core(RunInfo()))
     random = np.random.default_rng(0)
     state = core.init(jnp.zeros(6))
     m = h = np.zeros(6)

@@ -1,4 +1,4 @@
-"""Operations and memory traffic of published encoders and decoders, in the convention of Kim et al. 2023.
+"""FLOPs and bytes of the operations of Transformer inference (encoding, decoding), counted as by Kim et al. 2023.
 
 "Full Stack Optimization of Transformer Inference" (arXiv:2302.14017) counts every operation of a forward pass and, for
 each of them, its inputs and outputs once, at one byte per value and without any fusion: the attention scores are

@@ -1,4 +1,4 @@
-"""Descriptions of GPUs that are not present, for ahead-of-time compilation."""
+"""Topologies of GPUs that need not be present, as targets of ahead-of-time compilation."""
 
 import functools
 import importlib.util
@@ -20,7 +20,7 @@ def can_compile() -> bool:
 
 
 @functools.cache
-def absent_gpus(devices: int, kind: str = "h200") -> topologies.TopologyDescription:
+def gpu_topology(devices: int, kind: str = "h200") -> topologies.TopologyDescription:
     """Return the topology of `devices` GPUs on hosts of at most eight.
 
     The result is cached per process, because devices of two topologies never compare equal.
