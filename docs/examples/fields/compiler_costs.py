@@ -2,11 +2,11 @@
 
 python docs/examples/fields/compiler_costs.py
 
-A compiler has to choose between rewrites of a program before it knows what they cost. Das and Mannarswamy 2023
-(arXiv:2302.11405) read the program as a text: MLIR's operations, operands and shapes become tokens, and a small network
-predicts what compiling it would tell. Here 2,000 random programs are lowered to StableHLO, XLA compiles each for the
-CPU, and its own analysis of the compiled program gives the bytes that all kernels read and write. That number cannot be
-read off the text: XLA fuses operations, and what is fused does not go through memory.
+A compiler has to choose between versions of a program before it knows what they cost. Das and Mannarswamy 2023
+(arXiv:2302.11405) read the program as text: the operations, operands and shapes in MLIR become tokens, and a small
+network predicts properties of the compiled code. Here 2,000 random programs are lowered to StableHLO, XLA compiles each
+for the CPU, and its own analysis of the compiled program counts the bytes that all kernels read and write. That number
+is not in the text: XLA fuses operations, and what stays inside a fused kernel does not go through memory.
 
 Compiling takes most of the time; its results are kept in the system's folder for temporary files.
 """
@@ -209,7 +209,7 @@ def main(steps: int = 1500, seed: int = 0, programs: int = 2000) -> dict[str, An
     ours, baseline = errors["model"], errors["linear regression on token counts"]
     shown = np.argsort(true)[:: max(1, len(true) // 60)]
     return {
-        "claim": "A network that reads a program's text as tokens predicts what compiling it would tell.",
+        "claim": "A network that reads a program's text as tokens predicts the cost of the compiled program.",
         "paper": "arXiv:2302.11405",
         "measure": "median relative error of bytes read and written; baseline: linear regression on token counts",
         "ours": ours,
