@@ -34,7 +34,8 @@ def number(value: float | None) -> str:
 
 def title(row: Row) -> str:
     """Return the name of an example in words."""
-    return str(row["work"]).replace("_", " ").capitalize()
+    words = str(row["work"]).replace("_", " ")
+    return words.upper() if words == "fpga" else words.capitalize()
 
 
 def table(rows: Iterable[Row]) -> str:

@@ -26,6 +26,7 @@ ALLOWED = {
         "ONNX Runtime has no wheel for every new Python; the graph's tests run where it and the extra export are."
     ),
     "no chromium installed": "A browser is no Python package; the pages' text is tested without it.",
+    "no iverilog installed": "A simulator is no Python package; the circuit is evaluated in Python too.",
     "no curl installed": "The quick start of docs/serving.md asks with curl; tests of the routes ask without it.",
     "mounting a tmpfs needs root": "The outer machine decides who runs the tests.",
     "--full|one process is tested in": "Faults at full length take an hour: `pytest tests/reliability --full`.",
