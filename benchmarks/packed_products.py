@@ -1,0 +1,142 @@
+"""Products with weights in few bits, beside bfloat16's, at the numbers of rows that decoding has.
+
+   python benchmarks/packed_products.py                       # on a GPU
+   python benchmarks/packed_products.py --models llama3-8b --rows 1 16
+   python benchmarks/packed_products.py --tiny                # tiny sizes; rows go to tiny/
+
+One program multiplies activations [rows, D] by the up and the down projection of `--pairs` layers in turn, each with
+weights of its own, so that they are read from memory and not from the cache of the GPU. The formats are measured in
+turns, `--turns` times `--seconds` each; a row has the median turn. Rows are appended to
+benchmarks/results/packed_products.jsonl:
+
+    milliseconds   of one program
+    speedup        time of bfloat16 over that of the format
+    bandwidth      bytes of the stored weights over the time, in GB/s
+    weight_share   bytes of the stored weights over those of bfloat16: 1 / `weight_share` bounds `speedup`
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.arguments import positive
+from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
+from jaxstack.distributed.xla_options import packed_weight_options
+from jaxstack.models import preset_config
+from pallas_kernels import PackedWeight, packed_matmul
+from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.packed import pack_integers
+
+FORMATS: Mapping[str, Grid | None] = {
+    "bf16": None,
+    "int8, a scale for each output": Grid(8),
+    "int4, groups of 128": Grid(4, 128),
+}
+COLUMNS = ("work", "variant", "rows", "milliseconds", "speedup", "bandwidth", "weight_share", "device")
+
+Row = dict[str, Any]
+Weight = jax.Array | PackedWeight
+
+
+def make_weights(grid: Grid | None, width: int, inner: int, pairs: int) -> list[Weight]:
+    """Return random weights [in, out], of alternating sizes (width, inner) and (inner, width)."""
+
+    def make(key: jax.Array, inputs: int, outputs: int) -> Weight:
+        w = jax.random.normal(key, (outputs, inputs)) / inputs**0.5
+        if grid is None:
+            return w.T.astype(jnp.bfloat16)
+        scales = grid.scales(w)
+        return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16))
+
+    made = jax.jit(make, static_argnums=(1, 2))
+    keys = jax.random.split(jax.random.key(0), 2 * pairs)
+    return [made(key, *((inner, width) if n % 2 else (width, inner))) for n, key in enumerate(keys)]
+
+
+def compile_chain(weights: Sequence[Weight], x: jax.Array) -> Callable[[], jax.Array]:
+    """Return a function that multiplies x by each weight in turn."""
+
+    def chain(x: jax.Array, weights: Sequence[Weight]) -> jax.Array:
+        for w in weights:
+            x = packed_matmul(x, w) if isinstance(w, PackedWeight) else x @ w
+        return x
+
+    options = packed_weight_options() if jax.default_backend() == "gpu" else None
+    compiled = jax.jit(chain, compiler_options=options).lower(x, weights).compile()
+    return lambda: compiled(x, weights)
+
+
+def time_turn(run: Callable[[], jax.Array], seconds: float) -> float:
+    """Return the seconds of one call, from calls that are enqueued together for about `seconds`."""
+    began = time.perf_counter()
+    jax.block_until_ready(run())
+    calls = max(3, int(seconds / max(time.perf_counter() - began, 1e-5)))
+    began = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - began) / calls
+
+
+def stored_bytes(weights: Sequence[Weight]) -> int:
+    return sum(w.stored_bytes if isinstance(w, PackedWeight) else w.nbytes for w in weights)
+
+
+def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Namespace) -> list[Row]:
+    """Return one row for each format."""
+    x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
+    chosen = {name: make_weights(grid, width, inner, arguments.pairs) for name, grid in FORMATS.items()}
+    runs = {name: compile_chain(weights, x) for name, weights in chosen.items()}
+    for run in runs.values():
+        jax.block_until_ready(run())
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(arguments.turns):
+        for name, run in runs.items():
+            times[name].append(time_turn(run, arguments.seconds))
+    found = []
+    for name, weights in chosen.items():
+        seconds, size = statistics.median(times[name]), stored_bytes(weights)
+        found.append({
+            "work": work, "variant": name, "rows": rows, "pairs": arguments.pairs, "milliseconds": 1e3 * seconds,
+            "speedup": statistics.median(times["bf16"]) / seconds, "bandwidth": size / seconds / 1e9,
+            "weight_share": size / stored_bytes(chosen["bf16"]), "device": jax.devices()[0].device_kind,
+        })  # fmt: skip
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["llama3-1b", "llama3-8b"], metavar="PRESET")
+    parser.add_argument("--rows", nargs="+", type=positive, default=[1, 4, 16], metavar="N")
+    parser.add_argument("--pairs", type=positive, default=8, metavar="N", help="layers (default: %(default)s)")
+    parser.add_argument("--turns", type=positive, default=5, metavar="N", help="of each format (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
+    arguments = parser.parse_args()
+    script = SCRATCH + "packed_products" if arguments.tiny else "packed_products"
+    require_commit(script)
+    if arguments.tiny:
+        sizes, arguments.pairs, arguments.turns, arguments.seconds = {"tiny": (256, 512)}, 1, 1, 0.01
+    else:
+        configs = {name: preset_config(name) for name in arguments.models}
+        sizes = {name: (config.hidden_size, config.intermediate_size) for name, config in configs.items()}
+    for rows in arguments.rows:
+        for name, (width, inner) in sizes.items():
+            found = measure(f"MLP projections of {name}", width, inner, rows, arguments)
+            append_rows(script, found)
+            print_table(found, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()
