@@ -118,9 +118,11 @@ def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Na
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["llama3-1b", "llama3-8b"], metavar="PRESET")
-    parser.add_argument("--rows", nargs="+", type=positive, default=[1, 4, 16], metavar="N")
-    parser.add_argument("--pairs", type=positive, default=8, metavar="N", help="layers (default: %(default)s)")
-    parser.add_argument("--turns", type=positive, default=5, metavar="N", help="of each format (default: %(default)s)")
+    parser.add_argument("--rows", nargs="+", type=positive(int), default=[1, 4, 16], metavar="N")
+    parser.add_argument("--pairs", type=positive(int), default=8, metavar="N", help="layers (default: %(default)s)")
+    parser.add_argument(
+        "--turns", type=positive(int), default=5, metavar="N", help="of each format (default: %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn (default: %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     arguments = parser.parse_args()

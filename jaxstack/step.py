@@ -7,7 +7,7 @@ which `jaxstack.gradients` computes, divided once.
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ class StepFunctions:
         extra = self._curvature(state, used, to_stored, batch, key) if self._curvature_every else {}
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, trained, **extra)
         _check_dtypes(trained, optimizer, state.optimizer)
-        new_trained = self.module.keep_constraints(trained, optax.apply_updates(trained, updates))
+        new_trained = self.module.keep_constraints(trained, cast(dict[str, Any], optax.apply_updates(trained, updates)))
 
         taken, limits = jnp.isfinite(loss) & jnp.isfinite(norm), {}
         if self.spike_threshold is not None:

@@ -179,8 +179,8 @@ class LayerRunner:
 
         def run(state: Weights, inputs: jax.Array) -> jax.Array:
             block = self._merge(graphdef, state)
-            out = block.attention(inputs, context)[0] if sublayer == "attention" else block.mlp(inputs)
-            return out.astype(jnp.float32)
+            out = block.attention(inputs, context) if sublayer == "attention" else block.mlp(inputs)
+            return (out[0] if isinstance(out, tuple) else out).astype(jnp.float32)
 
         with self._sharded():
             inputs = self._inputs(self._merge(graphdef, state), x, context, [source])[source].reshape(x.shape)

@@ -252,9 +252,8 @@ def gptq(w: Float[Array, "out in"], hessian: Float[Array, "in in"], grid: Grid, 
     factor = factorize(hessian[order][:, order], damping)
     w = w.astype(jnp.float32)
     w = jnp.where(jnp.zeros_like(factor.dead).at[order].set(factor.dead), 0.0, w)
-    stored = grid.scales(w).astype(jnp.bfloat16)
-    scales = stored.astype(jnp.float32)
+    scales = grid.scales(w)
     spread = jnp.repeat(scales, w.shape[1] // scales.shape[1], axis=1)[:, order]
     rounded = sweep(w[:, order], factor.upper, Round(grid), spread)
     rounded = jnp.zeros_like(w).at[:, order].set(rounded)
-    return Rounded(grid.quantize(rounded, scales), stored, factor.valid)
+    return Rounded(grid.quantize(rounded, scales), scales.astype(jnp.bfloat16), factor.valid)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +117,7 @@ def find_weights(model: nnx.Module) -> list[Weight]:
             layout = _layout(node, name, param) if isinstance(param, nnx.Param) else None
             key = "/".join(map(str, (*path, name)))
             if layout is not None and not TEACHER.search(key):
-                found.setdefault(key, Weight(key, tuple(_names(model, path, name)), layout))
+                found.setdefault(key, Weight(key, tuple(_names(model, cast(Sequence[str | int], path), name)), layout))
     return [found[key] for key in sorted(found)]
 
 

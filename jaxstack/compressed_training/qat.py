@@ -7,6 +7,7 @@ et al. 2013, arXiv:1308.3432).
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field
 
@@ -47,7 +48,7 @@ class QatRule(WeightRule):
 
     def pack(self, stored: Stored) -> PackedWeight:
         scales = self.grid.scales(stored)
-        return pack_integers(self.grid, self.grid.quantize(stored, scales), scales)
+        return pack_integers(self.grid, self.grid.quantize(stored, scales), scales.astype(jnp.bfloat16))
 
 
 def round_straight_through(w: Float[Array, "out in"], grid: Grid) -> Float[Array, "out in"]:

@@ -47,12 +47,13 @@ class Grid:
         """Return the float32 scales that cover the largest magnitude of each group; 1 for a group of zeros.
 
         As in compressed-tensors, the largest magnitude is placed at half the integers' range (7.5 for 4 bits), between
-        the two limits.
+        the two limits. Scales are stored in bfloat16, so their values are rounded to it here: weights are then rounded
+        with the scales that they are multiplied by later.
         """
         grouped = w.astype(jnp.float32).reshape(w.shape[0], self.groups(w.shape[1]), -1)
         low, high = self.limits
         largest = jnp.max(jnp.abs(grouped), axis=-1) / ((high - low) / 2)
-        return jnp.where(largest > 0, largest, 1.0)
+        return jnp.where(largest > 0, largest, 1.0).astype(jnp.bfloat16).astype(jnp.float32)
 
     def quantize(self, w: Float[Array, "out in"], scales: Float[Array, "out groups"]) -> Int[Array, "out in"]:
         """Return w / scale as int8, rounded to the nearest integer of the grid."""

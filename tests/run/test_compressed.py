@@ -171,7 +171,7 @@ def test_a_mask_needs_zeros(folder, capsys):
             "which optimizer.groups freezes",
         ),
         (["compression.rules=[{path: mlp, method: cluster}]", "parallel.pipeline=2"], "does not support a pipeline"),
-        (["distill.teacher=other"], "has a vocabulary of 64 ids"),
+        (["distill.teacher=other", "compression.rules=[]"], "has a vocabulary of 64 ids"),
     ],
 )
 def test_errors_are_one_message_and_exit_code_2(configured, monkeypatch, capsys, overrides, message):

@@ -51,8 +51,8 @@ class Awq(Method):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        scales = self.grid.scales(w).astype(jnp.bfloat16)
-        return pack_integers(self.grid, self.grid.quantize(w, scales.astype(jnp.float32)), scales)
+        scales = self.grid.scales(w)
+        return pack_integers(self.grid, self.grid.quantize(w, scales), scales.astype(jnp.bfloat16))
 
     def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, " in"]:
         """Return the candidate with which rounding changes the output least.

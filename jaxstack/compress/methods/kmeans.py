@@ -47,9 +47,9 @@ def count_patterns(patterns: Int[Array, "out in"]) -> Float[Array, "65536"]:
 def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
     """Return the 2^bits cluster centers of weights with these counts, ascending, float32.
 
-    k-means starts once at equal steps between the least and the largest weight, which suits tails, and once at
-    quantiles, which suits weights of few values; the result with the least squared error counts. A cluster without
-    weights keeps its center.
+    k-means starts at equal steps between the least and the largest weight, which suits tails, at quantiles, and at the
+    different weights themselves, which suits weights of few values; the result with the least squared error counts. A
+    cluster without weights keeps its center.
     """
     values, entries = pattern_values(), 2**bits
     middles = (jnp.arange(entries, dtype=jnp.float32) + 0.5) / entries
@@ -67,7 +67,10 @@ def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) 
     def error(centers: jax.Array) -> jax.Array:
         return jnp.sum(counts * jnp.square(centers[_nearest(values, centers)] - values))
 
-    starts = (low + (high - low) * middles, quantiles)
+    # Up to as many different weights as there are entries are kept; of more, these are the least ones.
+    present = jnp.nonzero(counts[order] > 0, size=entries, fill_value=0)[0]
+    distinct = jnp.sort(values[order][present])
+    starts = (low + (high - low) * middles, quantiles, distinct)
     found = jnp.stack([jax.lax.fori_loop(0, iterations, step, start) for start in starts])
     return found[jnp.argmin(jax.vmap(error)(found))]
 

@@ -31,9 +31,8 @@ class Rtn(Method):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        # The weights are rounded with the scales as they are stored, so that their rounding adds no error.
-        scales = self.grid.scales(w).astype(jnp.bfloat16)
-        return pack_integers(self.grid, self.grid.quantize(w, scales.astype(jnp.float32)), scales)
+        scales = self.grid.scales(w)
+        return pack_integers(self.grid, self.grid.quantize(w, scales), scales.astype(jnp.bfloat16))
 
 
 def group_reason(group_size: int | None, inputs: int, name: str = "group_size") -> str | None:
