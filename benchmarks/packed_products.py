@@ -117,8 +117,10 @@ def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Na
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["llama3-1b", "llama3-8b"], metavar="PRESET")
-    parser.add_argument("--rows", nargs="+", type=positive(int), default=[1, 4, 16], metavar="N")
+    parser.add_argument("--models", nargs="+", default=["llama3-1b", "llama3-8b"], metavar="PRESET",
+                        help="presets whose MLP gives the sizes (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--rows", nargs="+", type=positive(int), default=[1, 4, 16], metavar="N",
+                        help="of activations (default: %(default)s)")  # fmt: skip
     parser.add_argument("--pairs", type=positive(int), default=8, metavar="N", help="layers (default: %(default)s)")
     parser.add_argument(
         "--turns", type=positive(int), default=5, metavar="N", help="of each format (default: %(default)s)"

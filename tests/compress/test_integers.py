@@ -44,7 +44,7 @@ def test_the_softmax_of_integers_is_near_the_exact_one():
     np.testing.assert_allclose(alone, [[1.0, 0.0]], atol=0.01)
 
 
-@pytest.mark.quick
+@pytest.mark.longer
 def test_a_model_in_integers_computes_nearly_the_same():
     config = ModelConfig(
         vocab_size=61, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=64,

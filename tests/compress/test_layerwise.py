@@ -89,6 +89,7 @@ def test_next_layer_is_calibrated_on_compressed_ones():
     assert any((pruned != whole[path]).any() for path, pruned in alone.items())
 
 
+@pytest.mark.longer
 def test_awq_folds_scales_where_activations_are_large():
     model, batches = _model(1), _batches()
     block = model.decoder.layers[0]

@@ -45,6 +45,7 @@ def test_both_classes_have_the_same_residues_in_another_order():
     assert example.proteins(1000, seed=0)["residues"].max() == 19
 
 
+@pytest.mark.exhaustive
 @pytest.mark.trains
 @pytest.mark.parametrize("model", ["Chain", pytest.param("Tree", marks=pytest.mark.exhaustive)])
 def test_states_stay_density_matrices_in_training(model):

@@ -65,7 +65,8 @@ def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) 
         return jnp.sort(jnp.where(weight > 0, total / jnp.maximum(weight, 1), centers))
 
     def error(centers: jax.Array) -> jax.Array:
-        return jnp.sum(counts * jnp.square(centers[_nearest(values, centers)] - values))
+        squares = jnp.square(centers[_nearest(values, centers)] - values)  # overflows for the largest, absent ones
+        return jnp.sum(jnp.where(counts > 0, counts * squares, 0.0))
 
     # Up to as many different weights as there are entries are kept; of more, these are the least ones.
     present = jnp.nonzero(counts[order] > 0, size=entries, fill_value=0)[0]

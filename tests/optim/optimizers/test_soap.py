@@ -83,7 +83,7 @@ def test_soap_is_the_papers_algorithm():
     core = settings.core(RunInfo())
     params = {path: jnp.zeros((8, 6))}
     state = core.init(params)
-    due = [bool(choose_blocks((8, 6), 1, 1, 1024).due(path, jnp.asarray(t), 3).any()) for t in range(9)]
+    due = [bool(choose_blocks((8, 6), 1, 1, 1024).needs_refresh(path, jnp.asarray(t), 3).any()) for t in range(9)]
     for g, wanted in zip(gradients, soap_in_numpy(gradients, settings, due), strict=True):
         found, state = core.update({path: jnp.asarray(g, jnp.float32)}, state, params)
         np.testing.assert_allclose(found[path], wanted, rtol=2e-3, atol=2e-3)
