@@ -102,7 +102,7 @@ def compress_layers(
 
 
 class _Run:
-    """One compression: the model, the functions that run its layers, and the result so far."""
+    """State of a compression: the model, the functions that run its layers, and the result so far."""
 
     def __init__(self, model: Transformer, runner: LayerRunner, report: Callable[[str], None]):
         self.model, self.runner, self.report, self.result = model, runner, report, LayerwiseResult()

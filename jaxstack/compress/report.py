@@ -56,7 +56,7 @@ class WeightRow:
 
 @dataclasses.dataclass(frozen=True)
 class CompressionReport:
-    """What a compression did.
+    """Sizes and losses of a model before and after compression.
 
     Attributes:
       source: directory of the model.

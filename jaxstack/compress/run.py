@@ -40,7 +40,7 @@ Measure: TypeAlias = Callable[[Leaves, int | None], TextLoss]
 
 @dataclasses.dataclass(frozen=True)
 class CompressOptions:
-    """What `compress` measures.
+    """Options of `compress`: the checkpoint, and what is measured.
 
     Attributes:
       step: step of the checkpoint to compress; None: the newest.

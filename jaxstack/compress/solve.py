@@ -29,7 +29,7 @@ DAMPING = 0.01
 """Default share of the mean of H's diagonal that is added to it."""
 
 State: TypeAlias = Any
-"""What a rule knows of the columns of a block: a tree of arrays."""
+"""Tree of arrays that a rule computes for the columns of a block."""
 
 
 class Rule(Protocol):

@@ -11,7 +11,7 @@ from jaxstack.config.base import PathRule
 from pallas_kernels.weight_only.packed import PackedWeight
 
 Stored: TypeAlias = Any
-"""What the train state holds of a weight: an array, or a dict of arrays for a weight that is stored in factors."""
+"""A weight in the train state: an array, or a dict of arrays for a weight that is stored in factors."""
 
 
 class WeightRule(PathRule):

@@ -34,7 +34,7 @@ class Codec(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Codec(Codec):
-    """One e4m3 number a value (Micikevicius et al. 2022, arXiv:2209.05433), without scales; saturates at 448."""
+    """Stores each value as one e4m3 number (Micikevicius et al. 2022, arXiv:2209.05433), without scales; saturates at 448."""
 
     def encode(self, x: Float[Array, "*dims H"]) -> Parts:
         largest = float(jnp.finfo(jnp.float8_e4m3fn).max)

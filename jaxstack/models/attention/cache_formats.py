@@ -18,7 +18,7 @@ from pallas_kernels.weight_only.grid import Grid
 
 @dataclasses.dataclass(frozen=True)
 class CacheFormat:
-    """How a cache stores keys and values.
+    """Format in which a cache stores keys and values.
 
     Attributes:
       key, value: codecs of one head's vectors.
