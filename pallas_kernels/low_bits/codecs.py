@@ -34,7 +34,7 @@ class Codec(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Codec(Codec):
-    """Stores each value as one e4m3 number (Micikevicius et al. 2022, arXiv:2209.05433), without scales; saturates at 448."""
+    """Stores values as e4m3 numbers without scales (Micikevicius et al. 2022, arXiv:2209.05433); saturates at 448."""
 
     def encode(self, x: Float[Array, "*dims H"]) -> Parts:
         largest = float(jnp.finfo(jnp.float8_e4m3fn).max)
