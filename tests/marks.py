@@ -46,7 +46,7 @@ _CALLS = {
 _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 """Mark -> names of the test modules whose tests all get it."""
 
-KERNEL_CASES = 3
+KERNEL_CASES = 2
 """Cases of each parametrized test of kernels that the default runs; further ones get the mark `exhaustive`."""
 
 SLOW_CASES = 2
