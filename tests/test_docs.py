@@ -23,6 +23,7 @@ from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
 from jaxstack.data.device import abstract_batch
 from jaxstack.models import count_parameters, preset_names
+from jaxstack.islands.methods import METHODS
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig
@@ -278,11 +279,12 @@ def sections_of(path: Path) -> dict[str, str]:
 def test_configuration_page_has_every_key_with_its_default(section):
     text = sections_of(ROOT / "docs" / "configuration.md")[section]
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M))
-    if section in ("optimizer", "schedule"):
-        for part in OPTIMIZERS if section == "optimizer" else SCHEDULES:
+    if section in (by_name := {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "islands": METHODS}):
+        for part in by_name[section]:
             start = f"| `{part.model_fields['name'].default}` |"
             row = next(line for line in text.splitlines() if line.startswith(start))
             common = {"name", "learning_rate", "weight_decay", "clip_norm", "groups", "balance_rate", "warmup_steps"}
+            common |= {"every"}
             for name in part.model_fields.keys() - common:
                 assert f"`{name}`" in row, f"{part.__name__}.{name}"
         return

@@ -1,0 +1,114 @@
+"""Held-out loss and bytes between islands of each method, at equal tokens, against data parallelism.
+
+    python benchmarks/islands.py                     # the quickstart's model and text on two simulated devices
+    python benchmarks/islands.py --islands 4 --methods diloco,gossip
+    python benchmarks/islands.py --tiny              # tiny sizes, to try the script
+
+Every row trains on the same batches in the same order. `data_parallel` splits the same devices along `data`, and what
+it sends counts as bytes between islands. `bytes_per_step` is what each device sends to other islands in a step on
+average, read from the compiled programs; `relative_loss` is the held-out loss relative to that of data parallelism.
+Rows are appended to benchmarks/results/islands.jsonl.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.arguments import positive
+from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
+from benchmarks.steps import open_run
+
+METHODS = {
+    "data_parallel": (),
+    "local_sgd": ("islands={name: local_sgd, every: 20}",),
+    "diloco": ("islands={name: diloco, every: 20}",),
+    "diloco_int8": ("islands={name: diloco, every: 20, compression: int8}",),
+    "diloco_powersgd": ("islands={name: diloco, every: 20, compression: powersgd, rank: 4}",),
+    "streaming": ("islands={name: streaming, every: 20, fragments: 2}",),
+    "gossip": ("islands={name: gossip, every: 20}",),
+}
+"""Name -> the overrides of its row."""
+WORK = (
+    "model.preset=tiny", "train.steps=600", "train.global_batch_size=8", "train.sequence_length=128",
+    "optimizer.learning_rate=3e-3", "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 60}",
+)  # fmt: skip
+TINY = (
+    "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "data.tokenizer.name=byte", "train.steps=40",
+    "train.global_batch_size=8", "train.sequence_length=32", "schedule={name: linear, warmup_steps: 2}",
+)  # fmt: skip
+COLUMNS = ("method", "islands", "eval_loss", "relative_loss", "bytes_per_step", "relative_bytes", "seconds")
+
+
+def train(method: str, overrides: list[str]) -> dict[str, Any]:
+    """Train one row; return its held-out loss, and the bytes that a device sends to other islands in a step."""
+    from jaxstack.run.build import make_trainer
+
+    config, data = open_run(overrides)
+    trainer = make_trainer(config, data)
+    trainer.compile(trainer.peek_batch())
+    batches = trainer.batches(0)
+    began = time.perf_counter()
+    for _ in range(config.train.steps):
+        metrics = trainer.train_step(next(batches)[0])
+    loss = trainer.read(metrics)["loss"]
+    seconds = time.perf_counter() - began
+    batches.close()
+    evaluated = trainer.evaluate(max_tokens=2**17)
+    assert evaluated is not None
+    return {
+        "method": method,
+        "steps": config.train.steps,
+        "train_loss": loss,
+        **{key: evaluated.get(key) for key in ("eval_loss", "eval_island_distance")},
+        "bytes_per_step": bytes_per_step(trainer.describe(), config.islands.every),
+        "seconds": seconds,
+    }
+
+
+def bytes_per_step(ran: dict[str, Any], every: int) -> float:
+    """Return the bytes that each device sends to other islands in a step on average.
+
+    Args:
+        ran: What the trainer's `describe` returns; without islands all bytes count.
+        every: Steps from one exchange to the next.
+    """
+    if "islands" not in ran:
+        return sum(row["wire_bytes"] for row in ran["collectives"])
+    sent, known = ran["islands"]["exchange_bytes"], ran["islands"]
+    # Fragments are all sent once in this interval; the exchanges of gossip take turns.
+    return known["step_bytes"] + sum(sent) / (every if known["name"] == "streaming" else every * len(sent))
+
+
+def main() -> None:
+    """Measure, print and store the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--islands", type=positive(int), default=2, help="number of islands (2)")
+    parser.add_argument("--methods", default=",".join(METHODS), help="names; data_parallel is always the first")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
+    args, given = parser.parse_known_args()
+    names = [*dict.fromkeys(["data_parallel", *args.methods.split(",")])]
+    if wrong := [word for word in given if "=" not in word] or [name for name in names if name not in METHODS]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}; methods: {', '.join(METHODS)}")
+    script = f"{SCRATCH}islands" if args.tiny else "islands"
+    require_commit(script)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        axis = "data" if name == "data_parallel" else "islands"
+        layout = [f"parallel.{axis}={args.islands}", f"parallel.simulate_devices={args.islands}"]
+        row = train(name, [*(TINY if args.tiny else WORK), *layout, *METHODS[name], *given])
+        base = rows[0] if rows else row
+        row["relative_loss"] = row["eval_loss"] / base["eval_loss"]
+        row["relative_bytes"] = row["bytes_per_step"] / base["bytes_per_step"]
+        common = {"work": "tiny" if args.tiny else "quickstart", "implementation": "jaxstack", "islands": args.islands}
+        rows.append({**common, "device": "cpu", "devices": args.islands, **row})
+        append_rows(script, rows[-1:])
+        print(f"{name}: {row['eval_loss']:.4f}, {row['bytes_per_step']:,.0f} bytes a step", flush=True)
+    print_table(rows, COLUMNS)
+
+
+if __name__ == "__main__":
+    main()

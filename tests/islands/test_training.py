@@ -1,0 +1,156 @@
+"""Training on islands: equal to data parallelism where it should be, resumed exactly, evaluated at the mean."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxstack.island_trainer import IslandTrainer
+from jaxstack.islands.diloco import DiLoCo
+from jaxstack.islands.local_sgd import LocalSGD
+from jaxstack.islands.streaming import StreamingDiLoCo
+from jaxstack.loop import LoopSettings
+from jaxstack.loss import LossSum, returns_sum
+from jaxstack.observe.config import ObserveConfig
+from jaxstack.optim.optimizers import SGD, AdamW
+from jaxstack.optim.schedules import Constant
+from jaxstack.parallel import ParallelConfig, make_mesh
+from jaxstack.run.build import make_trainer
+from jaxstack.run_config import TrainConfig
+from jaxstack.trainer import Trainer
+from tests.small_runs import LENGTH, VOCABULARY, batch_at, small_config
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(8, 12, rngs=rngs), nnx.Linear(12, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.tanh(self.up(x)))[:, 0]
+
+
+@returns_sum
+def squares(model, batch):
+    return LossSum(jnp.sum((model(batch["x"]) - batch["y"]) ** 2), jnp.float32(len(batch["y"])))
+
+
+def data(step):
+    x = np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(1))}
+
+
+def network_trainer(islands, method=None, optimizer=None, steps=8):
+    devices = jax.devices()[: max(islands, 4)]
+    parallel = ParallelConfig(islands=islands, data=len(devices) // islands)
+    kind, more = (Trainer, {}) if method is None else (IslandTrainer, {"islands": method})
+    return kind(
+        Network,
+        squares,
+        data,
+        optimizer=optimizer or SGD(learning_rate=0.1, momentum=0.0, clip_norm=None),
+        schedule=Constant(),
+        mesh=make_mesh(parallel, devices),
+        train=TrainConfig(steps=steps, global_batch_size=16),
+        eval_data=[data(1000)],
+        **more,
+    )
+
+
+def steps(trainer, count, start=0):
+    batches = trainer.batches(start)
+    try:
+        return [trainer.read(trainer.train_step(next(batches)[0]))["loss"] for _ in range(count)]
+    finally:
+        batches.close()
+
+
+def mean_params(trainer):
+    return jax.device_get(trainer.stored_state.params)
+
+
+def assert_close(one, other, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), one, other)
+
+
+@pytest.mark.parametrize(
+    "method", [LocalSGD(every=1), DiLoCo(every=1, outer_learning_rate=1.0, momentum=0.0)], ids=["local", "diloco"]
+)
+def test_one_inner_step_is_data_parallelism(method):
+    ours, theirs = network_trainer(4, method), network_trainer(1)
+    losses = steps(ours, 4), steps(theirs, 4)
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert_close(mean_params(ours), jax.device_get(theirs.state.params), atol=1e-6)
+    described = ours.describe()["islands"]
+    assert described["step_bytes"] == 0
+    # A ring all-reduce of float32: 2 (n - 1) / n of the parameters.
+    assert described["exchange_bytes"] == [2 * 3 * 4 * ours.count_parameters() // 4]
+    assert ours.evaluate()["eval_island_distance"] < 1e-6
+
+
+def settings():
+    return LoopSettings(observe=ObserveConfig(log_every=1, trackers=("jsonl",), progress=False))
+
+
+RESUMED = {
+    "powersgd": DiLoCo(every=2, compression="powersgd", rank=1),
+    "streaming": StreamingDiLoCo(every=3, fragments=2, delay=2),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_resumes_exactly(tmp_path, name):
+    def run(steps):
+        return network_trainer(2, RESUMED[name], AdamW(learning_rate=0.01), steps)
+
+    whole = run(7)
+    whole.fit(tmp_path / "whole", settings())
+    run(4).fit(tmp_path / "parts", settings())
+    resumed = run(7)
+    resumed.fit(tmp_path / "parts", settings())
+    state = lambda trainer: jax.device_get(trainer.stored_state)._replace(key=None)  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, state(resumed), state(whole))
+    apart = state(whole).outer.own["params"]
+    assert any(np.any(x[0] != x[1]) for x in jax.tree.leaves(apart))
+
+
+def test_streaming_merges_what_it_sent_after_the_delay():
+    trainer = network_trainer(2, StreamingDiLoCo(every=4, fragments=1, delay=1, mixing=0.0, momentum=0.0), steps=5)
+    steps(trainer, 4)
+    before = trainer.stored_state
+    steps(trainer, 1, start=4)
+    after = trainer.stored_state
+    assert_close(after.outer.own["params"]["up"]["kernel"][0], after.outer.shared["anchor"]["up"]["kernel"])
+    expected = jax.tree.map(
+        lambda anchor, mean: anchor + 0.7 * (mean - anchor), before.outer.shared["anchor"], before.params
+    )
+    assert_close(after.outer.shared["anchor"], expected, atol=1e-6)
+
+
+def rows(step):
+    batch = batch_at(step, 8)
+    return {"tokens": batch["tokens"], "labels": np.roll(batch["tokens"], -1, 1)}
+
+
+def language_trainer(*overrides, devices=4):
+    config = small_config("train.global_batch_size=8", "optimizer.name=sgd", "optimizer.clip_norm=null", *overrides)
+    return make_trainer(config, rows, jax.devices()[:devices])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "{islands: 2, fsdp: 2}",
+        pytest.param("{islands: 2, data: 2, zero: 1}", marks=pytest.mark.exhaustive),
+        pytest.param("{islands: 2, tensor: 2}", marks=pytest.mark.exhaustive),
+        pytest.param("{islands: 2, context: 2}", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_any_layout_inside_of_an_island(layout):
+    ours = language_trainer(f"parallel={layout}", "islands={name: local_sgd, every: 1}")
+    theirs = language_trainer(devices=1)
+    np.testing.assert_allclose(steps(ours, 3), steps(theirs, 3), rtol=2e-4)
+    ran = ours.describe()
+    assert ran["islands"]["step_bytes"] == 0
+    assert ran["islands"]["exchange_bytes"][0] > 0
+    assert VOCABULARY and LENGTH
