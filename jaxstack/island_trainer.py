@@ -210,7 +210,8 @@ class IslandTrainer(Trainer):
 
         Those of each island are in `outer.own`.
         """
-        return jax.jit(self._to_stored, out_shardings=self._stored_shardings())(self.state)
+        params, non_params, _ = self._compiled_mean(self.state)
+        return _with_means(self.state, params, non_params)
 
     @stored_state.setter
     def stored_state(self, state: TrainState) -> None:
@@ -221,17 +222,12 @@ class IslandTrainer(Trainer):
     @property
     def abstract_stored_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `stored_state`."""
-        return with_shardings(jax.eval_shape(self._to_stored, self.abstract_state), self._stored_shardings())
-
-    def _to_stored(self, state: TrainState) -> TrainState:
-        params, non_params, _ = self._mean(state)
-        own = {**state.outer.own, "params": state.params, "non_params": state.non_params}
-        return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
+        params, non_params, _ = jax.eval_shape(self._mean, self.abstract_state)
+        return with_shardings(_with_means(self.abstract_state, params, non_params), self._stored_shardings())
 
     def _stored_shardings(self) -> TrainState:
-        own, one = self.shardings, _map_own(_drop_first, self.shardings)
-        outer = OuterState(own.outer.shared, {**own.outer.own, "params": own.params, "non_params": own.non_params})
-        return own._replace(params=one.params, non_params=one.non_params, outer=outer)
+        one = _map_own(_drop_first, self.shardings)
+        return _with_means(self.shardings, one.params, one.non_params)
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compile the step and all exchanges, see `Trainer.compile`."""
@@ -291,6 +287,8 @@ class IslandTrainer(Trainer):
 
         The latter, `eval_island_distance`, is the root of the mean square of their Euclidean distances.
         """
+        if self._eval_data is None:
+            return None
         params, non_params, distance = self._compiled_mean(self.state)
         values = self.evaluator.run(params, non_params, max_tokens, stop)
         return None if values is None else {**values, "eval_island_distance": float(distance)}
@@ -324,6 +322,12 @@ def _per_island(x: jax.Array) -> np.ndarray:
     """Return the values of an array [islands] on the islands of this process."""
     shards = {shard.index[0].start: shard.data for shard in x.addressable_shards}
     return np.array([jax.device_get(value).item() for value in shards.values()])
+
+
+def _with_means(state: TrainState, params: Any, non_params: Any) -> TrainState:
+    """Return the state as checkpoints hold it: with these params and non_params, and those of each island elsewhere."""
+    own = {**state.outer.own, "params": state.params, "non_params": state.non_params}
+    return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
 
 
 def _map_own(function: Callable[[Any], Any], state: TrainState) -> TrainState:

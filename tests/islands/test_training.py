@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxstack.errors import ConfigError
 from jaxstack.island_trainer import IslandTrainer
 from jaxstack.islands.diloco import DiLoCo
 from jaxstack.islands.local_sgd import LocalSGD
@@ -17,9 +18,12 @@ from jaxstack.optim.optimizers import SGD, AdamW
 from jaxstack.optim.schedules import Constant
 from jaxstack.parallel import ParallelConfig, make_mesh
 from jaxstack.run.build import make_trainer
-from jaxstack.run_config import TrainConfig
+from jaxstack.run.evaluate import evaluate
+from jaxstack.run.load import load
+from jaxstack.run.train import train
+from jaxstack.run_config import TrainConfig, load_config
 from jaxstack.trainer import Trainer
-from tests.small_runs import LENGTH, VOCABULARY, batch_at, small_config
+from tests.small_runs import batch_at, small_config
 
 
 class Network(nnx.Module):
@@ -153,4 +157,23 @@ def test_any_layout_inside_of_an_island(layout):
     ran = ours.describe()
     assert ran["islands"]["step_bytes"] == 0
     assert ran["islands"]["exchange_bytes"][0] > 0
-    assert VOCABULARY and LENGTH
+
+
+def test_a_trained_run_is_the_mean_of_its_islands(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the islands drift apart and meet again. " * 200)
+    overrides = [
+        "model={num_layers: 1, hidden_size: 16, num_heads: 2, intermediate_size: 16}", f"run.dir={tmp_path}",
+        "run.name=run", f"data.sources=[{{path: {text}}}]", "data.tokenizer.name=byte", f"data.cache_dir={tmp_path}",
+        "train={steps: 3, global_batch_size: 8, sequence_length: 16}", "parallel={islands: 2, data: 4}",
+        "observe={trackers: [jsonl], progress: false}", "islands={name: diloco, every: 2}",
+    ]  # fmt: skip
+    trained = train(load_config(None, overrides))
+    assert trained.metrics["eval_island_distance"] > 0
+    evaluated = evaluate(trained.directory).text
+    assert evaluated is not None
+    assert evaluated.loss == pytest.approx(trained.metrics["eval_loss"], rel=1e-5)
+    run = load(trained.directory)
+    assert len(run.generate(["the"], max_tokens=2)[0].text) >= 0
+    with pytest.raises(ConfigError, match="does not fit this run"):
+        train(load_config(None, [*overrides, "parallel={islands: 4, data: 2}", "train.steps=4"]))
