@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxstack.errors import ConfigError
-from jaxstack.functional.module import Dict
+from jaxstack.functional.module import Dict, flatten, nest
 from jaxstack.islands.base import Exchange, IslandMethod, OuterState, OverlappedExchange
 from jaxstack.loss import Batch, LossSum
 from jaxstack.observe.collectives import collectives
@@ -165,13 +165,14 @@ class IslandTrainer(Trainer):
 
     def _run_shardings(self, shardings: TrainState) -> TrainState:
         params, _ = self.module.split_frozen(self.module.abstract_params)
-        specs, _ = self.module.split_frozen(shardings.params)
+        shapes, specs = flatten(params), flatten(shardings.params)
 
         def place(entry: Dict) -> Dict:
-            def one(x: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-                return self.rules.sharding(state_spec(self.rules.mesh, sharding.spec, param.shape, x.shape))
+            def one(path: tuple[str, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+                spec = state_spec(self.rules.mesh, specs[path[1:]].spec, shapes[path[1:]].shape, x.shape)
+                return self.rules.sharding(spec)
 
-            return {name: jax.tree.map(one, tree, params, specs) for name, tree in entry.items()}
+            return nest((path, one(path, x)) for path, x in flatten(entry).items())
 
         shared, own = jax.eval_shape(self.exchange.init, params)
         return _map_own(_split_first, shardings._replace(outer=OuterState(place(shared), place(own))))

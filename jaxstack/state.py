@@ -29,7 +29,7 @@ class TrainState(NamedTuple):
     """[] int32: consecutive steps skipped because loss or gradients were not finite, or spiked."""
     history: StepHistory
     """Loss and gradient norm of the last steps taken."""
-    outer: Any = {}  # noqa: RUF012 (it has no array, and is never changed)
+    outer: Any = {}
     """State of the method that keeps islands together, see `jaxstack.islands`; empty without islands."""
 
 

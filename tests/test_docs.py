@@ -22,8 +22,8 @@ from pydantic import BaseModel
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
 from jaxstack.data.device import abstract_batch
-from jaxstack.models import count_parameters, preset_names
 from jaxstack.islands.methods import METHODS
+from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
 from jaxstack.models.moe.config import MoEConfig

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxstack.functional.module import flatten, nest
 from jaxstack.islands.base import Dict, OuterState
 from jaxstack.optim.base import is_matrix
 from jaxstack.optim.matrices import KNOWN, MatrixRule
 from jaxstack.parallel.config import ISLANDS
-from jaxstack.tree_rules import map_by_path, match
+from jaxstack.tree_rules import match
 
 
 class MatrixShape(NamedTuple):
@@ -47,36 +48,29 @@ class PowerSGD:
         self._rank = rank
 
     def init(self, tree: Dict) -> OuterState:
-        """Return random factors, equal on all islands, and no error. Both are empty arrays for other parameters."""
-
-        def factor(path: str, leaf: jax.Array) -> jax.Array:
-            shape = self.matrix_shape(path, leaf)
-            if shape is None:
-                return jnp.zeros((0,))
-            key = jax.random.fold_in(jax.random.key(0), sum(path.encode()))
-            return jax.random.normal(key, (*shape.batch, shape.columns, self._rank))
-
-        def error(path: str, leaf: jax.Array) -> jax.Array:
-            return jnp.zeros((0,)) if self.matrix_shape(path, leaf) is None else jnp.zeros_like(leaf)
-
-        return OuterState({"factors": map_by_path(factor, tree)}, {"error": map_by_path(error, tree)})
+        """Return random factors, equal on all islands, and no error, for each parameter that is compressed."""
+        factors, errors = {}, {}
+        for path, x in flatten(tree).items():
+            shape = self.matrix_shape("/".join(path), x)
+            if shape is not None:
+                key = jax.random.fold_in(jax.random.key(0), len(factors))
+                factors[path] = jax.random.normal(key, (*shape.batch, shape.columns, self._rank))
+                errors[path] = jnp.zeros_like(x)
+        return OuterState({"factors": nest(factors.items())}, {"error": nest(errors.items())})
 
     def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
         """Return the mean, and the state with new factors and errors."""
-        shapes = map_by_path(lambda path, leaf: (self.matrix_shape(path, leaf),), tree)
-
-        def reduce(
-            x: jax.Array, factor: jax.Array, error: jax.Array, shape: tuple[MatrixShape | None]
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            if shape[0] is None:
-                return jax.lax.pmean(x, ISLANDS), factor, error
-            mean, factor, error = low_rank_mean((x + error).reshape(shape[0].whole), factor)
-            return mean.reshape(x.shape), factor, error.reshape(x.shape)
-
-        found = jax.tree.map(reduce, tree, state.shared["factors"], state.own["error"], shapes)
-        outer, inner = jax.tree.structure(tree), jax.tree.structure((0, 0, 0))
-        mean, factors, errors = jax.tree.transpose(outer, inner, found)
-        return mean, OuterState({**state.shared, "factors": factors}, {**state.own, "error": errors})
+        factors, errors = flatten(state.shared["factors"]), flatten(state.own["error"])
+        means = flatten(tree)
+        for path, x in means.items():
+            shape = self.matrix_shape("/".join(path), x)
+            if shape is None:
+                means[path] = jax.lax.pmean(x, ISLANDS)
+                continue
+            mean, factors[path], error = low_rank_mean((x + errors[path]).reshape(shape.whole), factors[path])
+            means[path], errors[path] = mean.reshape(x.shape), error.reshape(x.shape)
+        shared, own = {"factors": nest(factors.items())}, {"error": nest(errors.items())}
+        return nest(means.items()), OuterState({**state.shared, **shared}, {**state.own, **own})
 
     def matrix_shape(self, path: str, leaf: jax.Array) -> MatrixShape | None:
         """Return the matrices that the array holds; None if it is averaged exactly."""
