@@ -93,7 +93,7 @@ def test_fragments_cover_every_parameter_once():
         (["parallel.islands=3", "islands.name=gossip", "train.global_batch_size=6"], "power of two.*2 or 4"),
         (
             ["parallel.islands=2", "islands={name: streaming, every: 2}"],
-            r"every \(2\) must be at least fragments \(4\)",
+            r"must be at least fragments \(4\)",
         ),
         (["parallel.islands=2", "parallel.pipeline=2"], "does not support parallel.pipeline"),
         (["parallel.islands=2", "optimizer.name=schedule_free_adamw"], "schedule_free_adamw"),

@@ -136,17 +136,10 @@ def language_trainer(*overrides, devices=4):
     return make_trainer(config, rows, jax.devices()[:devices])
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "{islands: 2, fsdp: 2}",
-        pytest.param("{islands: 2, data: 2, zero: 1}", marks=pytest.mark.exhaustive),
-        pytest.param("{islands: 2, tensor: 2}", marks=pytest.mark.exhaustive),
-        pytest.param("{islands: 2, context: 2}", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["fsdp: 2", "data: 2, zero: 1", "tensor: 2", "context: 2"])
 def test_any_layout_inside_of_an_island(layout):
-    ours = language_trainer(f"parallel={layout}", "islands={name: local_sgd, every: 1}")
+    ours = language_trainer(f"parallel={{islands: 2, {layout}}}", "islands={name: local_sgd, every: 1}")
     theirs = language_trainer(devices=1)
     np.testing.assert_allclose(steps(ours, 3), steps(theirs, 3), rtol=2e-4)
     ran = ours.describe()
@@ -154,6 +147,7 @@ def test_any_layout_inside_of_an_island(layout):
     assert ran["islands"]["exchange_bytes"][0] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_trained_run_is_the_mean_of_its_islands(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the islands drift apart and meet again. " * 200)
