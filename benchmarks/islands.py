@@ -1,7 +1,7 @@
 """Held-out loss and bytes between islands of each method, at equal tokens, against data parallelism.
 
-    python benchmarks/islands.py                     # the quickstart's model and text on two simulated devices
-    python benchmarks/islands.py --islands 4 --methods diloco,gossip
+    python benchmarks/islands.py                     # a model of bytes on two simulated devices, a few minutes
+    python benchmarks/islands.py --work quickstart --islands 4 --methods diloco,gossip
     python benchmarks/islands.py --tiny              # tiny sizes, to try the script
 
 Every row trains on the same batches in the same order. `data_parallel` splits the same devices along `data`, and what
@@ -32,14 +32,22 @@ METHODS = {
     "gossip": ("islands={name: gossip, every: 20}",),
 }
 """Name -> the overrides of its row."""
-WORK = (
-    "model.preset=tiny", "train.steps=600", "train.global_batch_size=8", "train.sequence_length=128",
-    "optimizer.learning_rate=3e-3", "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 60}",
-)  # fmt: skip
-TINY = (
-    "model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "data.tokenizer.name=byte", "train.steps=40",
-    "train.global_batch_size=8", "train.sequence_length=32", "schedule={name: linear, warmup_steps: 2}",
-)  # fmt: skip
+WORKS = {
+    "bytes": (
+        "model={num_layers: 2, hidden_size: 96, num_heads: 4, intermediate_size: 256}", "data.tokenizer.name=byte",
+        "train.steps=400", "train.global_batch_size=16", "train.sequence_length=128", "optimizer.learning_rate=3e-3",
+        "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 40}",
+    ),
+    "quickstart": (
+        "model.preset=tiny", "train.steps=1000", "train.global_batch_size=8", "train.sequence_length=128",
+        "optimizer.learning_rate=3e-3", "optimizer.b2=0.98", "schedule={name: linear, warmup_steps: 100}",
+    ),
+    "tiny": (
+        "model={num_layers: 2, hidden_size: 32, num_heads: 2}", "data.tokenizer.name=byte", "train.steps=40",
+        "train.global_batch_size=8", "train.sequence_length=32", "schedule={name: linear, warmup_steps: 2}",
+    ),
+}  # fmt: skip
+"""Work -> its configuration."""
 COLUMNS = ("method", "islands", "eval_loss", "relative_loss", "bytes_per_step", "relative_bytes", "seconds")
 
 
@@ -88,22 +96,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--islands", type=positive(int), default=2, help="number of islands (2)")
     parser.add_argument("--methods", default=",".join(METHODS), help="names; data_parallel is always the first")
+    parser.add_argument("--work", choices=[work for work in WORKS if work != "tiny"], default="bytes")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     args, given = parser.parse_known_args()
     names = [*dict.fromkeys(["data_parallel", *args.methods.split(",")])]
     if wrong := [word for word in given if "=" not in word] or [name for name in names if name not in METHODS]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}; methods: {', '.join(METHODS)}")
+    work = "tiny" if args.tiny else args.work
     script = f"{SCRATCH}islands" if args.tiny else "islands"
     require_commit(script)
     rows: list[dict[str, Any]] = []
     for name in names:
         axis = "data" if name == "data_parallel" else "islands"
         layout = [f"parallel.{axis}={args.islands}", f"parallel.simulate_devices={args.islands}"]
-        row = train(name, [*(TINY if args.tiny else WORK), *layout, *METHODS[name], *given])
+        row = train(name, [*WORKS[work], *layout, *METHODS[name], *given])
         base = rows[0] if rows else row
         row["relative_loss"] = row["eval_loss"] / base["eval_loss"]
         row["relative_bytes"] = row["bytes_per_step"] / base["bytes_per_step"]
-        common = {"work": "tiny" if args.tiny else "quickstart", "implementation": "jaxstack", "islands": args.islands}
+        common = {"work": work, "implementation": "jaxstack", "islands": args.islands}
         rows.append({**common, "device": "cpu", "devices": args.islands, **row})
         append_rows(script, rows[-1:])
         print(f"{name}: {row['eval_loss']:.4f}, {row['bytes_per_step']:,.0f} bytes a step", flush=True)
