@@ -170,7 +170,7 @@ def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
 
 
 def sample_texts(units: tuple[WorkUnit, ...], budget: int) -> Iterator[str]:
-    """Yield training texts of about `budget` bytes at most, in equal amounts from units all over the sources."""
+    """Yield training texts of about `budget` characters in all, equally from work units spread over the sources."""
     quota = max(budget // max(len(units), 1), 2**16)
     step = max(1, len(units) * quota // budget)
     counts = UnitResult("")

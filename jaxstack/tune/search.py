@@ -26,7 +26,7 @@ from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, TrialRecord, best_of, check_packages
 from jaxstack.tune.report import write_report
 from jaxstack.tune.space import read_space
-from jaxstack.tune.study import StudyConfig, load_study
+from jaxstack.tune.study_config import StudyConfig, load_study
 from jaxstack.tune.trial import LOG, OUTCOME
 
 _POLL_SECONDS = 0.2
