@@ -25,7 +25,7 @@ BATCH_CHARACTERS = 2**22
 
 @dataclass
 class SplitCounts:
-    """Counts of one side of the split in a unit."""
+    """Counts of a work unit's training text, or of its held-out text."""
 
     tokens: int = 0
     documents: int = 0

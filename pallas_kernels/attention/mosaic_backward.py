@@ -501,7 +501,7 @@ def _only_weights(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited)
 def _key_tile(
     config: KernelConfig, buffers: _KeyBuffers, state: dict[str, jax.Array], visited: _Visited
 ) -> dict[str, jax.Array]:
-    """Add one block of queries to those of dK and dV that are in the state."""
+    """Add one block of queries to dK and dV, or to the one of them that the state has."""
     q, d_out = buffers.q.at[visited.slot], buffers.d_out.at[visited.slot]
     operands = {}
     if "d_k" in state:
