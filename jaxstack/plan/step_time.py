@@ -174,7 +174,7 @@ class StepModel:
     # Communication
 
     @property
-    def _collectives(self) -> CollectiveModel:
+    def _collective_model(self) -> CollectiveModel:
         return CollectiveModel(self.cluster, self.efficiency.link, self.efficiency.network)
 
     def _groups(self, layouts: LayoutTable) -> dict[str, Group]:
@@ -199,11 +199,11 @@ class StepModel:
         copied = 4 * offloaded * row_tokens(layouts, self.tokens) / self.cluster.host_bandwidth
         exposed = exposed + np.maximum(copied - compute, 0)
         boundary = row_tokens(layouts, self.tokens) * self.shape.hidden * 2 / layouts["tensor"]
-        return exposed + 2 * layouts["chunks"] * self._collectives.send(boundary, groups["pipeline"])
+        return exposed + 2 * layouts["chunks"] * self._collective_model.send(boundary, groups["pipeline"])
 
     def _weight_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds to gather one layer twice and to reduce-scatter its gradient, in each microbatch."""
-        shape, model, group = self.shape, self._collectives, combined_group(groups["fsdp"], groups["context"])
+        shape, model, group = self.shape, self._collective_model, combined_group(groups["fsdp"], groups["context"])
         size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
         byte = np.where(layouts["fp8"] > 0, 1, 2)
         # Copy engines send gradients as they were computed.
@@ -221,7 +221,7 @@ class StepModel:
 
         `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
         """
-        shape, model, groups = self.shape, self._collectives, self._groups(layouts)
+        shape, model, groups = self.shape, self._collective_model, self._groups(layouts)
         tensor, experts = layouts["tensor"], layouts["expert"]
         weights = combined_group(groups["fsdp"], groups["context"])
         per_stage = layers_of_stage(shape, layouts) / shape.layers
@@ -239,7 +239,7 @@ class StepModel:
 
     def _table_seconds(self, layouts: LayoutTable, groups: dict[str, Group], weights: Group) -> Floats:
         """Return the seconds to gather embedding and head once and to sum their gradients."""
-        model, size = self._collectives, self.shape.tables / layouts["tensor"]
+        model, size = self._collective_model, self.shape.tables / layouts["tensor"]
         across = combined_group(weights, groups["pipeline"])
         seconds = model.all_gather(2 * size, across) + model.reduce_scatter(self.reduce_bytes * size, across)
         summed = model.all_reduce(
@@ -249,7 +249,7 @@ class StepModel:
 
     def _tensor_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of a layer's tensor-parallel collectives: two of each kind forward, two backward."""
-        model, group = self._collectives, groups["tensor"]
+        model, group = self._collective_model, groups["tensor"]
         size = row_tokens(layouts, self.tokens) * self.shape.hidden * 2
         again = np.where(layouts.remat_in("none", "save_dots"), 0, 1)
         pairs = model.all_gather(size, group) + model.reduce_scatter(size, group)
@@ -266,7 +266,7 @@ class StepModel:
         rows, group = row_tokens(layouts, self.tokens), groups["context"]
         keys = rows * 2 * self.shape.key / layouts["tensor"]
         hops = np.maximum(group.size - 1, 0)
-        sent = hops * (2 * self._collectives.send(2 * keys, group) + self._collectives.send(4 * keys, group))
+        sent = hops * (2 * self._collective_model.send(2 * keys, group) + self._collective_model.send(4 * keys, group))
         return np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
 
     def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
@@ -277,7 +277,7 @@ class StepModel:
         size = rows * shape.routed * shape.hidden * 2 * shape.exchange_factor
         times = np.where(layouts.remat_in("none", "save_dots"), 4, 5)
         mixtures = layers_of_stage(shape, layouts) * shape.mixtures / shape.layers
-        return mixtures * times * self._collectives.all_to_all(size, groups["expert"])
+        return mixtures * times * self._collective_model.all_to_all(size, groups["expert"])
 
     def _ticks(self, layouts: LayoutTable) -> Floats:
         """Return the number of slots of the pipeline's schedule, forward and backward."""
