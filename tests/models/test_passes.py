@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests.hopper_steps import compile_step
 from tests.small_runs import small_config
 
@@ -13,6 +15,7 @@ SHAPE = (
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_matmuls_add_the_residual_and_the_gradients_of_an_input():
     text = compile_step(small_config(*SHAPE))[1].as_text()
     assert text.count('"beta":1') >= 5 * LAYERS, "o and down; and k and q onto v, gate onto up"
