@@ -5,7 +5,7 @@ Per microbatch and device, with n tokens of which t devices share a layer:
 - matmuls: 2 FLOPs a parameter and token forward and 4 backward, and what `model.remat` computes again, over the rate
   that GEMMs reach; small dims reach less of it, and reading the weights is a lower bound;
 - attention: the kind's own FLOPs (Dao 2023 for causal flash attention), of which 2/7 are forward, over the rate of the
-  kernels at this head_dim and length;
+  kernels at this head_dim and at the length that one call of them sees;
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
 - communication: see `jaxstack.plan.communication`; only what computation does not hide is counted;
@@ -103,7 +103,7 @@ class StepModel:
         matmul = flops * (3 + again) / self._rate(layouts, np.minimum(narrow, rows))
         weights = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / tensor
         matmul = np.maximum(matmul, weights * 2 * (3 + again) / self._memory_rate)
-        attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate()
+        attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate(layouts)
         attention = attention * (1 + _FORWARD_SHARE * attention_again)
         # All policies but `none` repeat the forward part of the elementwise operations.
         repeated = np.where(layouts.remat_in("none"), 0, 1 / 3)
@@ -132,12 +132,16 @@ class StepModel:
         rate = np.where((layouts["fp8"] > 0) & (not bf16), fast, wide)
         return 1e12 * rate * narrow / (narrow + _SMALL_DIM)
 
-    def _attention_rate(self) -> float:
-        """Return the FLOP/s of attention, interpolated between the measured head_dims."""
-        efficiency = self.efficiency
+    def _attention_rate(self, layouts: LayoutTable) -> Floats:
+        """Return the FLOP/s of attention, interpolated between the measured head_dims.
+
+        With c devices along `context` each kernel call sees one of the 2c chunks into which a sequence is cut.
+        """
+        efficiency, context = self.efficiency, layouts["context"]
         wide = np.interp(self.shape.head_dim, [64, 128], [efficiency.attention_64, efficiency.attention_128])
-        share = self.length / (self.length + efficiency.attention_half_length)
-        return float(1e12 * self.cluster.peak_tflops.bfloat16 * wide * share)
+        length = self.length / np.where(context > 1, 2 * context, 1)
+        share = length / (length + efficiency.attention_half_length)
+        return 1e12 * self.cluster.peak_tflops.bfloat16 * wide * share
 
     @property
     def _memory_rate(self) -> float:
