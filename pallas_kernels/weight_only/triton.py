@@ -1,0 +1,198 @@
+"""Triton packed matmul for few rows, which reads each integer once, in the order in which `PackedWeight` stores it.
+
+At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
+than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
+the scale of a group to a partial sum. Integers of up to 4 bits, of which each byte holds two neighbours, are not
+interleaved: the low halves meet the activations at even places, the high halves those at odd ones.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.target import multiprocessors
+from pallas_kernels.weight_only.formats import IntegerFormat
+from pallas_kernels.weight_only.request import PackedMatmulRequest
+
+_LEAST_CAPABILITY = (9, 0)
+_MOST_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a product is divided among programs.
+
+    Attributes:
+        block_out: outputs of a program.
+        block_in: inputs of a step of its loop; at most a group, if groups have scales.
+        ranges: number of programs that share the inputs of an output; their sums are added by XLA.
+        warps: warps of a program.
+        stages: steps whose loads are under way at once.
+        assembly: whether integers are converted by instructions of our own, which exist for bfloat16.
+    """
+
+    block_out: int
+    block_in: int
+    ranges: int
+    warps: int
+    stages: int
+    assembly: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductPlan:
+    """The constants that the kernel is compiled for.
+
+    Attributes:
+        rows: rows of x.
+        inputs, outputs: dims of the matrix.
+        halves: integers of a byte.
+        groups: scales of an output.
+        tile: see `Tile`.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    halves: int
+    groups: int
+    tile: Tile
+
+    @property
+    def padded_rows(self) -> int:
+        """Smallest power of two not below `rows`, at least the 8 columns of a tensor core's tile."""
+        return max(8, 1 << (self.rows - 1).bit_length())
+
+    @property
+    def group_size(self) -> int:
+        """Number of inputs that share a scale."""
+        return self.inputs // self.groups
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of a program's loop."""
+        return self.inputs // (self.tile.block_in * self.tile.ranges)
+
+    @property
+    def block_out(self) -> int:
+        return self.tile.block_out
+
+    @property
+    def block_in(self) -> int:
+        return self.tile.block_in
+
+    @property
+    def assembly(self) -> bool:
+        return self.tile.assembly
+
+
+MEASURED: Mapping[tuple[int, int, int], Tile] = {}
+"""Bits of a stored integer (4 or 8), outputs and inputs -> the fastest tile on an H200; others have `default_tile`.
+
+From `python benchmarks/packed_products.py --sweep`.
+"""
+CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
+    8: (),
+    4: (),
+}
+"""Bits of a stored integer -> the tiles that the benchmark compares."""
+
+
+def stored_bits(request: PackedMatmulRequest) -> int:
+    """Return the bits that an integer takes in memory, 4 or 8."""
+    return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
+
+
+def default_tile(bits: int, outputs: int, inputs: int, groups: int) -> Tile:
+    """Return a tile that gives every multiprocessor several programs, where the shape allows it."""
+    block_out = next(size for size in (64, 32, 16) if outputs % size == 0)
+    largest = inputs if groups == 1 else inputs // groups
+    block_in = next(size for size in (128, 64, 32) if largest % size == 0)
+    ranges = 1
+    while outputs // block_out * ranges < 4 * multiprocessors() and inputs % (2 * ranges * block_in * 4) == 0:
+        ranges *= 2
+    return Tile(block_out, block_in, ranges, 4, 5 if bits == 4 else 4)
+
+
+def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
+    """Return the kernel's constants for a request, with the tile chosen for it if none is given."""
+    bits, (outputs, inputs) = stored_bits(request), request.weight.arrays["q"].shape
+    groups = request.weight.arrays["scales"].shape[1]
+    if tile is None:
+        tile = MEASURED.get((bits, outputs, inputs), default_tile(bits, outputs, inputs, groups))
+        if request.x.dtype != jnp.bfloat16:
+            tile = dataclasses.replace(tile, assembly=False)
+    return ProductPlan(request.x.shape[0], inputs, outputs, 8 // bits, groups, tile)
+
+
+def tile_problem(plan: ProductPlan) -> str | None:
+    """Return why a tile does not fit the shapes of its plan, or None."""
+    tile = plan.tile
+    if plan.outputs % tile.block_out:
+        return f"blocks of {tile.block_out} do not divide {plan.outputs} outputs"
+    if plan.inputs % (tile.block_in * tile.ranges):
+        return f"{tile.ranges} ranges of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
+    if plan.groups > 1 and plan.group_size % tile.block_in:
+        return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
+    return None
+
+
+def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
+    """Return x times the transposed packed matrix."""
+    import jax_triton
+
+    from pallas_kernels.weight_only.triton_kernel import product_kernel
+
+    plan = make_plan(request, tile)
+    q, ranges = request.weight.arrays["q"], plan.tile.ranges
+    if plan.halves == 2:
+        # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
+        q = jax.lax.bitcast_convert_type(q.reshape(plan.outputs, plan.inputs // 2, 2), jnp.int8)
+    major, minor = request.target.compute_capability or (0, 0)
+    shape = (plan.rows, plan.outputs)
+    out = jax.ShapeDtypeStruct(shape, request.out_dtype)
+    y = jax_triton.triton_call(
+        request.x,
+        q,
+        request.weight.arrays["scales"],
+        kernel=product_kernel,
+        out_shape=out if ranges == 1 else jax.ShapeDtypeStruct((ranges, *shape), jnp.float32),
+        grid=(plan.outputs // plan.tile.block_out, ranges),
+        name="packed_matmul",
+        num_warps=plan.tile.warps,
+        num_stages=plan.tile.stages,
+        compute_capability=10 * major + minor,
+        plan=plan,
+    )
+    return y if ranges == 1 else jnp.sum(y, 0).astype(request.out_dtype)
+
+
+def unsupported_reason(request: PackedMatmulRequest) -> str | None:
+    """Return why the kernel cannot compute the request, or None."""
+    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}: pip install 'jaxstack[cuda]'"
+    capability = request.target.compute_capability
+    if capability is None or capability < _LEAST_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability 9.0 or more; the target is {request.target}"
+    return _unsupported_shape(request)
+
+
+def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
+    x, weight = request.x, request.weight
+    if not isinstance(weight.format, IntegerFormat):
+        return f"reads integers with scales; the weight is {weight.format}"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs activations in bfloat16 or float16; got {x.dtype}"
+    if not 1 <= x.shape[0] <= _MOST_ROWS:
+        return f"takes 1 to {_MOST_ROWS} rows; got {x.shape[0]}"
+    (outputs, inputs), groups = weight.arrays["q"].shape, weight.arrays["scales"].shape[1]
+    if outputs % 16 or inputs % 128:
+        return f"needs outputs that are a multiple of 16 and inputs of 128; got {outputs} and {inputs}"
+    if groups > 1 and inputs // groups % 32:
+        return f"needs groups of a multiple of 32 inputs; got {inputs // groups}"
+    return None
