@@ -30,6 +30,8 @@ class Tile:
         block_out: outputs of a program.
         block_in: inputs of a step of its loop; at most a group, if groups have scales.
         ranges: number of programs that share the inputs of an output; their sums are added by XLA.
+        slices: number of warps, or groups of warps, of a program that share these inputs, each with steps of its
+            own.
         warps: warps of a program.
         stages: steps whose loads are under way at once.
         assembly: whether integers are converted by instructions of our own, which exist for bfloat16.
@@ -38,6 +40,7 @@ class Tile:
     block_out: int
     block_in: int
     ranges: int
+    slices: int
     warps: int
     stages: int
     assembly: bool = True
@@ -75,7 +78,7 @@ class ProductPlan:
     @property
     def steps(self) -> int:
         """Number of steps of a program's loop."""
-        return self.inputs // (self.tile.block_in * self.tile.ranges)
+        return self.inputs // (self.tile.block_in * self.tile.ranges * self.tile.slices)
 
     @property
     def block_out(self) -> int:
@@ -84,6 +87,10 @@ class ProductPlan:
     @property
     def block_in(self) -> int:
         return self.tile.block_in
+
+    @property
+    def slices(self) -> int:
+        return self.tile.slices
 
     @property
     def assembly(self) -> bool:
@@ -96,8 +103,20 @@ MEASURED: Mapping[tuple[int, int, int], Tile] = {}
 From `python benchmarks/packed_products.py --sweep`.
 """
 CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
-    8: (),
-    4: (),
+    bits: (
+        Tile(16, 128, 1, 4, 4, 4),
+        Tile(16, 128, 1, 8, 8, 4),
+        Tile(16, 128, 1, 16, 16, 3),
+        Tile(32, 128, 1, 4, 4, 4),
+        Tile(32, 128, 1, 8, 8, 3),
+        Tile(32, 128, 4, 4, 4, 4),
+        Tile(64, 128, 2, 4, 4, 3),
+        Tile(32, 128, 4, 1, 2, 6),
+        Tile(64, 128, 1, 1, 4, 6),
+        Tile(64, 128, 4, 1, 4, 5),
+        Tile(128, 128, 4, 1, 8, 4),
+    )
+    for bits in (4, 8)
 }
 """Bits of a stored integer -> the tiles that the benchmark compares."""
 
@@ -107,15 +126,13 @@ def stored_bits(request: PackedMatmulRequest) -> int:
     return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
 
 
-def default_tile(bits: int, outputs: int, inputs: int, groups: int) -> Tile:
-    """Return a tile that gives every multiprocessor several programs, where the shape allows it."""
-    block_out = next(size for size in (64, 32, 16) if outputs % size == 0)
+def default_tile(outputs: int, inputs: int, groups: int) -> Tile:
+    """Return a tile that needs no second kernel: few outputs a program, whose inputs are divided among its warps."""
     largest = inputs if groups == 1 else inputs // groups
     block_in = next(size for size in (128, 64, 32) if largest % size == 0)
-    ranges = 1
-    while outputs // block_out * ranges < 4 * multiprocessors() and inputs % (2 * ranges * block_in * 4) == 0:
-        ranges *= 2
-    return Tile(block_out, block_in, ranges, 4, 5 if bits == 4 else 4)
+    block_out = 32 if outputs % 32 == 0 and outputs >= 64 * multiprocessors() else 16
+    slices = next(count for count in (8, 4, 2, 1) if inputs % (block_in * count) == 0)
+    return Tile(block_out, block_in, 1, slices, slices, 4)
 
 
 def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
@@ -123,7 +140,7 @@ def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> Product
     bits, (outputs, inputs) = stored_bits(request), request.weight.arrays["q"].shape
     groups = request.weight.arrays["scales"].shape[1]
     if tile is None:
-        tile = MEASURED.get((bits, outputs, inputs), default_tile(bits, outputs, inputs, groups))
+        tile = MEASURED.get((bits, outputs, inputs), default_tile(outputs, inputs, groups))
         if request.x.dtype != jnp.bfloat16:
             tile = dataclasses.replace(tile, assembly=False)
     return ProductPlan(request.x.shape[0], inputs, outputs, 8 // bits, groups, tile)
@@ -134,8 +151,9 @@ def tile_problem(plan: ProductPlan) -> str | None:
     tile = plan.tile
     if plan.outputs % tile.block_out:
         return f"blocks of {tile.block_out} do not divide {plan.outputs} outputs"
-    if plan.inputs % (tile.block_in * tile.ranges):
-        return f"{tile.ranges} ranges of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
+    if plan.inputs % (tile.block_in * tile.ranges * tile.slices):
+        parts = f"{tile.ranges} ranges of {tile.slices} slices"
+        return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
     if plan.groups > 1 and plan.group_size % tile.block_in:
         return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
     return None
@@ -145,7 +163,7 @@ def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Ar
     """Return x times the transposed packed matrix."""
     import jax_triton
 
-    from pallas_kernels.weight_only.triton_kernel import product_kernel
+    from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
     plan = make_plan(request, tile)
     q, ranges = request.weight.arrays["q"], plan.tile.ranges
@@ -159,7 +177,7 @@ def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Ar
         request.x,
         q,
         request.weight.arrays["scales"],
-        kernel=product_kernel,
+        kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
         out_shape=out if ranges == 1 else jax.ShapeDtypeStruct((ranges, *shape), jnp.float32),
         grid=(plan.outputs // plan.tile.block_out, ranges),
         name="packed_matmul",

@@ -67,7 +67,7 @@ def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
 
 @triton.jit
 def _load_activations(x, place, valid, plan: tl.constexpr):
-    """Return x at two places: those of the low and the high halves of bytes, or one of them twice if bytes are whole."""
+    """Return x for the low and for the high halves of bytes; whole bytes have the same x for both."""
     dtype: tl.constexpr = x.dtype.element_ty
     if plan.halves == 1:
         both = tl.load(x + place, valid, 0.0)
@@ -121,3 +121,48 @@ def product_kernel(x, q, scales, out, plan: tl.constexpr):
         total *= scale[:, None]
     target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
     tl.store(target, total.to(out.dtype.element_ty), row_valid)
+
+
+@triton.jit
+def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
+    """Compute `product_kernel` with the inputs of a block divided among the warps of a program, whose sums it adds.
+
+    Each slice of a range belongs to warps of its own, which wait for no others before the end.
+    """
+    width: tl.constexpr = plan.block_in // plan.halves
+    stride: tl.constexpr = plan.inputs // plan.halves
+    block_out: tl.constexpr = plan.block_out
+    padded_rows: tl.constexpr = plan.padded_rows
+    slices: tl.constexpr = plan.slices
+    block, part = tl.program_id(0), tl.program_id(1)
+    output = block * block_out + tl.arange(0, block_out)
+    row, column = tl.arange(0, padded_rows), tl.arange(0, width)
+    row_valid = row < plan.rows
+    first = (part * slices + tl.arange(0, slices)) * plan.steps
+    here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
+    beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
+    total = tl.zeros([slices, block_out, padded_rows], tl.float32)
+    scale_of = scales + (output * plan.groups)[None]
+    scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
+    for step in range(plan.steps):
+        stored = tl.load(here + step * width)
+        low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
+        partial = total
+        if plan.groups > 1:
+            partial = tl.zeros([slices, block_out, padded_rows], tl.float32)
+        if plan.halves == 1:
+            partial = tl.dot(_widen(stored, 0, plan, x), low, partial)
+        else:
+            partial = tl.dot(_widen(stored, 1, plan, x), low, partial)
+            partial = tl.dot(_widen(stored, 2, plan, x), high, partial)
+        if plan.groups > 1:
+            total += partial * scale[:, :, None]
+            group = tl.minimum((first + step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
+            scale = tl.load(scale_of + group[:, None]).to(tl.float32)
+        else:
+            total = partial
+    result = tl.sum(total, 0)
+    if plan.groups == 1:
+        result *= tl.load(scales + output).to(tl.float32)[:, None]
+    target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), row_valid[None])
