@@ -7,6 +7,7 @@ interleaved: the low halves meet the activations at even places, the high halves
 """
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Mapping
 
@@ -14,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.target import multiprocessors
+from pallas_kernels.target import Target, multiprocessors
+from pallas_kernels.weight_only import xla
 from pallas_kernels.weight_only.formats import IntegerFormat
+from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import PackedMatmulRequest
 
 _LEAST_CAPABILITY = (9, 0)
@@ -160,25 +163,31 @@ def tile_problem(plan: ProductPlan) -> str | None:
 
 
 def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
-    """Return x times the transposed packed matrix."""
+    """Return x times the transposed packed matrix; its gradients are those of XLA's form."""
+    return _product(request.out_dtype, request.target, tile, request.x, request.weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(
+    out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
+) -> jax.Array:
     import jax_triton
 
     from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
 
-    plan = make_plan(request, tile)
-    q, ranges = request.weight.arrays["q"], plan.tile.ranges
+    plan = make_plan(PackedMatmulRequest(x, weight, out_dtype, target), tile)
+    q, ranges = weight.arrays["q"], plan.tile.ranges
     if plan.halves == 2:
         # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
         q = jax.lax.bitcast_convert_type(q.reshape(plan.outputs, plan.inputs // 2, 2), jnp.int8)
-    major, minor = request.target.compute_capability or (0, 0)
+    major, minor = target.compute_capability or (0, 0)
     shape = (plan.rows, plan.outputs)
-    out = jax.ShapeDtypeStruct(shape, request.out_dtype)
     y = jax_triton.triton_call(
-        request.x,
+        x,
         q,
-        request.weight.arrays["scales"],
+        weight.arrays["scales"],
         kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
-        out_shape=out if ranges == 1 else jax.ShapeDtypeStruct((ranges, *shape), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), jnp.float32))),
         grid=(plan.outputs // plan.tile.block_out, ranges),
         name="packed_matmul",
         num_warps=plan.tile.warps,
@@ -186,7 +195,27 @@ def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Ar
         compute_capability=10 * major + minor,
         plan=plan,
     )
-    return y if ranges == 1 else jnp.sum(y, 0).astype(request.out_dtype)
+    return y if ranges == 1 else jnp.sum(y, 0).astype(out_dtype)
+
+
+def _product_forward(
+    out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
+) -> tuple[jax.Array, tuple[jax.Array, PackedWeight]]:
+    return _product(out_dtype, target, tile, x, weight), (x, weight)
+
+
+def _product_backward(
+    out_dtype: jax.typing.DTypeLike,
+    target: Target,
+    tile: Tile | None,
+    saved: tuple[jax.Array, PackedWeight],
+    d_y: jax.Array,
+) -> tuple[jax.Array, PackedWeight]:
+    del tile
+    return jax.vjp(lambda x, weight: xla.multiply(PackedMatmulRequest(x, weight, out_dtype, target)), *saved)[1](d_y)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 def unsupported_reason(request: PackedMatmulRequest) -> str | None:
