@@ -24,6 +24,7 @@ from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
 
 GRIDS = {"int8": Grid(8), "int4": Grid(4, 128)}
 COLUMNS = ("weight", "out", "in", "rows", "variant", "microseconds", "speedup", "bandwidth", "error", "problem")
+TILE_FIELDS = ("block_out", "block_in", "ranges", "slices", "warps", "stages")
 _BYTES = 2**27
 """Of the weights of one program, more than twice the cache of an H200."""
 _LARGEST_ERROR = 0.01
@@ -109,6 +110,15 @@ def sweep(sizes: dict[str, tuple[int, int]], arguments: argparse.Namespace) -> l
         here.sort(key=lambda row: row["microseconds"])
         fastest += [row for n, row in enumerate(here) if n < 3 or row["variant"] == "xla"]
     print_table(fastest, COLUMNS)
+    print("Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:")
+    for kind, (outputs, inputs), count in itertools.product(GRIDS, shapes, arguments.rows):
+        key = (kind, outputs, inputs, count)
+        here = [r for r in rows if (r["weight"], r["out"], r["in"], r["rows"]) == key and r["tile"]]
+        here = [row for row in here if not row.get("problem")]
+        if here:
+            best = min(here, key=lambda row: row["microseconds"])
+            tile = ", ".join(str(best["tile"][name]) for name in TILE_FIELDS)
+            print(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {8 if count <= 8 else 16}): Tile({tile}),")
     return rows
 
 

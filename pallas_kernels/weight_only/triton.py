@@ -100,26 +100,27 @@ class ProductPlan:
         return self.tile.assembly
 
 
-MEASURED: Mapping[tuple[int, int, int], Tile] = {}
-"""Bits of a stored integer (4 or 8), outputs and inputs -> the fastest tile on an H200; others have `default_tile`.
-
-From `python benchmarks/packed_products.py --sweep`.
+MEASURED: Mapping[tuple[int, int, int, int], Tile] = {}
+"""(bits of a stored integer, outputs, inputs, padded rows) -> the fastest tile on an H200, from `benchmarks/
+packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded rows 8 or 16.
+Products that are not listed have `default_tile`.
 """
+_FOR_BOTH = (
+    Tile(16, 128, 1, 4, 4, 4),
+    Tile(16, 128, 1, 8, 8, 4),
+    Tile(16, 128, 1, 16, 16, 3),
+    Tile(32, 128, 1, 4, 4, 4),
+    Tile(32, 128, 1, 8, 8, 3),
+    Tile(32, 128, 4, 4, 4, 4),
+    Tile(64, 128, 2, 4, 4, 3),
+    Tile(32, 128, 4, 1, 2, 6),
+    Tile(64, 128, 1, 1, 4, 6),
+    Tile(64, 128, 4, 1, 4, 5),
+    Tile(128, 128, 4, 1, 8, 4),
+)
 CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
-    bits: (
-        Tile(16, 128, 1, 4, 4, 4),
-        Tile(16, 128, 1, 8, 8, 4),
-        Tile(16, 128, 1, 16, 16, 3),
-        Tile(32, 128, 1, 4, 4, 4),
-        Tile(32, 128, 1, 8, 8, 3),
-        Tile(32, 128, 4, 4, 4, 4),
-        Tile(64, 128, 2, 4, 4, 3),
-        Tile(32, 128, 4, 1, 2, 6),
-        Tile(64, 128, 1, 1, 4, 6),
-        Tile(64, 128, 4, 1, 4, 5),
-        Tile(128, 128, 4, 1, 8, 4),
-    )
-    for bits in (4, 8)
+    4: _FOR_BOTH,
+    8: (*_FOR_BOTH, Tile(16, 256, 1, 4, 4, 3), Tile(32, 256, 1, 4, 4, 3)),
 }
 """Bits of a stored integer -> the tiles that the benchmark compares."""
 
@@ -129,24 +130,38 @@ def stored_bits(request: PackedMatmulRequest) -> int:
     return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
 
 
-def default_tile(outputs: int, inputs: int, groups: int) -> Tile:
-    """Return a tile that needs no second kernel: few outputs a program, whose inputs are divided among its warps."""
+def default_tile(outputs: int, inputs: int, groups: int, rows: int) -> Tile:
+    """Return a tile for a product that is not in `MEASURED`.
+
+    Up to 16 rows the inputs of a program are divided among its warps, so that few outputs a program suffice to read at
+    the speed of the memory, and no second kernel adds sums. With more rows the activations of so many slices would not
+    fit into shared memory.
+    """
     largest = inputs if groups == 1 else inputs // groups
     block_in = next(size for size in (128, 64, 32) if largest % size == 0)
-    block_out = 32 if outputs % 32 == 0 and outputs >= 64 * multiprocessors() else 16
-    slices = next(count for count in (8, 4, 2, 1) if inputs % (block_in * count) == 0)
-    return Tile(block_out, block_in, 1, slices, slices, 4)
+    if rows <= 16:
+        block_out = 32 if outputs % 32 == 0 and outputs >= 64 * multiprocessors() else 16
+        slices = next(count for count in (8, 4, 2, 1) if inputs % (block_in * count) == 0)
+        return Tile(block_out, block_in, 1, slices, slices, 4)
+    block_out, ranges = next(size for size in (64, 32, 16) if outputs % size == 0), 1
+    while outputs // block_out * ranges < 2 * multiprocessors() and inputs % (8 * block_in * ranges) == 0:
+        ranges *= 2
+    return Tile(block_out, block_in, ranges, 1, 4, 4)
 
 
 def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
     """Return the kernel's constants for a request, with the tile chosen for it if none is given."""
     bits, (outputs, inputs) = stored_bits(request), request.weight.arrays["q"].shape
     groups = request.weight.arrays["scales"].shape[1]
+    rows = request.x.shape[0]
     if tile is None:
-        tile = MEASURED.get((bits, outputs, inputs), default_tile(outputs, inputs, groups))
+        default = default_tile(outputs, inputs, groups, rows)
+        tile = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16), default) if rows <= 16 else default
+        if groups > 1 and inputs // groups % tile.block_in:
+            tile = default  # Tiles were measured with other groups.
         if request.x.dtype != jnp.bfloat16:
             tile = dataclasses.replace(tile, assembly=False)
-    return ProductPlan(request.x.shape[0], inputs, outputs, 8 // bits, groups, tile)
+    return ProductPlan(rows, inputs, outputs, 8 // bits, groups, tile)
 
 
 def tile_problem(plan: ProductPlan) -> str | None:

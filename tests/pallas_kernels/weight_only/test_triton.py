@@ -97,6 +97,18 @@ def test_every_tile_compiles_for_hopper(tile, group):
 
 
 @needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(128256, 2048, None), (16, 128, 32), (4096, 384, None)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_any_shape_compile_for_hopper(bits, outputs, inputs, group, dtype):
+    for rows in (5, 16, 64):
+        with lowering_platform("cuda"):
+            weight = abstract(bits, group, outputs, inputs)
+            compile_for_hopper(packed_matmul, S((rows, inputs), dtype), weight)
+
+
+@needs_triton
 def test_the_choice_and_its_reasons():
     x, int4 = S((1, 14336), jnp.bfloat16), abstract(4, 128)
     arrays = {"indices": S((4096, 14336), jnp.uint4), "codebook": S((1, 16), jnp.bfloat16)}
