@@ -86,9 +86,7 @@ class Work:
 def time_calls(run: Callable[[], Any], calls: int = 4) -> float:
     """Return the seconds of one of several calls that are enqueued together."""
     began = time.perf_counter()
-    for _ in range(calls):
-        result = run()
-    jax.block_until_ready(result)
+    jax.block_until_ready([run() for _ in range(calls)])
     return (time.perf_counter() - began) / calls
 
 
@@ -98,28 +96,29 @@ def sweep(sizes: dict[str, tuple[int, int]], arguments: argparse.Namespace) -> l
     shapes = [shape for width, inner in sizes.values() for shape in ((inner, width), (width, inner))]
     path = Path(arguments.sweep)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for (outputs, inputs), count in itertools.product(shapes, arguments.rows):
+    works = [(outputs, inputs, count) for outputs, inputs in shapes for count in arguments.rows]
+    for outputs, inputs, count in works:
         began = time.perf_counter()
         rows += _time_shape(outputs, inputs, count, arguments)
         path.write_text(json.dumps(rows, indent=1))
         print(f"[{outputs}, {inputs}] at {count} rows: {time.perf_counter() - began:.1f} s", flush=True)
-    fastest = [row for row in rows if row.get("problem")]
-    for kind, (outputs, inputs), count in itertools.product(("bf16", *GRIDS), shapes, arguments.rows):
+    _print_fastest(rows, works)
+    return rows
+
+
+def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> None:
+    shown, lines = [row for row in rows if row.get("problem")], []
+    for kind, (outputs, inputs, count) in itertools.product(("bf16", *GRIDS), works):
         key = (kind, outputs, inputs, count)
         here = [r for r in rows if (r["weight"], r["out"], r["in"], r["rows"]) == key and not r.get("problem")]
         here.sort(key=lambda row: row["microseconds"])
-        fastest += [row for n, row in enumerate(here) if n < 3 or row["variant"] == "xla"]
-    print_table(fastest, COLUMNS)
-    print("Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:")
-    for kind, (outputs, inputs), count in itertools.product(GRIDS, shapes, arguments.rows):
-        key = (kind, outputs, inputs, count)
-        here = [r for r in rows if (r["weight"], r["out"], r["in"], r["rows"]) == key and r["tile"]]
-        here = [row for row in here if not row.get("problem")]
-        if here:
-            best = min(here, key=lambda row: row["microseconds"])
-            tile = ", ".join(str(best["tile"][name]) for name in TILE_FIELDS)
-            print(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {8 if count <= 8 else 16}): Tile({tile}),")
-    return rows
+        shown += [row for n, row in enumerate(here) if n < 3 or row["variant"] == "xla"]
+        tile = next((row["tile"] for row in here if row["tile"]), None)
+        if tile is not None:
+            blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS)
+            lines.append(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {8 if count <= 8 else 16}): Tile({blocks}),")
+    print_table(shown, COLUMNS)
+    print("\n".join(["Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:", *lines]))
 
 
 def _time_shape(outputs: int, inputs: int, rows: int, arguments: argparse.Namespace) -> list[Row]:

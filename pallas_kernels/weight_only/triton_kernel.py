@@ -1,7 +1,7 @@
 """Triton kernel of the packed matmul for few rows: reads integers as they are stored, and widens them in registers."""
 
 # Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 import triton
 import triton.language as tl
 
