@@ -28,7 +28,7 @@ from benchmarks.rows import RESULTS, print_table
 from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
 from jaxstack.plan.efficiency import FILE, Efficiency
 from jaxstack.plan.forecast import LayoutModel
-from jaxstack.plan.layouts import Layouts, layout_of
+from jaxstack.plan.layouts import LayoutTable, layout_of
 from jaxstack.plan.model_shape import model_shape
 from jaxstack.run_config import load_config
 
@@ -77,7 +77,7 @@ def measured_steps(scripts: Sequence[str]) -> list[tuple[str, Row]]:
     return found
 
 
-def open_row(row: Row) -> tuple[LayoutModel, Layouts]:
+def open_row(row: Row) -> tuple[LayoutModel, LayoutTable]:
     """Return the planner's model of the run that a row measured, and its layout."""
     overrides = [o for o in row["overrides"] if not o.startswith("xla_") and "simulate_devices" not in o]
     config = load_config(None, overrides, report=lambda _: None)
@@ -86,7 +86,7 @@ def open_row(row: Row) -> tuple[LayoutModel, Layouts]:
     return LayoutModel(config, cluster), layout_of(config)
 
 
-def predict(opened: tuple[LayoutModel, Layouts], efficiency: Efficiency) -> float:
+def predict(opened: tuple[LayoutModel, LayoutTable], efficiency: Efficiency) -> float:
     """Return the predicted seconds of a step."""
     model, layouts = opened
     return float(sum(dataclasses.replace(model.time, efficiency=efficiency).parts(layouts).values())[0])
