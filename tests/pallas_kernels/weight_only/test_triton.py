@@ -53,7 +53,6 @@ def interpret(name: str) -> None:
 
 
 @needs_triton
-@pytest.mark.quick
 def test_the_kernels_multiply_by_the_matrix():
     done = run_interpreted(__spec__.name, *CASES)
     assert done.returncode == 0, done.stderr[-3000:]
