@@ -49,7 +49,7 @@ _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 KERNEL_CASES = 2
 """Cases of each parametrized test of kernels that the default runs; further ones get the mark `exhaustive`."""
 
-SLOW_CASES = 2
+SLOW_CASES = 1
 """Cases of each parametrized slow test that run with the slow tests; further ones get the mark `exhaustive`."""
 
 SHOWN_ELSEWHERE = {
