@@ -100,7 +100,24 @@ class ProductPlan:
         return self.tile.assembly
 
 
-MEASURED: Mapping[tuple[int, int, int, int], Tile] = {}
+MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
+    (8, 14336, 4096, 8): Tile(64, 128, 1, 1, 4, 6),
+    (8, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
+    (8, 4096, 14336, 8): Tile(16, 128, 1, 4, 4, 4),
+    (8, 4096, 14336, 16): Tile(16, 128, 1, 4, 4, 4),
+    (8, 8192, 2048, 8): Tile(16, 128, 1, 4, 4, 4),
+    (8, 8192, 2048, 16): Tile(32, 128, 1, 4, 4, 4),
+    (8, 2048, 8192, 8): Tile(16, 256, 1, 4, 4, 3),
+    (8, 2048, 8192, 16): Tile(16, 256, 1, 4, 4, 3),
+    (4, 14336, 4096, 8): Tile(64, 128, 4, 1, 4, 5),
+    (4, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
+    (4, 4096, 14336, 8): Tile(64, 128, 4, 1, 4, 5),
+    (4, 4096, 14336, 16): Tile(32, 128, 4, 1, 2, 6),
+    (4, 8192, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
+    (4, 8192, 2048, 16): Tile(32, 128, 1, 4, 4, 4),
+    (4, 2048, 8192, 8): Tile(16, 128, 1, 8, 8, 4),
+    (4, 2048, 8192, 16): Tile(16, 128, 1, 8, 8, 4),
+}
 """(bits of a stored integer, outputs, inputs, padded rows) -> the fastest tile on an H200, from `benchmarks/
 packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded rows 8 or 16.
 Products that are not listed have `default_tile`.
