@@ -91,7 +91,7 @@ def time_calls(run: Callable[[], Any], calls: int = 4) -> float:
 
 
 def sweep(sizes: dict[str, tuple[int, int]], arguments: argparse.Namespace) -> list[Row]:
-    """Time every tile at both projections of each size; all times go to `arguments.sweep`, the fastest to the results."""
+    """Time every tile at both projections of each size: all times to `arguments.sweep`, the fastest to the results."""
     rows: list[Row] = []
     shapes = [shape for width, inner in sizes.values() for shape in ((inner, width), (width, inner))]
     path = Path(arguments.sweep)
