@@ -5,12 +5,14 @@
     python benchmarks/islands.py --tiny              # tiny sizes, to try the script
 
 Every row trains on the same batches in the same order. `data_parallel` splits the same devices along `data`, and what
-it sends counts as bytes between islands. `bytes_per_step` is what each device sends to other islands in a step on
-average, read from the compiled programs; `relative_loss` is the held-out loss relative to that of data parallelism.
+it sends counts as bytes between islands; it is measured first if no row of it is stored. `bytes_per_step` is what each
+device sends to other islands in a step on average, read from the compiled programs; `relative_loss` is the held-out
+loss relative to that of data parallelism.
 Rows are appended to benchmarks/results/islands.jsonl.
 """
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -19,13 +21,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.arguments import positive
-from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
+from benchmarks.rows import RESULTS, SCRATCH, append_rows, print_table, require_commit
 from benchmarks.steps import open_run
 
 METHODS = {
     "data_parallel": (),
     "local_sgd": ("islands={name: local_sgd, every: 20}",),
     "diloco": ("islands={name: diloco, every: 20}",),
+    "diloco_calm": ("islands={name: diloco, every: 20, outer_learning_rate: 0.9, momentum: 0.3}",),
     "diloco_int8": ("islands={name: diloco, every: 20, compression: int8}",),
     "diloco_powersgd": ("islands={name: diloco, every: 20, compression: powersgd, rank: 4}",),
     "streaming": ("islands={name: streaming, every: 20, fragments: 2}",),
@@ -48,6 +51,7 @@ WORKS = {
     ),
 }  # fmt: skip
 """Work -> its configuration."""
+BASE = "data_parallel"
 COLUMNS = ("method", "islands", "eval_loss", "relative_loss", "bytes_per_step", "relative_bytes", "seconds")
 
 
@@ -91,26 +95,36 @@ def bytes_per_step(ran: dict[str, Any], every: int) -> float:
     return known["step_bytes"] + sum(sent) / (every if known["name"] == "streaming" else every * len(sent))
 
 
+def stored_base(script: str, work: str, islands: int) -> dict[str, Any] | None:
+    """Return the newest stored row of data parallelism for this work and number of islands; None if there is none."""
+    path = RESULTS / f"{script}.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    wanted = {"method": BASE, "work": work, "islands": islands}
+    return next((row for row in reversed(rows) if all(row[key] == value for key, value in wanted.items())), None)
+
+
 def main() -> None:
     """Measure, print and store the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--islands", type=positive(int), default=2, help="number of islands (2)")
-    parser.add_argument("--methods", default=",".join(METHODS), help="names; data_parallel is always the first")
+    parser.add_argument("--methods", default=",".join(METHODS), help="names (default: all)")
     parser.add_argument("--work", choices=[work for work in WORKS if work != "tiny"], default="bytes")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     args, given = parser.parse_known_args()
-    names = [*dict.fromkeys(["data_parallel", *args.methods.split(",")])]
+    names = args.methods.split(",")
     if wrong := [word for word in given if "=" not in word] or [name for name in names if name not in METHODS]:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}; methods: {', '.join(METHODS)}")
     work = "tiny" if args.tiny else args.work
     script = f"{SCRATCH}islands" if args.tiny else "islands"
     require_commit(script)
     rows: list[dict[str, Any]] = []
-    for name in names:
-        axis = "data" if name == "data_parallel" else "islands"
+    base = stored_base(script, work, args.islands)
+    for name in dict.fromkeys(names if base else [BASE, *names]):
+        axis = "data" if name == BASE else "islands"
         layout = [f"parallel.{axis}={args.islands}", f"parallel.simulate_devices={args.islands}"]
         row = train(name, [*WORKS[work], *layout, *METHODS[name], *given])
-        base = rows[0] if rows else row
+        base = row if name == BASE else base
+        assert base is not None
         row["relative_loss"] = row["eval_loss"] / base["eval_loss"]
         row["relative_bytes"] = row["bytes_per_step"] / base["bytes_per_step"]
         common = {"work": work, "implementation": "jaxstack", "islands": args.islands}
