@@ -33,7 +33,7 @@ class StreamingDiLoCo(OuterSGD):
     mixing: float = Field(default=0.5, ge=0, lt=1)
     """Share that an island's own parameters keep when the result is merged."""
     compression: Literal["none", "int8"] = "none"
-    """What travels between islands. none: float32; int8: 8-bit integers."""
+    """Format of the communication between islands. none: float32; int8: 8-bit integers."""
 
     @model_validator(mode="after")
     def _check(self) -> "StreamingDiLoCo":
