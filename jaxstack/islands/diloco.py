@@ -36,7 +36,7 @@ class DiLoCo(OuterSGD):
 
     name: Literal["diloco"] = "diloco"
     compression: Literal["none", "int8", "powersgd"] = "none"
-    """Format of the communication between islands. none: float32; int8: 8-bit integers; powersgd: factors of low rank of matrices
+    """Format of the communication between islands. none: float32; int8: 8-bit integers; powersgd: factors of low rank
     (Vogels et al. 2019, arXiv:1905.13727), while each island keeps what its factors left out for the next exchange."""
     rank: int = Field(default=4, ge=1)
     """Rank of the factors of powersgd."""
