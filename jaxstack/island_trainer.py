@@ -264,7 +264,11 @@ class IslandTrainer(Trainer):
             self._state, metrics = self._beside[sent](self.state, dict(batch))
         self._taken = taken + 1
         if delay != 1 and (phase := self._due(self._taken - delay)) is not None:
-            self._state = self._between[phase](self.state)
+            # Simulated CPU devices share threads, which collectives of two programs at once may block for good.
+            on_cpu = self.rules.mesh.devices.flat[0].platform == "cpu"
+            before = jax.block_until_ready(self.state) if on_cpu else self.state
+            after = self._between[phase](before)
+            self._state = jax.block_until_ready(after) if on_cpu else after
         return metrics
 
     def _due(self, step: int) -> int | None:
