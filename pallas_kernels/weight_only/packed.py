@@ -89,6 +89,12 @@ def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out
     return _pack(IntegerFormat(grid), {"q": q.astype(integer_dtype(grid.bits)), "scales": scales}, q.shape)
 
 
+def pack_nearest(grid: Grid, w: Float[Array, "out in"]) -> PackedWeight:
+    """Return the packed weight of a matrix that is rounded to the nearest values of a grid."""
+    scales = grid.scales(w)
+    return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16))
+
+
 def pack_lookup(bits: int, indices: Int[Array, "out in"], codebook: Float[Array, "tables entries"]) -> PackedWeight:
     """Return the packed weight of indices into tables of 2^bits values; each table serves out / tables rows."""
     arrays = {"indices": indices.astype(index_dtype(bits)), "codebook": codebook}
