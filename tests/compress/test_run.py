@@ -87,9 +87,7 @@ def test_weights_that_training_rounded_are_rounded_once(trained):
 def test_a_run_starts_from_compressed_weights(trained):
     recipe = Recipe(layers=(Magnitude(path="^decoder/"),), store="float32")
     out, lines, text = trained.parent / "sparse", list[str](), TextOptions([str(trained.parent / "text.txt")])
-    compress(
-        trained, recipe, out, CompressOptions(text=TextOptions([str(trained.parent / "text.txt")]), layer_tokens=0)
-    )
+    compress(trained, recipe, out, CompressOptions(text=text, layer_tokens=0))
     weights = stored_weights(trained)
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     place = jax.NamedSharding(mesh, jax.P())
