@@ -97,7 +97,7 @@ class Study:
         return jax.device_get(self.base.trainer.state.params)
 
     @functools.cached_property
-    def calibration(self) -> list[Mapping[str, np.ndarray]]:
+    def calibration(self) -> list[Mapping[str, Any]]:
         """Text that GPTQ and SparseGPT are calibrated on."""
         return calibration_batches(self.base.data, self.args.sequences)
 

@@ -5,7 +5,7 @@ python benchmarks/compression.py && python scripts/compression_page.py
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -70,16 +70,16 @@ def time_table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-MADE = {"layer": layer_tables, "model": model_tables, "time": time_table}
+MADE: Mapping[str, Callable[[Iterable[Row]], str]] = {"layer": layer_tables, "model": model_tables, "time": time_table}
 """Name of a made part -> function of the rows."""
 
 
-def make_page(page: str, rows: Iterable[Row]) -> str:
+def make_page(page: str, rows: Iterable[Row], made: Mapping[str, Callable[[Iterable[Row]], str]] = MADE) -> str:
     """Return the page with its made parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
     rows = list(rows)
 
     def replaced(found: re.Match[str]) -> str:
-        text = MADE[found[1]](rows) if found[1] in MADE else found[2].strip()
+        text = made[found[1]](rows) if found[1] in made else found[2].strip()
         return f"<!-- made: {found[1]} -->\n\n{text}\n\n<!-- end -->"
 
     return re.sub(r"<!-- made: (\w+) -->\n(.*?)<!-- end -->", replaced, page, flags=re.S)
