@@ -73,7 +73,7 @@ class WeightRule(PathRule):
         return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the float32 weight from which compression after training starts: the one that the optimizer changes."""
+        """Return the float32 weight from which compression after training starts: as the optimizer stores it."""
         del layout
         return stored
 
