@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxstack.checkpoint.compressed import named_leaves, read_compressed
+from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, read_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compress.config import Recipe
 from jaxstack.compress.methods import Magnitude, Rtn
-from jaxstack.compress.run import CompressOptions, compress
+from jaxstack.compress.recipe import WeightDims
+from jaxstack.compress.run import CompressOptions, as_matrix, as_parameter, compress
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.tokenizer import ByteTokenizer
 from jaxstack.files import write_file
@@ -65,6 +66,19 @@ def stored_weights(run: Path) -> dict[str, jax.Array]:
     wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), module.abstract_params)
     tree = CheckpointManager(run / "checkpoints").restore(0, {"params": wanted}, subset=True)[0]
     return {"/".join(path): jnp.asarray(x) for path, x in flatten(tree["params"]).items()}
+
+
+@pytest.mark.parametrize(
+    ("path", "dims"), [("head", WeightDims((4, 3), (6,))), ("embedding/table", WeightDims((6,), (8,)))]
+)
+def test_a_matrix_goes_back_to_the_weight_that_it_comes_from(path, dims):
+    shape = dims.matrix if path.endswith("/table") else (*dims.inputs, *dims.outputs)
+    w = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    matrix = as_matrix(path, w, dims)
+    assert matrix.shape == dims.matrix
+    np.testing.assert_array_equal(as_parameter(path, matrix, dims), w)
+    packed = as_parameter(path, pack_nearest(Grid(8), matrix), dims)
+    np.testing.assert_allclose(dense_parameter(path, packed), w, atol=0.5)
 
 
 def test_weights_that_training_rounded_are_rounded_once(trained):
