@@ -7,7 +7,7 @@
 All methods start from one trained model, the quickstart's, and take the same number of further steps on the same text.
 `float32` takes these steps without compression; compression after training starts from its weights. Parts:
 
-    qat       int4 and int3: rounding, GPTQ, and training with rounded weights
+    qat       integers of `--bits`: rounding, GPTQ, and training with rounded weights
     sparse    half of the weights zero: pruning after training, and training that keeps the zeros of a pruned start
     cluster   8 values a matrix: k-means after training, and training with clusters
     low_rank  the singular value decomposition at the ranks that training found, and that training
@@ -165,7 +165,7 @@ def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
     for seed in range(seeds):
         plain = study.plain(seed)
         study.record("uncompressed", "float32", plain)
-        for bits in (4, 3):
+        for bits in study.args.bits:
             variant = f"int{bits}, groups of {group_size}"
             for method in (Rtn, Gptq):
                 found = study.compress(plain, method(path=".", bits=bits, group_size=group_size))
@@ -329,6 +329,8 @@ def main() -> int:
     parser.add_argument("--steps", type=positive(int), default=300, help="further steps")
     parser.add_argument("--student-steps", type=positive(int), default=600, help="steps of a student")
     parser.add_argument("--learning-rate", type=positive(float), default=1e-3, help="of the further steps")
+    parser.add_argument("--bits", nargs="+", type=int, choices=range(2, 9), default=[4, 3, 2], metavar="N",
+                        help="of the part `qat` (default: 4 3 2)")  # fmt: skip
     parser.add_argument("--penalty", type=positive(float), default=1e-3, help="of low rank")
     parser.add_argument("--seeds", type=positive(int), default=2, help="repetitions with other text")
     parser.add_argument("--sequences", type=positive(int), default=128, help="calibration sequences")
