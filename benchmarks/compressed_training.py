@@ -295,7 +295,7 @@ def dense_clusters(w: jax.Array, settings: Clustering) -> jax.Array:
     return jnp.sum(shares * centroids, axis=-1).reshape(w.shape)
 
 
-def saved_bytes(function: Callable[..., jax.Array], size: int, settings: Clustering) -> int:
+def saved_bytes(function: Callable[..., Any], size: int, settings: Clustering) -> int:
     """Return the bytes that the backward pass of a square matrix needs of the forward pass; nothing is computed."""
     w = jax.ShapeDtypeStruct((size, size), jnp.float32)
     pull = jax.eval_shape(lambda w: jax.vjp(lambda w: function(w, settings), w)[1], w)

@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--steps", type=positive(int), default=1000, help="training steps of the part `model`")
     parser.add_argument("--run", help="directory of a trained quickstart for the part `model`; default: it is trained")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="NAME",
-                        help=f"settings of the part `model`: {', '.join(SETTINGS)} (default: all)")  # fmt: skip
+                        help="settings of the part `model`, such as 2:4 (default: all)")  # fmt: skip
     parser.add_argument("--sequences", type=positive(int), default=128, help="calibration sequences")
     parser.add_argument("--length", type=positive(int), default=2048, help="tokens of a sequence of the part `time`")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
