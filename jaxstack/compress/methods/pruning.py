@@ -28,7 +28,7 @@ class PruningMethod(Method):
 
     @property
     def zeros(self) -> Pattern:
-        """The positions of zeros that may be chosen."""
+        """Where zeros may be: anywhere, or in groups of m."""
         return Pattern(self.sparsity) if self.pattern is None else Pattern(keep_of=self._kept_of)
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
