@@ -19,6 +19,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
+_QUANTIZED = ("I8", "I32", "I64", "F8_E4M3")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -127,11 +128,17 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         return found
 
     def stored(self, name: str) -> Any:
-        """Return an object that reads slices of a tensor of any dtype; None if there is no such tensor."""
+        """Return an object that reads slices of a tensor of a quantized weight; None if there is no such tensor.
+
+        Raises:
+          ConfigError: its dtype is one that no quantized weight has.
+        """
         place = self._places.get(name)
         if place is None:
             return None
         found = place.file.get_slice(place.name)
+        if found.get_dtype() not in (*_DTYPES, *_QUANTIZED):
+            raise ConfigError(f"{name} is {found.get_dtype()}, not one of {', '.join((*_DTYPES, *_QUANTIZED))}.")
         return _map_fp8(place) if found.get_dtype() == "F8_E4M3" else found
 
     def replace(self, name: str, tensor: Any, parts: Iterable[str]) -> None:

@@ -119,7 +119,7 @@ class QuantizedTensor:
 
     def _find_shape(self) -> tuple[int, int]:
         if self.scheme.format != "pack-quantized":
-            shape = self._files.shapes[self._name("weight")]
+            shape = self._files.shapes.get(self._name("weight"), ())
         else:
             stored = self._whole("weight_shape")
             shape = () if stored is None else tuple(map(int, stored))
@@ -136,16 +136,18 @@ class QuantizedTensor:
     def _check_scales(self) -> None:
         (outputs, inputs), scheme = self.shape, self.scheme
         found = self._files.shapes[self._name("weight_scale")]
-        groups = inputs // (scheme.group_size or inputs)
+        size = scheme.group_size or inputs
         if scheme.block is not None:
             wanted = (-(-outputs // scheme.block[0]), -(-inputs // scheme.block[1]))
         else:
-            wanted = (1, 1) if scheme.strategy == "tensor" else (outputs, groups)
-        if math.prod(found) != math.prod(wanted) or inputs % groups:
+            wanted = (1, 1) if scheme.strategy == "tensor" else (outputs, inputs // size)
+        if math.prod(found) != math.prod(wanted) or inputs % size:
             raise ConfigError(
                 f"{self._name('weight_scale')} is {list(found)}, not {list(wanted)}, as its group in "
                 f"config.json says (strategy {scheme.strategy}, group_size {scheme.group_size})."
             )
+        if not scheme.symmetric and self._files.stored(self._name("weight_zero_point")) is None:
+            raise ConfigError(f"{self._module} has no weight_zero_point, though its group is not symmetric.")
 
     def _name(self, part: str) -> str:
         return f"{self._module}.{part}"
@@ -157,10 +159,13 @@ class QuantizedTensor:
 
     def _integers(self, rows: slice) -> np.ndarray:
         """Return rows of the values without their scales, int8 or FP8."""
-        if self.scheme.format != "pack-quantized":
-            return np.asarray(self._files.stored(self._name("weight"))[rows])
-        words = np.asarray(self._files.stored(self._name("weight_packed"))[rows])
-        return unpack_words(words, self.scheme.bits, self.shape[1])
+        packed = self.scheme.format == "pack-quantized"
+        name = self._name("weight_packed" if packed else "weight")
+        found = np.asarray(self._files.stored(name)[rows])
+        wanted = np.int32 if packed else np.int8 if self.scheme.kind == "int" else jnp.float8_e4m3fn
+        if found.dtype != wanted:
+            raise ConfigError(f"{name} is {found.dtype}, not {np.dtype(wanted)} as {self.scheme.format} has it.")
+        return unpack_words(found, self.scheme.bits, self.shape[1]) if packed else found
 
     def _rows(self, values: np.ndarray, rows: slice) -> np.ndarray:
         """Return those of one value a row, a group, a block or a tensor that `rows` needs, in two dims."""
