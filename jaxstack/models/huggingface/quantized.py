@@ -206,7 +206,7 @@ def open_quantized(files: WeightFiles, quantization: Quantization) -> dict[str, 
     Raises:
       ConfigError: config.json has no scheme for a quantized weight, or its tensors do not fit.
     """
-    modules = [name.removesuffix(".weight_scale") for name in files.shapes if name.endswith(".weight_scale")]
+    modules = [name.removesuffix(".weight_scale") for name in sorted(files.shapes) if name.endswith(".weight_scale")]
     found = {}
     for module in modules:
         scheme = quantization.scheme(module)
@@ -243,7 +243,7 @@ def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
         return None if isinstance(stored, Float8Format) else "it is not in FP8"
     if not isinstance(stored, IntegerFormat | BlockFloatFormat):
         return f"it is stored as {stored.name}"
-    if format == "int-quantized" and (stored.grid.bits != 8 or weight.arrays["q"].shape[1] != _group(weight)):
+    if format == "int-quantized" and (stored.grid.bits != 8 or _scales(weight).shape[1] > 1):
         return "it has no integers of 8 bits with one scale for each output"
     if format == "int-quantized" and "zeros" in weight.arrays:
         return "it has zero points"
@@ -253,8 +253,7 @@ def unsupported_reason(weight: PackedWeight, format: str) -> str | None:
 def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarray]]:
     """Return the scheme and the tensors of a packed weight, by the part after the module's name."""
     q, scales = weight.arrays["q"], _scales(weight)
-    group, inputs = _group(weight), q.shape[1]
-    size = None if group == inputs else group
+    size = None if format == "int-quantized" else _group_size(weight)
     scheme = Scheme(
         format=format,
         bits=8 if isinstance(weight.format, Float8Format) else weight.format.bits_of["q"],
@@ -275,9 +274,12 @@ def store(weight: PackedWeight, format: str) -> tuple[Scheme, dict[str, np.ndarr
     return scheme, tensors
 
 
-def _group(weight: PackedWeight) -> int:
-    """Return the number of inputs that share a scale."""
-    return weight.arrays["q"].shape[1] // _scales(weight).shape[1]
+def _group_size(weight: PackedWeight) -> int | None:
+    """Return the number of inputs that share a scale; None: all of a row."""
+    if isinstance(weight.format, IntegerFormat | BlockFloatFormat):
+        return weight.format.grid.group_size  # which may be all of a row, too
+    groups = _scales(weight).shape[1]
+    return None if groups == 1 else weight.arrays["q"].shape[1] // groups
 
 
 def _scales(weight: PackedWeight) -> Float[jax.Array, "out groups"]:
