@@ -160,7 +160,7 @@ def _unpacked(value: np.ndarray, described: Mapping[str, Any], part: str) -> np.
 def _make_leaf(
     path: str, value: Any, *, weights: Mapping[str, Any], place: Place | None, mesh: jax.sharding.Mesh | None
 ) -> Any:
-    known = None if not isinstance(value, dict) else weights[path]
+    known = weights.get(path)
     shape = value.shape if known is None else (*known["inputs"], *known["outputs"])
     sharding = None
     if mesh is not None:

@@ -116,7 +116,7 @@ def test_a_quantized_checkpoint_is_evaluated_and_compressed(text, tmp_path, caps
         called(evaluate.main, "--run", tmp_path / directory, "--data", text, "--json")
         said.append(json.loads(capsys.readouterr().out))
     assert texts[0] == texts[1] and len(texts[0].split()) > 3
-    losses = [result["text"]["loss"] for result in said]
+    losses = [result["eval_loss"] for result in said]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     called(compress.main, "--run", tmp_path / "files", "--recipe", "int8", "--out", tmp_path / "int8", "--data", text)
     record = json.loads((tmp_path / "int8" / "compression.json").read_text())
