@@ -3,8 +3,10 @@ quantized and packed, with what it makes of them. Needs torch, transformers and 
 5.23.0 and 0.20.0); jaxstack and its tests need none of them.
 
     python scripts/make_compressed_tensors_fixtures.py
+    python scripts/make_compressed_tensors_fixtures.py --check EXPORT DENSE
 
-A folder is a checkpoint as llm-compressor saves it, and
+The second command loads what `jaxstack convert --format NAME` wrote, with the library, and compares its weights and logits
+with those of `--format dense` of the same run. A folder is a checkpoint as llm-compressor saves it, and
 
     dequantized.json        SHA-256 of each weight as the library dequantizes it, in the dtype of its scales
     expected.safetensors    tokens, and the logits in float32 of a model with the weights dequantized in float32
@@ -15,6 +17,7 @@ packing.safetensors has integers of 1 to 8 bits, and the words that the library 
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -105,7 +108,26 @@ def make_packing() -> None:
     save_file(arrays, FOLDER / "packing.safetensors")
 
 
+def check(export: str, dense: str) -> None:
+    """Compares a quantized checkpoint, as the library loads it, with one of plain numbers."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, said = load(export, dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
+    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), said
+    plain = load(dense, dtype=torch.float32, attn_implementation="eager")
+    quantized = [name for name, m in model.named_modules() if getattr(m, "quantization_scheme", None)]
+    for name in quantized:
+        model.get_submodule(name).quantization_enabled = False  # activations stay as they are
+    tokens = torch.randint(0, model.config.vocab_size, (2, 16))
+    with torch.no_grad():
+        difference = (model.eval()(tokens).logits - plain.eval()(tokens).logits).abs().max()
+    equal = sum(torch.equal(model.get_submodule(name).weight, plain.get_submodule(name).weight) for name in quantized)
+    print(f"{equal} of {len(quantized)} quantized weights are equal; largest difference of logits {difference:.3g}")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--check"]:
+        check(*sys.argv[2:])
+        raise SystemExit
     FOLDER.mkdir(exist_ok=True)
     for chosen in SCHEMES:
         make(chosen)
