@@ -5,7 +5,7 @@ quantized and packed, with what it makes of them. Needs torch, transformers and 
     python scripts/make_compressed_tensors_fixtures.py
     python scripts/make_compressed_tensors_fixtures.py --check EXPORT DENSE
 
-The second command loads what `jaxstack convert --format NAME` wrote, with the library, and compares its weights and logits
+The second command loads what `jaxstack convert --format NAME` wrote, with the library, and compares weights and logits
 with those of `--format dense` of the same run. A folder is a checkpoint as llm-compressor saves it, and
 
     dequantized.json        SHA-256 of each weight as the library dequantizes it, in the dtype of its scales
