@@ -72,17 +72,11 @@ class IntegerFormat(Format):
         return {"q": ("out", "in"), "scales": ("out", "in"), "zeros": ("out", "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
-        q, scales = self.centred(arrays, jnp.float32), arrays["scales"].astype(jnp.float32)
-        return q * jnp.repeat(scales, q.shape[1] // scales.shape[1], axis=1)
-
-    @staticmethod
-    def centred(arrays: Arrays, dtype: jax.typing.DTypeLike) -> Float[Array, "out in"]:
-        """Return the integers less their zeros in a float dtype; exact in bfloat16 too, where it ends at 255."""
-        q = arrays["q"].astype(dtype)
-        if "zeros" not in arrays:
-            return q
-        zeros = arrays["zeros"].astype(dtype)
-        return (q.reshape(*zeros.shape, -1) - zeros[:, :, None]).reshape(q.shape)
+        q, scales = arrays["q"].astype(jnp.float32), arrays["scales"].astype(jnp.float32)
+        size = q.shape[1] // scales.shape[1]
+        if "zeros" in arrays:
+            q -= jnp.repeat(arrays["zeros"].astype(jnp.float32), size, axis=1)
+        return q * jnp.repeat(scales, size, axis=1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,8 +60,16 @@ def _times_scaled(
     return _times_transposed(x, w.reshape(outputs, -1))
 
 
-def _times_integers(x: jax.Array, arrays: Arrays, format: IntegerFormat) -> jax.Array:
-    return _times_scaled(x, format.centred(arrays, x.dtype), arrays["scales"])
+def _times_integers(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
+    scales = arrays["scales"]
+    y = _times_scaled(x, arrays["q"].astype(x.dtype), scales)
+    if "zeros" not in arrays:
+        return y
+    # What zero points add depends on the sum of a group's inputs alone. Subtracted from the integers they would make
+    # XLA write the weights in the dtype of x.
+    sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], scales.shape[1], -1), axis=-1)
+    shifts = arrays["zeros"].astype(jnp.float32) * scales.astype(jnp.float32)
+    return y - jnp.matmul(sums, shifts.T, precision=jax.lax.Precision.HIGHEST)
 
 
 def _times_float8(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
