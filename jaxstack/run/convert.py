@@ -269,8 +269,12 @@ def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callab
     kept = {path for path, reason in layers.items() if reason is None}
     reasons = sorted({reason for reason in layers.values() if reason is not None})
     if not kept:
-        why = f": {'; '.join(reasons)}" if reasons else ""
-        raise ConfigError(f"--format {format} stores no weight of a dense layer of {source}{why}; see --help.")
+        matrices = [packed[path] for path in layers]
+        fitting = [name for name in FORMATS if any(unsupported_reason(leaf, name) is None for leaf in matrices)]
+        raise ConfigError(
+            f"--format {format} stores no dense layer of {source}: {'; '.join(reasons) or 'none is packed'}. Choose "
+            f"--format {' or '.join(fitting or [DENSE])}."
+        )
     if reasons:
         warn(f"{len(layers) - len(kept)} of {len(layers)} packed layers are written dense: {'; '.join(reasons)}")
     if len(packed) > len(layers):

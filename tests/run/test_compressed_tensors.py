@@ -134,7 +134,7 @@ def test_formats_that_do_not_fit_are_one_message(tmp_path, capsys):
         assert "Traceback" not in error
         return error
 
-    assert "it is not in FP8" in fails(tmp_path / "run", "--format", "float-quantized")
+    assert "not in FP8. Choose --format pack-quantized." in fails(tmp_path / "run", "--format", "float-quantized")
     assert "no integers of 8 bits" in fails(tmp_path / "run", "--format", "int-quantized")
     assert "did you mean 'pack-quantized'" in fails(tmp_path / "run", "--format", "packed-quantized")
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The `quantization_config` of config.json as compressed-tensors has it: how the weight of each module is stored."""
+"""The `quantization_config` of config.json as compressed-tensors has it: the format of each module's weight."""
 
 import dataclasses
 import re
@@ -32,7 +32,7 @@ class WeightArguments(BaseModel):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How the weight of a module is stored.
+    """A way to store the weight of a module.
 
     Attributes:
       format: name of the format, such as `pack-quantized`.
