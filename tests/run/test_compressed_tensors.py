@@ -73,14 +73,8 @@ RECIPES = {
 }
 
 
-@pytest.mark.longer
-@pytest.mark.parametrize(
-    "format",
-    [
-        "pack-quantized",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("float-quantized", "int-quantized")),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("format", RECIPES)
 def test_a_compressed_model_survives_the_round_trip(format, tmp_path):
     source = make_word_model("qwen2", tmp_path / "qwen2")
     (tmp_path / "recipe.yaml").write_text(f"layers: {RECIPES[format]}")
