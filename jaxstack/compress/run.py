@@ -93,6 +93,7 @@ def compress(
     # the optimizer stored them: rounding a second time has other scales, and other results.
     one_device = ["parallel.data=1", "precision.compute=float32"]
     decoder, step = load_decoder(directory, one_device, step=options.step, master=True, report=report)
+    _unpack(decoder)
     weights = _compress_weights(decoder, methods, dims, batches, recipe.store, report)
     measure = None if tokenizer is None else _open_measure(config, directory, options.text, report)
     result = _describe(directory, step, weights, methods, dims, measure, options, report)
@@ -143,6 +144,14 @@ def _describe(
         rows=rows,
         loss_by_layer=_losses_by_layer(before, weights.after, rows, measure, options.layer_tokens, report),
     )
+
+
+def _unpack(decoder: Decoder) -> None:
+    """Replace packed weights, as those of a quantized checkpoint, by plain numbers."""
+    leaves = named_leaves(decoder.params)
+    if any(isinstance(leaf, PackedWeight) for leaf in leaves.values()):
+        plain = {path: dense_parameter(path, leaf) for path, leaf in leaves.items()}
+        decoder.load(nest(plain), decoder.non_params)
 
 
 def _calibration(
