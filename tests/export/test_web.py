@@ -15,7 +15,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.export import web
 from jaxstack.export.page_tokenizer import describe_tokenizer
 from jaxstack.export.serve_folder import make_server
-from tests.browser import PHONE, needs_chromium, open_browser
+from tests.browser import PHONE, SOFTWARE_GPU, needs_chromium, open_browser
 from tests.export.sources import MIXTURES, PROMPT, expected, make_source
 
 TEXT = "It's naïve: 12 + 34\n\n  def f(x):\t return x\u0085 # 😀 日本語 don't\ufeff"
@@ -58,6 +58,43 @@ def test_the_page_computes_what_transformers_does(name, tmp_path):
         assert report["candidates"] >= 24 and all(row["gflops"] > 0 for row in report["report"])
         assert browser.overflow() <= 0 and not browser.complaints
         assert "ready" in browser.evaluate("document.getElementById('status').textContent")
+        assert report["device"] == "WebAssembly" and report["others"], "the page says why it takes no GPU"
+
+
+@needs_chromium
+@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(name, marks=pytest.mark.exhaustive)
+                                              for name in ("qwen3", "gpt2", "gemma3", "llama-biases"))])  # fmt: skip
+def test_the_page_computes_the_same_on_webgpu(name, tmp_path):
+    source, wanted = make_source(name), expected(name)
+    web.write(source, tmp_path / "page")
+    tokens = wanted["tokens"][0].tolist()
+    with served(tmp_path / "page") as address, open_browser(tmp_path / "profile", SOFTWARE_GPU) as browser:
+        browser.open(address)
+        if not browser.evaluate("navigator.gpu?.requestAdapter().then(adapter => adapter !== null) ?? false"):
+            pytest.skip("this Chromium has no WebGPU")
+        browser.open(f"{address}&device=webgpu")
+        for count in (24, 1, 13):
+            found = ask(browser, "logits", ids=tokens[:count])["logits"]
+            np.testing.assert_allclose(found, wanted["logits"][0, count - 1], atol=1e-4, rtol=0)
+        done = ask(browser, "generate", ids=tokens[:PROMPT], maxTokens=12, temperature=0)
+        assert done["ids"] == wanted["greedy"].tolist()
+        report = browser.evaluate("jaxstack.loaded")
+        assert report["device"].startswith("WebGPU") and report["candidates"] >= 24
+        assert {row["rows"] for row in report["report"]} == {1, 64} and not browser.complaints
+
+
+@needs_chromium
+@pytest.mark.exhaustive
+def test_a_prompt_of_several_parts_and_its_cache_are_the_same_on_both(tmp_path):
+    source = dataclasses.replace(make_source("gemma3"), context=200)
+    web.write(source, tmp_path / "page")
+    ids = np.random.default_rng(0).integers(0, 60, 150).tolist()
+    with served(tmp_path / "page") as address, open_browser(tmp_path / "profile", SOFTWARE_GPU) as browser:
+        found = []
+        for device in ("webgpu", "wasm"):
+            browser.open(f"{address}&device={device}")
+            found.append(np.asarray(ask(browser, "logits", ids=ids)["logits"]))
+    np.testing.assert_allclose(*found, atol=1e-4, rtol=0)
 
 
 @needs_chromium
