@@ -41,7 +41,7 @@ PROMPT, TOKENS, REPEATS = 64, 64, 5
 """Tokens of the prompt, tokens after it, and how often a round repeats the prompt."""
 PRODUCTS = ((128, 256, 1024), (128, 512, 512), (1, 512, 2048))
 """Rows, inner size and columns of the products."""
-TEXT = 'def parse(lines):\n    """Return the fields of each line, without the ones that are empty."""\n    return [\n' * 4
+TEXT = 'def parse(lines):\n    """Return the fields of each line."""\n    return [line.split() for line in lines]\n' * 6
 COLUMNS = ("work", "implementation", "milliseconds", "gflops", "variant")
 PAGE = '<!doctype html><link rel="icon" href="data:,"><title>benchmark</title>'
 ASK = """new Promise((resolve, reject) => {

@@ -11,7 +11,8 @@ ort.env.wasm.wasmPaths = new URL("./onnxruntime/", location.href).href;
 const bytes = address => fetch(address).then(response => response.arrayBuffer());
 const int64 = (values, dims) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), dims);
 const range = (from, to) => Array.from({ length: to - from }, (_, i) => from + i);
-const open = async address => ort.InferenceSession.create(new Uint8Array(await bytes(address)), { executionProviders: ["wasm"] });
+const open = async address =>
+  ort.InferenceSession.create(new Uint8Array(await bytes(address)), { executionProviders: ["wasm"] });
 
 /** The exported graph with the calls of the page's engine: the logits after the last token. */
 class Graph {
@@ -23,7 +24,8 @@ class Graph {
     const { layers, kvHeads, width, vocabulary } = this.config, count = tokens.length, total = start + count;
     if (start === 0) {
       const empty = () => new ort.Tensor("float32", new Float32Array(0), [1, kvHeads, 0, width]);
-      this.past = Object.fromEntries(range(0, layers).flatMap(i => ["key", "value"].map(name => [`past_key_values.${i}.${name}`, empty()])));
+      const names = range(0, layers).flatMap(i => [`past_key_values.${i}.key`, `past_key_values.${i}.value`]);
+      this.past = Object.fromEntries(names.map(name => [name, empty()]));
     }
     const found = await this.session.run({
       input_ids: int64(tokens, [1, count]), position_ids: int64(range(start, total), [1, count]),
@@ -84,11 +86,13 @@ async function time(call) {
 
 /** A product x [m, k] @ w [k, n] by the fastest of the page's kernels: `call` computes it, `result` reads it. */
 function ownProduct(m, k, n, x, w) {
-  const columns = Math.ceil(n / 96) * 96, scratch = scratchBytes([[k, n]]), size = 4 * (m * k + k * columns + m * columns);
+  const columns = Math.ceil(n / 96) * 96, scratch = scratchBytes([[k, n]]);
+  const size = 4 * (m * k + k * columns + m * columns);
   const memory = new WebAssembly.Memory({ initial: Math.ceil((size + scratch) / 65536) + 1 });
   const tuner = new Tuner(memory, 64, scratch), alike = tuner.kernels.filter(kernel => m > 1 || kernel.mr === 1);
-  const { kernel } = tuner.best(alike, m === 1 ? 1 : 64, k, n, m === 1 ? 0 : 4 * k), width = 4 * kernel.nv, panels = Math.ceil(n / width);
-  const from = 64 + scratch, to = from + 4 * m * k, out = to + 4 * k * columns, stride = 4 * panels * width;
+  const { kernel } = tuner.best(alike, m === 1 ? 1 : 64, k, n, m === 1 ? 0 : 4 * k);
+  const width = 4 * kernel.nv, panels = Math.ceil(n / width), stride = 4 * panels * width;
+  const from = 64 + scratch, to = from + 4 * m * k, out = to + 4 * k * columns;
   new Float32Array(memory.buffer, from, m * k).set(x);
   const packed = new Float32Array(memory.buffer, to, k * columns);
   for (let row = 0; row < k; row++)

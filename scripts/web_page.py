@@ -39,11 +39,12 @@ def table(rows: Sequence[Row]) -> str:
         ratio = theirs["milliseconds"] / ours["milliseconds"]
         lines.append(f"| {ours['work']} | {shown(theirs)} | {shown(ours)} | {ratio:.2g} |")
     difference = max(row["difference"] for row in rows if row["work"].startswith("one token"))
+    machine = f"{first['threads']} thread, {first['cores']} cores at a load of {first['load']:.1f}"
     lines += [
         "",
-        f"{first['date'][:10]}, commit {first['commit'][:7]}, headless Chromium {first['chromium']}, {first['threads']} thread, "
-        f"{first['cores']} cores at a load of {first['load']:.1f}, {first['parameters']:,} parameters, `{first['command']}`. "
-        f"The same tokens; their logits differ by at most {difference:.0e}.",
+        f"{first['date'][:10]}, commit {first['commit'][:7]}, headless Chromium {first['chromium']}, {machine}, "
+        f"{first['parameters']:,} parameters, `{first['command']}`. The same tokens; their logits differ by at most "
+        f"{difference:.0e}.",
     ]
     return "\n".join(lines)
 

@@ -85,67 +85,82 @@ export class GpuEngine {
     });
   }
 
-  /** Copies the weights; matrices get whole tiles of columns, and those of several layers stand side by side. */
+  /**
+   * Copies a matrix [k, columns] of `parts` side by side, each { array, count, transposed }, in whole tiles of columns.
+   *
+   * @param stride numbers between the rows that it is multiplied by; `add`: whether products are added to the result.
+   */
+  matrix(k, parts, biases, stride, add) {
+    const n = padded(parts.reduce((sum, { count }) => sum + count, 0)), data = new Float32Array(k * n);
+    let first = 0;
+    for (const { array, count, transposed } of parts) {
+      for (let row = 0; row < k; row++)
+        if (transposed) for (let i = 0; i < count; i++) data[row * n + first + i] = array[i * k + row];
+        else data.set(array.subarray(row * count, (row + 1) * count), row * n + first);
+      first += count;
+    }
+    const bias = new Float32Array(n);
+    biases.reduce((at, one) => (bias.set(one, at), at + one.length), 0);
+    const shape = this.uniform(k, n / 4, stride, add ? 1 : 0);
+    return { k, n, vectors: n / 4, w: this.buffer(data), bias: biases.length ? this.buffer(bias) : this.noBias, shape };
+  }
+
+  /** Returns the scales and then the biases of a norm, or null if the model has no such norm. */
+  normNumbers(tensors, path, size) {
+    const scale = tensors[`${path}/scale`]?.data, bias = tensors[`${path}/bias`]?.data;
+    if (!scale) return null;
+    const both = new Float32Array(2 * size);
+    both.set(bias ? scale : scale.map(value => value + this.config.normOffset));
+    if (bias) both.set(bias, size);
+    return both;
+  }
+
+  /** Copies the weights and reserves the cache. */
   upload(tensors) {
-    const { config, sizes } = this, find = name => tensors[name]?.data, { hidden, heads, kvHeads, width } = config;
-    const matrix = (k, columns, parts, biases, stride, add) => {
-      const n = padded(columns), data = new Float32Array(k * n);
-      let first = 0;
-      for (const { array, count, transposed } of parts) {
-        for (let row = 0; row < k; row++)
-          if (transposed) for (let i = 0; i < count; i++) data[row * n + first + i] = array[i * k + row];
-          else data.set(array.subarray(row * count, (row + 1) * count), row * n + first);
-        first += count;
-      }
-      const bias = new Float32Array(n);
-      biases.reduce((at, one) => (bias.set(one, at), at + one.length), 0);
-      const vectors = n / 4, shape = this.uniform(k, vectors, stride, add ? 1 : 0);
-      return { k, n, vectors, w: this.buffer(data), bias: biases.length ? this.buffer(bias) : this.noBias, shape };
-    };
-    const side = (path, names, k, stride, add) => {
-      const arrays = names.map(name => find(`${path}/${name}/kernel`)), biases = names.map(name => find(`${path}/${name}/bias`));
-      const parts = arrays.map(array => ({ array, count: array.length / k }));
-      const columns = parts.reduce((sum, { count }) => sum + count, 0);
-      return matrix(k, columns, parts, biases[0] ? biases : [], stride, add);
-    };
-    const weights = (path, size) => {
-      const scale = find(`${path}/scale`), bias = find(`${path}/bias`);
-      if (!scale) return null;
-      const both = new Float32Array(2 * size);
-      both.set(bias ? scale : scale.map(value => value + config.normOffset));
-      if (bias) both.set(bias, size);
-      return both;
-    };
-    const normOf = path => {
-      const both = weights(path, hidden);
-      return both && { weights: this.buffer(both) };
-    };
+    const { config, sizes } = this, { hidden, vocabulary, tied } = config, find = name => tensors[name]?.data;
     this.centred = Boolean(find("final_norm/bias"));
     this.headCentred = Boolean(find("decoder/layers/0/attention/q_norm/bias"));
-    this.layers = Array.from({ length: config.layers }, (_, i) => {
-      const path = `decoder/layers/${i}`, attentionPost = normOf(`${path}/attention_post_norm`), mlpPost = normOf(`${path}/mlp_post_norm`);
-      const heads2 = ["q_norm", "k_norm"].map(name => weights(`${path}/attention/${name}`, width));
-      return {
-        window: config.windows[i], attentionNorm: normOf(`${path}/attention_norm`), mlpNorm: normOf(`${path}/mlp_norm`),
-        attentionPost, mlpPost, headNorms: heads2[0] ? this.buffer(Float32Array.from([...heads2[0], ...heads2[1]])) : null,
-        qkv: side(`${path}/attention`, ["q_proj", "k_proj", "v_proj"], hidden, sizes.x, false),
-        out: side(`${path}/attention`, ["o_proj"], heads * width, sizes.mixed, !attentionPost),
-        up: side(`${path}/mlp`, config.gated ? ["gate_proj", "up_proj"] : ["up_proj"], hidden, sizes.x, false),
-        down: side(`${path}/mlp`, ["down_proj"], config.feedForward, sizes.gates, !mlpPost),
-        keys: this.buffer(kvHeads * this.capacity * width), values: this.buffer(kvHeads * this.capacity * width),
-      };
-    });
-    this.finalNorm = normOf("final_norm");
+    this.layers = Array.from({ length: config.layers }, (_, i) => this.uploadLayer(tensors, i));
+    this.finalNorm = this.buffer(this.normNumbers(tensors, "final_norm", hidden));
     const table = find("embedding/table"), places = find("position_embedding/table");
-    const parts = [{ array: config.tied ? table : find("head"), count: config.vocabulary, transposed: config.tied }];
-    this.head = matrix(hidden, config.vocabulary, parts, [], sizes.x, false);
-    this.words = config.tied ? this.head.w : this.buffer(table);
+    const part = { array: tied ? table : find("head"), count: vocabulary, transposed: tied };
+    this.head = this.matrix(hidden, [part], [], sizes.x, false);
+    this.words = tied ? this.head.w : this.buffer(table);
     this.places = places ? this.buffer(places) : this.noBias;
+  }
+
+  uploadLayer(tensors, number) {
+    const { config, sizes } = this, { hidden, heads, kvHeads, width, feedForward, gated } = config;
+    const path = `decoder/layers/${number}`;
+    const normOf = name => {
+      const numbers = this.normNumbers(tensors, `${path}/${name}`, hidden);
+      return numbers && this.buffer(numbers);
+    };
+    const side = (block, names, k, stride, add) => {
+      const find = (name, kind) => tensors[`${path}/${block}/${name}/${kind}`]?.data;
+      const parts = names.map(name => find(name, "kernel")).map(array => ({ array, count: array.length / k }));
+      const biases = names.map(name => find(name, "bias")).filter(Boolean);
+      return this.matrix(k, parts, biases, stride, add);
+    };
+    const attentionPost = normOf("attention_post_norm"), mlpPost = normOf("mlp_post_norm");
+    const [queryNorm, keyNorm] = ["q_norm", "k_norm"].map(
+      name => this.normNumbers(tensors, `${path}/attention/${name}`, width));
+    const cache = () => this.buffer(kvHeads * this.capacity * width);
+    return {
+      window: config.windows[number], attentionNorm: normOf("attention_norm"), mlpNorm: normOf("mlp_norm"),
+      attentionPost, mlpPost, keys: cache(), values: cache(),
+      headNorms: queryNorm && this.buffer(Float32Array.from([...queryNorm, ...keyNorm])),
+      qkv: side("attention", ["q_proj", "k_proj", "v_proj"], hidden, sizes.x, false),
+      out: side("attention", ["o_proj"], heads * width, sizes.mixed, !attentionPost),
+      up: side("mlp", gated ? ["gate_proj", "up_proj"] : ["up_proj"], hidden, sizes.x, false),
+      down: side("mlp", ["down_proj"], feedForward, sizes.gates, !mlpPost),
+    };
   }
 
   layout(kinds) {
     const types = { read: "read-only-storage", write: "storage", uniform: "uniform" };
-    const entries = kinds.map((kind, binding) => ({ binding, visibility: GPUShaderStage.COMPUTE, buffer: { type: types[kind] } }));
+    const visibility = GPUShaderStage.COMPUTE;
+    const entries = kinds.map((kind, binding) => ({ binding, visibility, buffer: { type: types[kind] } }));
     return this.device.createBindGroupLayout({ entries });
   }
 
@@ -165,8 +180,8 @@ export class GpuEngine {
   async compileProducts() {
     const { one, many } = productCandidates();
     this.productLayout = this.layout(one[0].kinds);
-    const all = list => Promise.all(list.map(async item => ({ ...item, ...(await this.compile(item, this.productLayout)) })));
-    this.products = { one: await all(one), many: await all(many) };
+    const compiled = async item => ({ ...item, ...(await this.compile(item, this.productLayout)) });
+    this.products = { one: await Promise.all(one.map(compiled)), many: await Promise.all(many.map(compiled)) };
     this.candidates = one.length + many.length;
     const bind = (matrix, x, result) => {
       matrix.group = this.group(this.productLayout, [x, matrix.w, matrix.bias, result, matrix.shape]);
@@ -182,7 +197,8 @@ export class GpuEngine {
 
   /** Compiles all but the products: each becomes a function of rows that returns what `dispatch` takes. */
   async compileOthers() {
-    const { config, sizes, part, capacity } = this, { hidden, heads, kvHeads, width, feedForward, normEps: eps } = config;
+    const { config, sizes, part, capacity } = this, { hidden, heads, kvHeads, width, feedForward } = config;
+    const { normEps: eps } = config;
     const known = new Map();
     const step = async (code, buffers, grid) => {
       if (!known.has(code.code)) known.set(code.code, await this.compile(code));
@@ -191,7 +207,7 @@ export class GpuEngine {
     };
     const normStep = (weights, source, result, add, from = part) => step(
       norm({ size: hidden, from: sizes.x, to: sizes.x, centred: this.centred, eps, add }),
-      [source, weights.weights, result, from], rows => [rows, 1]);
+      [source, weights, result, from], rows => [rows, 1]);
     const scale = config.embeddingScale, columns = config.tied ? this.head.n : 0;
     this.embedStep = await step(
       embed({ hidden, stride: sizes.x, columns, scale, positions: this.places !== this.noBias }),
@@ -228,9 +244,8 @@ export class GpuEngine {
       const many = matrix === this.head ? null : await this.fastest(this.products.many, matrix, PART);
       chosen.set(key, { one, many });
     }
-    for (const layer of this.layers)
-      for (const matrix of [layer.qkv, layer.out, layer.up, layer.down]) Object.assign(matrix, chosen.get(`${matrix.k}x${matrix.n}`));
-    Object.assign(this.head, chosen.get(`${this.head.k}x${this.head.n}`));
+    const all = this.layers.flatMap(({ qkv, out, up, down }) => [qkv, out, up, down]);
+    for (const matrix of [...all, this.head]) Object.assign(matrix, chosen.get(`${matrix.k}x${matrix.n}`));
   }
 
   async fastest(programs, matrix, rows) {
@@ -257,7 +272,7 @@ export class GpuEngine {
     for (let repeats = 1; ; repeats *= 2) {
       const start = performance.now();
       this.submit(pass => {
-        for (let i = 0; i < repeats; i++) this.dispatch(pass, { ...program, group: matrix.group, grid: () => program.grid(matrix.vectors, rows) }, rows);
+        for (let i = 0; i < repeats; i++) this.multiply(pass, matrix, rows, program);
       });
       await this.device.queue.onSubmittedWorkDone();
       const spent = performance.now() - start;
@@ -280,9 +295,8 @@ export class GpuEngine {
     this.device.queue.submit([commands.finish()]);
   }
 
-  multiply(pass, matrix, rows) {
-    const program = rows === 1 ? matrix.one : matrix.many;
-    this.dispatch(pass, { pipeline: program.pipeline, group: matrix.group, grid: () => program.grid(matrix.vectors, rows) }, rows);
+  multiply(pass, matrix, rows, { pipeline, grid } = rows === 1 ? matrix.one : matrix.many) {
+    this.dispatch(pass, { pipeline, group: matrix.group, grid: () => grid(matrix.vectors, rows) }, rows);
   }
 
   /** Runs tokens at the positions from `start` on; returns the logits after the last one. */

@@ -86,7 +86,9 @@ ${times(mr, i => `      sum${i} += left[at + ${i}u] * value;`)}
 ${times(mr, i => `  write(to + ${i}u * shape.columns, column + lane.x, sum${i});`)}`)}`);
 }
 
-const every = (lists, make) => lists.length ? lists[0].flatMap(one => every(lists.slice(1), (...more) => make(one, ...more))) : [make()];
+/** Returns make(...) of every choice of one value from each list. */
+const every = ([first, ...others], make) =>
+  first ? first.flatMap(one => every(others, (...more) => make(one, ...more))) : [make()];
 
 /** Returns the programs to try: { one, many }, each a list of { title, code, kinds, grid(columns, rows) }. */
 export function productCandidates() {
@@ -122,7 +124,9 @@ let factor = inverseSqrt(sums[0] / f32(${size}) + ${eps});`;
 
 /** A norm of rows [count, size], `from` and `to` numbers apart; `add` adds it to the target. Weights: scales, biases. */
 export function norm({ size, from, to, centred, eps, add }) {
-  const bindings = [["source", "read", "array<f32>"], ["weights", "read", "array<f32>"], ["result", "write", "array<f32>"], part];
+  const bindings = [
+    ["source", "read", "array<f32>"], ["weights", "read", "array<f32>"], ["result", "write", "array<f32>"], part,
+  ];
   const value = `(source[at + i] - mean) * factor * weights[i] + weights[${size}u + i]`;
   return program(bindings, [], `var<workgroup> sums: array<f32, 64>;
 ${main(64, `let at = (part.first + group.x) * ${from}u;
@@ -179,8 +183,11 @@ ${rotated ? rotate : ""}
 let position = part.start + row;
 for (var i = index; i < ${width}u; i += 64u) {
   if (head < ${heads}u) { queries[(row * ${heads}u + head) * ${width}u + i] = head_values[i] * ${scale}; }
-  else if (head < ${heads + kvHeads}u) { keys[((head - ${heads}u) * ${capacity}u + position) * ${width}u + i] = head_values[i]; }
-  else { values[((head - ${heads + kvHeads}u) * ${capacity}u + position) * ${width}u + i] = head_values[i]; }
+  else {
+    let side = (head - ${heads}u) / ${kvHeads}u;
+    let at = (((head - ${heads}u) % ${kvHeads}u) * ${capacity}u + position) * ${width}u + i;
+    if (side == 0u) { keys[at] = head_values[i]; } else { values[at] = head_values[i]; }
+  }
 }`)}`);
 }
 
@@ -231,7 +238,8 @@ ${all(i => `mixed${i} *= rescale;`)}
 ${all(i => `mixed${i} += weight * values[at + ${i * threads}u];`)}
   }
 }
-${all(i => `if (index + ${i * threads}u < ${width}u) { attended[(row * ${heads}u + head) * ${width}u + index + ${i * threads}u] = mixed${i} / sum; }`)}`)}`);
+let to = (row * ${heads}u + head) * ${width}u + index;
+${all(i => `if (index + ${i * threads}u < ${width}u) { attended[to + ${i * threads}u] = mixed${i} / sum; }`)}`)}`);
 }
 
 /** Activations as WGSL of x; erf by Abramowitz and Stegun 7.1.26, error 2e-7. */

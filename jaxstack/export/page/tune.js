@@ -47,8 +47,7 @@ export class Tuner {
   compile(shapes) {
     const kernels = shapes.map(shape => ({ ...shape, multiply: compile(emit(shape), this.memory) }));
     const start = performance.now(), calls = kernels.map(kernel => this.call(kernel, 8, 64, 96));
-    do calls.forEach(call => time(call, WARM_MS, 1));
-    while (performance.now() - start < 4 * WARM_MS * kernels.length);
+    while (performance.now() - start < 4 * WARM_MS * kernels.length) calls.forEach(call => time(call, WARM_MS, 1));
     return kernels;
   }
 
@@ -67,7 +66,8 @@ export class Tuner {
     let chosen = null;
     for (const nv of new Set(this.kernels.map(kernel => kernel.nv))) {
       const alike = this.kernels.filter(kernel => kernel.nv === nv);
-      const one = this.best(alike.filter(kernel => kernel.mr === 1), 1, k, n), many = this.best(alike, ROWS, k, n, stride);
+      const one = this.best(alike.filter(kernel => kernel.mr === 1), 1, k, n);
+      const many = this.best(alike, ROWS, k, n, stride);
       const padded = Math.ceil(n / (4 * nv)) * 4 * nv; // columns that are computed for nothing count too
       const cost = padded * (STEPS / one.gflops + ROWS / many.gflops);
       if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
@@ -85,8 +85,8 @@ export class Tuner {
   best(kernels, m, k, n, stride = 0) {
     const first = kernels.map(kernel => this.speed(kernel, m, k, n, 1, 1)).sort((a, b) => b.gflops - a.gflops);
     const finalists = first.slice(0, FINALISTS).map(found => found.kernel);
-    const fixed = stride ? this.compile(finalists.filter(kernel => kernel.mr > 1).map(kernel => ({ ...kernel, stride }))) : [];
-    const again = [...finalists, ...fixed].map(kernel => this.speed(kernel, m, k, n, 2, 3));
+    const tiles = stride ? finalists.filter(kernel => kernel.mr > 1) : [];
+    const again = [...finalists, ...this.compile(tiles.map(kernel => ({ ...kernel, stride })))].map(kernel => this.speed(kernel, m, k, n, 2, 3));
     return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
   }
 
@@ -104,6 +104,7 @@ export class Tuner {
     return Math.max(96, Math.min(Math.ceil(n / 96) * 96, most));
   }
 
+  /** Returns a function that multiplies m rows of the scratch area. */
   call({ nv, stride, multiply }, m, k, columns) {
     const x = this.scratch, w = x + ROWS * (stride || 4 * k), out = w + 4 * k * columns;
     const panels = columns / (4 * nv);
