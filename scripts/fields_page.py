@@ -59,8 +59,8 @@ def details(rows: Iterable[Row]) -> str:
         drawn = f"![{title(row)}](pictures/field-{row['work'].replace('_', '-')}.svg)\n\n" if row["picture"] else ""
         beside = f" beside a load of {row['load']:.1f}" if "load" in row else ""
         parts.append(
-            f"## {title(row)}\n\n{drawn}{criteria}\n{further}\n- time: {row['seconds']:.0f} s{beside}, {row['date'][:10]}, "
-            f"commit {row['commit'][:7]}, `{row['command']}`"
+            f"## {title(row)}\n\n{drawn}{criteria}\n{further}\n- time: {row['seconds']:.0f} s{beside}, "
+            f"{row['date'][:10]}, commit {row['commit'][:7]}, `{row['command']}`"
         )
     return "\n\n".join(parts)
 
