@@ -12,7 +12,7 @@ async function openDevice(software, bytes) {
   if (!navigator.gpu) throw new Error("this browser has no WebGPU");
   const adapter = await navigator.gpu.requestAdapter({ powerPreference: "high-performance" });
   if (!adapter) throw new Error("WebGPU found no GPU");
-  if (adapter.info?.isFallbackAdapter && !software) throw new Error("WebGPU runs in software here");
+  if ((adapter.info?.isFallbackAdapter ?? adapter.isFallbackAdapter) && !software) throw new Error("WebGPU runs in software here");
   const { maxStorageBufferBindingSize, maxBufferSize } = adapter.limits;
   const most = Math.min(maxStorageBufferBindingSize, maxBufferSize);
   if (bytes > most) throw new Error(`the GPU holds arrays of ${most} bytes; the model has one of ${bytes}`);
