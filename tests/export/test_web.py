@@ -56,7 +56,8 @@ def test_the_page_computes_what_transformers_does(name, tmp_path):
         assert done["ids"] == wanted["greedy"].tolist()
         report = browser.evaluate("jaxstack.loaded")
         assert report["candidates"] >= 24 and all(row["gflops"] > 0 for row in report["report"])
-        assert browser.overflow() <= 0 and not browser.complaints
+        assert browser.overflow() <= 0
+        assert [text for text in browser.complaints if "No available adapters" not in text] == []  # Chromium's words
         assert "ready" in browser.evaluate("document.getElementById('status').textContent")
         assert report["device"] == "WebAssembly" and report["others"], "the page says why it takes no GPU"
 
