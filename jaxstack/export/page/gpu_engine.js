@@ -28,7 +28,7 @@ export class GpuEngine {
    * @param config model.json.
    * @param tensors of `readTensors`.
    * @param capacity tokens that the cache has room for.
-   * @param budget least time of one measurement in milliseconds.
+   * @param budget least time of one measurement in milliseconds; with 0 there is one candidate only.
    * @param software whether a GPU that is simulated by the processor will do.
    */
   static async create(config, tensors, capacity, budget = 2, software = false) {
@@ -178,7 +178,7 @@ export class GpuEngine {
   }
 
   async compileProducts() {
-    const { one, many } = productCandidates();
+    const { one, many } = productCandidates(this.budget > 0 ? Infinity : 1);
     this.productLayout = this.layout(one[0].kinds);
     const compiled = async item => ({ ...item, ...(await this.compile(item, this.productLayout)) });
     this.products = { one: await Promise.all(one.map(compiled)), many: await Promise.all(many.map(compiled)) };

@@ -90,8 +90,8 @@ ${times(mr, i => `  write(to + ${i}u * shape.columns, column + lane.x, sum${i});
 const every = ([first, ...others], make) =>
   first ? first.flatMap(one => every(others, (...more) => make(one, ...more))) : [make()];
 
-/** Returns the programs to try: { one, many }, each a list of { title, code, kinds, grid(columns, rows) }. */
-export function productCandidates() {
+/** Returns at most so many programs of each kind: { one, many }, lists of { title, code, kinds, grid(columns, rows) }. */
+export function productCandidates(most) {
   const one = every([[4, 8, 16], [4, 8, 16], [1, 4]], (lanes, slices, unroll) => ({
     ...oneRow({ lanes, slices, unroll }), title: `${4 * lanes} columns, ${slices} slices, unroll ${unroll}`,
     grid: columns => [columns / lanes, 1],
@@ -100,7 +100,7 @@ export function productCandidates() {
     ...manyRows({ rows, lanes, deep, mr }), title: `${rows} x ${4 * lanes}, ${mr} rows a thread, ${deep} deep`,
     grid: (columns, count) => [columns / lanes, Math.ceil(count / rows)],
   }));
-  return { one, many };
+  return { one: one.slice(0, most), many: many.slice(0, most) };
 }
 
 /** Text of a sum over the 64 threads of a group into `sums[0]`. */

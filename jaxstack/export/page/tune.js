@@ -18,7 +18,7 @@ function time(call, budget, rounds) {
       calls += repeats;
       repeats *= 2;
       spent = performance.now() - start;
-    } while (spent < budget);
+    } while (spent < budget || spent === 0);
     best = Math.min(best, spent / calls);
   }
   return best;
@@ -29,7 +29,7 @@ export class Tuner {
   /**
    * @param memory WebAssembly.Memory of the model.
    * @param scratch address of an area that measurements may overwrite, and `scratchBytes` its size.
-   * @param budget least time of one measurement in milliseconds.
+   * @param budget least time of one measurement in milliseconds; with 0 there are two candidates only.
    */
   constructor(memory, scratch, scratchBytes, budget = 1) {
     const start = performance.now();
@@ -39,7 +39,8 @@ export class Tuner {
     this.budget = budget;
     this.report = [];
     this.chosen = new Map();
-    this.kernels = this.compile(candidates());
+    const tried = ({ mr, nv, unroll }) => budget > 0 || (nv === 2 && unroll === 1 && (mr === 1 || mr === 4));
+    this.kernels = this.compile(candidates().filter(tried));
     this.compileMs = performance.now() - start;
   }
 
@@ -47,7 +48,8 @@ export class Tuner {
   compile(shapes) {
     const kernels = shapes.map(shape => ({ ...shape, multiply: compile(emit(shape), this.memory) }));
     const start = performance.now(), calls = kernels.map(kernel => this.call(kernel, 8, 64, 96));
-    while (performance.now() - start < 4 * WARM_MS * kernels.length) calls.forEach(call => time(call, WARM_MS, 1));
+    while (this.budget > 0 && performance.now() - start < 4 * WARM_MS * kernels.length)
+      calls.forEach(call => time(call, WARM_MS, 1));
     return kernels;
   }
 
@@ -72,8 +74,8 @@ export class Tuner {
       const cost = padded * (STEPS / one.gflops + ROWS / many.gflops);
       if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
     }
-    const plain = this.kernels.find(kernel => kernel.mr === 1 && kernel.nv === 1 && kernel.unroll === 1);
-    const shape = ({ mr, unroll }) => `${mr} x ${4 * chosen.nv}, unroll ${unroll}`;
+    const plain = this.kernels[0]; // one row and four columns, not unrolled
+    const shape = ({ mr, unroll, stride }) => `${mr} x ${4 * chosen.nv}, unroll ${unroll}${stride ? ", fixed stride" : ""}`;
     for (const [rows, found] of [[1, chosen.one], [ROWS, chosen.many]]) {
       const untuned = this.speed(plain, rows, k, n, 2, 2).gflops;
       this.report.push({ rows, k, n, tile: shape(found.kernel), gflops: found.gflops, untuned });
