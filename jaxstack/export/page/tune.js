@@ -5,7 +5,7 @@ import { candidates, compile, emit } from "./kernels.js";
 const ROWS = 64; // of a prompt's part
 const STEPS = 64; // single tokens that count as much as that prompt
 const FINALISTS = 3;
-const WARM_MS = 1; // after about so much work a browser compiles a function again, with optimization
+const WARM_MS = 1; // after a few times as much work a browser compiles a function again, with optimization
 
 /** Returns the shortest time of one call in milliseconds, over `rounds` rounds of about `budget` milliseconds. */
 function time(call, budget, rounds) {
@@ -47,9 +47,15 @@ export class Tuner {
   /** Compiles candidates, and calls them until the browser has optimized them: before that, times would mislead. */
   compile(shapes) {
     const kernels = shapes.map(shape => ({ ...shape, multiply: compile(emit(shape), this.memory) }));
-    const start = performance.now(), calls = kernels.map(kernel => this.call(kernel, 8, 64, 96));
-    while (this.budget > 0 && performance.now() - start < 4 * WARM_MS * kernels.length)
-      calls.forEach(call => time(call, WARM_MS, 1));
+    const calls = kernels.map(kernel => this.call(kernel, 8, 64, 96)), best = calls.map(() => Infinity);
+    for (let round = 0, faster = true; this.budget > 0 && round < 40 && (faster || round < 5); round++) {
+      faster = false;
+      calls.forEach((call, i) => {
+        const ms = time(call, WARM_MS, 1);
+        faster ||= ms < 0.7 * best[i];
+        best[i] = Math.min(best[i], ms);
+      });
+    }
     return kernels;
   }
 
@@ -85,10 +91,11 @@ export class Tuner {
 
   /** Returns { kernel, gflops } of the fastest of `kernels` for m rows, also with the stride of rows as a constant. */
   best(kernels, m, k, n, stride = 0) {
-    const first = kernels.map(kernel => this.speed(kernel, m, k, n, 1, 1)).sort((a, b) => b.gflops - a.gflops);
+    const first = kernels.map(kernel => this.speed(kernel, m, k, n, 1, 3)).sort((a, b) => b.gflops - a.gflops);
     const finalists = first.slice(0, FINALISTS).map(found => found.kernel);
     const tiles = stride ? finalists.filter(kernel => kernel.mr > 1) : [];
-    const again = [...finalists, ...this.compile(tiles.map(kernel => ({ ...kernel, stride })))].map(kernel => this.speed(kernel, m, k, n, 2, 3));
+    const fixed = this.compile(tiles.map(kernel => ({ ...kernel, stride })));
+    const again = [...finalists, ...fixed].map(kernel => this.speed(kernel, m, k, n, 1, 8));
     return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
   }
 
