@@ -1,4 +1,4 @@
-"""`PackedWeight`: a weight stored in few bits, as one node of a tree of parameters."""
+"""`PackedWeight`: a weight stored in few bits, as one pytree node."""
 
 import dataclasses
 import math
