@@ -37,7 +37,7 @@ def table(rows: Sequence[Row]) -> str:
     sides = {side: [row for row in rows if row["side"] == side] for side in ("page", "graph")}
     for ours, theirs in zip(sides["page"], sides["graph"], strict=True):
         ratio = theirs["milliseconds"] / ours["milliseconds"]
-        lines.append(f"| {ours['work']} | {shown(theirs)} | {shown(ours)} | {ratio:.2g} |")
+        lines.append(f"| {ours['work']} | {shown(theirs)} | {shown(ours)} | {ratio:.1f} |")
     difference = max(row["difference"] for row in rows if row["work"].startswith("one token"))
     machine = f"{first['threads']} thread, {first['cores']} cores at a load of {first['load']:.1f}"
     lines += [

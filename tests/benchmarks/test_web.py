@@ -55,5 +55,5 @@ def test_a_table_has_a_line_for_each_work():
     common |= {"cores": 2, "load": 0.5, "parameters": 1000, "command": "c"}
     rows = [{**common, **row} for row in web.model_rows(FOUND, {"page": 5000.0, "graph": 50.0})]
     made = web_page.table(rows)
-    assert "| ready | 50 ms | 5.0 s | 0.01 |" in made
-    assert "| prompt of 64 tokens | 9 ms | 3 ms | 3 |" in made and "differ by at most 2e-01" in made
+    assert "| ready | 50 ms | 5.0 s | 0.0 |" in made
+    assert "| prompt of 64 tokens | 9 ms | 3 ms | 3.0 |" in made and "differ by at most 2e-01" in made
