@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.arguments import positive
-from benchmarks.compression import (
+from benchmarks.compression_methods import (
     EVAL_TOKENS,
     QUICKSTART,
     TINY,

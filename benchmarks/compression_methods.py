@@ -1,9 +1,9 @@
 """Pruning and rounding: errors of a synthetic layer, perplexity of a small trained model, and the time of GPTQ.
 
-    python benchmarks/compression.py                                  # layer and model; a few minutes on two CPU cores
-    python benchmarks/compression.py --parts time                     # GPTQ of llama3-1b with random weights, on a GPU
-    python benchmarks/compression.py --parts model --run runs/quickstart --sequences 256
-    python benchmarks/compression.py --tiny                           # tiny sizes; rows go to tiny/
+    python benchmarks/compression_methods.py                                  # layer and model; a few minutes on two CPU cores
+    python benchmarks/compression_methods.py --parts time                     # GPTQ of llama3-1b with random weights, on a GPU
+    python benchmarks/compression_methods.py --parts model --run runs/quickstart --sequences 256
+    python benchmarks/compression_methods.py --tiny                           # tiny sizes; rows go to tiny/
 
 Parts:
     layer   a 256 x 256 layer with correlated inputs: squared error of its outputs on further inputs, relative to them
@@ -13,7 +13,7 @@ Parts:
             on `--sequences` sequences of `--length` random tokens; compilation included
 
 `perplexity_rise` is the perplexity minus that of the uncompressed model. Rows are appended to
-benchmarks/results/compression.jsonl.
+benchmarks/results/compression_methods.jsonl.
 """
 
 import argparse
@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--length", type=positive(int), default=2048, help="tokens of a sequence of the part `time`")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
     args = parser.parse_args()
-    name = f"{SCRATCH}compression" if args.tiny else "compression"
+    name = f"{SCRATCH}compression_methods" if args.tiny else "compression_methods"
     require_commit(name)
     rows = []
     for part in args.parts or (parts if args.tiny else ("layer", "model")):
