@@ -1,9 +1,9 @@
 """Pruning and rounding: errors of a synthetic layer, perplexity of a small trained model, and the time of GPTQ.
 
-    python benchmarks/compression_methods.py                                  # layer and model; a few minutes on two CPU cores
-    python benchmarks/compression_methods.py --parts time                     # GPTQ of llama3-1b with random weights, on a GPU
+    python benchmarks/compression_methods.py                       # layer and model; a few minutes on two CPU cores
+    python benchmarks/compression_methods.py --parts time          # GPTQ of llama3-1b with random weights, on a GPU
     python benchmarks/compression_methods.py --parts model --run runs/quickstart --sequences 256
-    python benchmarks/compression_methods.py --tiny                           # tiny sizes; rows go to tiny/
+    python benchmarks/compression_methods.py --tiny                # tiny sizes; rows go to tiny/
 
 Parts:
     layer   a 256 x 256 layer with correlated inputs: squared error of its outputs on further inputs, relative to them
