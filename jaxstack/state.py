@@ -30,6 +30,8 @@ class TrainState(NamedTuple):
     """[] int32: consecutive steps skipped because loss or gradients were not finite, or spiked."""
     history: StepHistory
     """Loss and gradient norm of the last steps taken."""
+    outer: Any = {}
+    """State of the method that keeps islands together, see `jaxstack.islands`; empty without islands."""
 
 
 LATER_FIELDS = {"history": StepHistory.empty}
@@ -48,6 +50,11 @@ def init_state(module: FunctionalModule, optimizer: optax.GradientTransformation
 def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransformation) -> TrainState:
     """Return the shapes and dtypes of `init_state`'s result; nothing is computed."""
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
+
+
+def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
+    """Return shapes and dtypes of a state with these shardings."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> tuple[Any, Any]:

@@ -204,6 +204,11 @@ class FunctionalModule:
 
         return nest((path, apply(variable)) for path, variable in self._params)
 
+    def stacked_parameters(self, rules: AxisRules) -> Dict:
+        """Return True for each trained parameter whose first dim counts layers, False for the others."""
+        stacked = self.map_parameters(lambda names, *_: bool(names) and names[0] == "layers", rules)
+        return self.split_frozen(stacked)[0]
+
     def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
         """Return the PartitionSpec in which every parameter is stored, in the structure of `abstract_params`.
 
