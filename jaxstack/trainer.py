@@ -35,6 +35,7 @@ from jaxstack.state import (
     abstract_state,
     init_state,
     replace_teacher,
+    split_teacher,
     start_shapes,
     state_shardings,
     with_shardings,
@@ -164,13 +165,13 @@ class Trainer:
         if state is None:
             create = lambda key: self._run_state(init_state(self.module, self.optimizer, key))  # noqa: E731
             create = jax.jit(create, out_shardings=self.shardings)
-            state = replace_teacher(self.module, create(jax.random.key(self.seed)), self._teacher)
+            state = replace_teacher(create(jax.random.key(self.seed)), self._teacher)
             self._state, self._teacher = state, {}
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = replace_teacher(self.module, state, self._take_teacher())
+        self._state = replace_teacher(state, self._take_teacher())
 
     def start_from(self, params: Dict) -> None:
         """Replace the state by a fresh one at step 0 with these parameters, whose buffers are donated.
@@ -218,13 +219,13 @@ class Trainer:
     def _take_teacher(self) -> Dict:
         """Return the teacher that a new state gets: the one that was set last, or else the present state's."""
         teacher, self._teacher = self._teacher, {}
-        return teacher or (self.module.split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
+        return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
 
     @property
     def stored_state(self) -> TrainState:
         """The state as checkpoints hold it: the same for every layout."""
         if self.module.stores_plain:
-            return without_teacher(self.module, self.state)
+            return without_teacher(self.state)
         to_plain = functools.partial(self.module.to_plain, self.optimizer)
         return jax.jit(to_plain, out_shardings=self._stored_shardings())(self.state)
 
@@ -233,13 +234,13 @@ class Trainer:
         if not self.module.stores_plain:
             from_plain = functools.partial(self.module.from_plain, self.optimizer)
             state = jax.jit(from_plain, out_shardings=self.shardings)(state)
-        self._state = replace_teacher(self.module, state, self._take_teacher())
+        self._state = replace_teacher(state, self._take_teacher())
 
     @property
     def abstract_stored_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `stored_state`."""
         shapes = with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
-        return without_teacher(self.module, shapes)
+        return without_teacher(shapes)
 
     def _stored_shardings(self) -> TrainState:
         return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)

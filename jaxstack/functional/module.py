@@ -178,12 +178,6 @@ class FunctionalModule:
         """Return the parameters of a module without adapters that computes the same. Traceable."""
         return self.split(merge_adapters(self.merge(self.join(base, adapters), non_params)))[0]
 
-    def split_teacher(self, params: Dict) -> tuple[Dict, Dict]:
-        """Return (parameters of the module without a teacher, parameters of the teacher, which no checkpoint holds)."""
-        flat = flatten(params)
-        teacher = {path: flat.pop(path) for path in list(flat) if TEACHER.search("/".join(path))}
-        return nest(flat.items()), nest(teacher.items())
-
     def split_scaling(self, non_params: Dict) -> tuple[Dict, Dict]:
         """Return (scaling states of low-precision matmuls, others) of the variables that are not parameters."""
         flat = flatten(non_params)

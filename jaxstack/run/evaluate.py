@@ -9,6 +9,7 @@ from types import ModuleType
 import jax
 
 from jaxstack.checkpoint.compressed import is_compressed
+from jaxstack.compressed_training.distill import DistillConfig
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
@@ -16,6 +17,7 @@ from jaxstack.decoding.decode import Params
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
+from jaxstack.models.huggingface.quantization import is_quantized
 from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig
 from jaxstack.plan.choose import evaluation_layout
@@ -156,7 +158,7 @@ def _text_loss(
     """Return the checkpoint's step and its loss."""
     devices = start_devices(config.parallel.simulate_devices)
     cache_compilations()
-    if is_compressed(directory):
+    if is_compressed(directory) or is_quantized(directory):
         if layout_chosen:
             raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
         devices, config = 1, on_one_device(config)
@@ -188,6 +190,7 @@ def open_evaluation(
     Raises:
       ConfigError: the tokenizer is another model's.
     """
+    config = config.model_copy(update={"distill": DistillConfig()})  # no checkpoint holds a teacher
     data = _open_text(config, directory, text, report)
     rows = config.model.vocab_size or 0
     if data.tokenizer.vocab_size > rows:

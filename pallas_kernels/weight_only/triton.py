@@ -265,6 +265,8 @@ def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
     x, weight = request.x, request.weight
     if not isinstance(weight.format, IntegerFormat):
         return f"reads integers with scales; the weight is {weight.format}"
+    if "zeros" in weight.arrays:
+        return "reads integers without zero points; the weight has some"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs activations in bfloat16 or float16; got {x.dtype}"
     if not 1 <= x.shape[0] <= _MOST_ROWS:

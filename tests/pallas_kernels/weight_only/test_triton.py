@@ -112,11 +112,13 @@ def test_the_choice_and_its_reasons():
     x, int4 = S((1, 14336), jnp.bfloat16), abstract(4, 128)
     arrays = {"indices": S((4096, 14336), jnp.uint4), "codebook": S((1, 16), jnp.bfloat16)}
     lookup = PackedWeight(arrays, LookupFormat(4), (14336,), (4096,))
+    zeros = dataclasses.replace(int4, arrays={**int4.arrays, "zeros": S((4096, 112), jnp.int4)})
     calls = {
         "": (x, int4),
         "got float32": (S((1, 14336), jnp.float32), int4),
         "got 65": (S((65, 14336), jnp.bfloat16), int4),
         "LookupFormat": (x, lookup),
+        "zero points": (x, zeros),
         "multiple of 16": (x, abstract(8, outputs=4100)),
         "multiple of 32": (x, abstract(4, 16)),
     }
