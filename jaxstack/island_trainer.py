@@ -139,7 +139,7 @@ class IslandTrainer(Trainer):
         self._taken: int | None = None
         super().__init__(*arguments, **settings)
         if self.rules.mesh.devices.flat[0].platform == "cpu":
-            # Simulated CPU devices hang or crash on these programs if they come from the persistent cache: none is stored.
+            # Programs that come from the persistent cache hang or crash on simulated CPU devices: none is stored.
             jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
         unsupported = {
             "a pipeline": self.pipeline is not None,
