@@ -8,6 +8,7 @@ programs of their own; those of an `OverlappedExchange` contain the step that th
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -137,6 +138,9 @@ class IslandTrainer(Trainer):
         self._between: dict[int, jax.stages.Compiled] = {}
         self._taken: int | None = None
         super().__init__(*arguments, **settings)
+        if self.rules.mesh.devices.flat[0].platform == "cpu":
+            # Programs that come from the persistent cache hang or crash on simulated CPU devices: none is stored.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
         unsupported = {
             "a pipeline": self.pipeline is not None,
             "train.batch_ramp": self.train.batch_ramp is not None,
