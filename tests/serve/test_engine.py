@@ -251,7 +251,7 @@ def test_data_parallelism_gives_the_same_text_from_several_copies(decoder):
 
 
 @pytest.mark.exhaustive
-def test_random_arrivals_are_twice_as_fast_as_one_after_another_without_compilation(decoder):
+def test_random_arrivals_are_five_times_as_fast_as_one_after_another_without_compilation(decoder):
     """64 requests on 16 slots, against the same engine with one request at a time."""
     random = np.random.default_rng(0)
     asked = list(zip(prompts(random.integers(1, 40, 64)), random.integers(10, 40, 64).tolist(), strict=True))
@@ -271,7 +271,7 @@ def test_random_arrivals_are_twice_as_fast_as_one_after_another_without_compilat
             engine.submit([1, 2, 3], 4, sampling, constraint=EvenOnly(9)).result()
         assert engine.programs.compiled == compiled
     print(f"sequential {sequential:.3f} s, together {together:.3f} s, {sequential / together:.1f}x")
-    assert sequential >= 2 * together
+    assert sequential >= 5 * together
 
 
 @pytest.mark.exhaustive
