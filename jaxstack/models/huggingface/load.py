@@ -99,14 +99,23 @@ def _read(
     directory: Path, family: Family, config: ModelConfig, place: Callable[[Leaf], jax.sharding.Sharding | None]
 ) -> Arrays:
     leaves = find_leaves(config, family.tensors)
-    wanted = {name: leaf.row.shape(leaf.piece) for leaf in leaves for name in leaf.names}
     with WeightFiles(directory) as files:
-        files.rename(family.prefix, _HEAD)
-        tied = config.tie_word_embeddings
-        files.check(wanted, f"{family.buffers}|{_HEAD}" if tied else family.buffers)
-        if tied and _HEAD in files.shapes:
-            _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])
+        check_files(files, family, config, leaves)
         return {leaf.path: _read_leaf(files, leaf, place(leaf)) for leaf in leaves}
+
+
+def check_files(files: WeightFiles, family: Family, config: ModelConfig, leaves: Sequence[Leaf]) -> None:
+    """Check that files have the tensors of a model, under the names of its family.
+
+    Raises:
+      ConfigError: tensors are missing, not known or of another shape.
+    """
+    wanted = {name: leaf.row.shape(leaf.piece) for leaf in leaves for name in leaf.names}
+    files.rename(family.prefix, _HEAD)
+    tied = config.tie_word_embeddings
+    files.check(wanted, f"{family.buffers}|{_HEAD}" if tied else family.buffers)
+    if tied and _HEAD in files.shapes:
+        _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])
 
 
 def _check_tied(files: WeightFiles, table: str) -> None:
@@ -136,12 +145,12 @@ def _read_leaf(files: WeightFiles, leaf: Leaf, sharding: jax.sharding.Sharding |
 
 def _read_part(files: WeightFiles, leaf: Leaf, index: Sequence[slice], device: Any) -> jax.Array:
     """Load one device's part of a leaf, float32, onto the device."""
-    chunks = [jax.device_put(chunk, device) for chunk in _chunks(files, leaf, index)]
+    chunks = [jax.device_put(chunk, device) for chunk in read_chunks(files, leaf, index)]
     return chunks[0] if len(chunks) == 1 else jnp.concatenate(chunks)
 
 
-def _chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
-    """Yield the part in chunks along its first dim if the checkpoint has a tensor per index of it, else at once."""
+def read_chunks(files: WeightFiles, leaf: Leaf, index: Sequence[slice]) -> Iterator[np.ndarray]:
+    """Yield a part of a leaf, float32, in chunks along its first dim if that has a tensor per index, else at once."""
     shape = [cut.stop - cut.start for cut in index]
     row = 4 * math.prod(shape[1:])
     step = max(1, _CHUNK_BYTES // max(row, 1)) if leaf.leading_dims else shape[0]
