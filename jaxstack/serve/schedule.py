@@ -236,8 +236,11 @@ class Scheduler:
         """Extend the rows of a plan without chunks to several steps, as far as limits and pages allow for each."""
         if self.draft_tokens or any(row.sequence.handle.request.constraint is not None for row in decoded):
             return
+        steps = self.decode_steps
+        if self.waiting and decoded:  # for slots or pages, which the end of an answer frees
+            steps = min(steps, max(steps // 4, min(self._room(row.sequence) for row in decoded)))
         for row in decoded:
-            row.count = min(self.decode_steps, self._room(row.sequence))
+            row.count = min(steps, self._room(row.sequence))
             if not self._take_pages(row.sequence, row.start + row.count):
                 row.count = min(row.count, len(row.sequence.pages) * self.pool.page_size - row.start)
 

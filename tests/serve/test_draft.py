@@ -10,7 +10,8 @@ from jaxstack.errors import ConfigError
 from jaxstack.serve.config import EngineConfig
 from jaxstack.serve.draft import accept_drafts
 from jaxstack.serve.engine import Engine
-from jaxstack.serve.sampling import RowSampling, probabilities, sample_rows
+from jaxstack.serve.sampling import RowSampling, probabilities
+from tests.marks import longer
 from tests.serve.test_engine import GREEDY, SAMPLINGS, EvenOnly, expected, prompts
 from tests.serve.tiny import open_tiny
 
@@ -25,23 +26,22 @@ def sampling_rows(temperature: float, top_k: int) -> RowSampling:
     return RowSampling(seeds, full(5, jnp.int32), full(temperature, jnp.float32), *limits)
 
 
-@pytest.mark.parametrize(("mode", "temperature", "top_k"), [("free", 1.0, V), ("limited", 0.7, 3)])
-def test_accepted_and_replaced_tokens_have_the_distribution_of_the_model(mode, temperature, top_k):
+accept = jax.jit(accept_drafts, static_argnames="mode")
+
+
+@pytest.mark.parametrize("case", [("limited", 0.7, 3), *longer(("free", 1.0, V))])
+def test_accepted_and_replaced_tokens_have_the_distribution_of_the_model(case):
     """Of both drafts and of the token after them; the logits depend on no token, so that all are independent."""
+    mode, temperature, top_k = case
     random = np.random.default_rng(0)
     target, guess = (jnp.asarray(random.normal(0, 1.5, (WIDTH, V)), jnp.float32) for _ in range(2))
     rows = sampling_rows(temperature, top_k)
     logits, guessed = (jnp.broadcast_to(x, (ROWS, WIDTH, V)) for x in (target, guess))
-    drafted = jnp.zeros((ROWS, WIDTH), jnp.int32)
-    for column in range(1, WIDTH):
-        draws = rows._replace(number=rows.number + (1 << 20) + column)
-        drafted = drafted.at[:, column].set(sample_rows(guessed[:, column - 1], draws, mode))
-    samples, kept = accept_drafts(logits, guessed, drafted, jnp.full(ROWS, WIDTH), rows, mode)
-    samples, kept = np.asarray(samples), np.asarray(kept)
-    p, q = (
-        np.asarray(probabilities(x, RowSampling(*(part[:WIDTH] for part in rows)), mode), np.float64)
-        for x in (target, guess)
-    )
+    few = RowSampling(*(part[:WIDTH] for part in rows))
+    both = jax.jit(lambda *logits: [probabilities(x, few, mode) for x in logits])(target, guess)
+    p, q = (np.asarray(x, np.float64) for x in both)
+    drafted = np.stack([random.choice(V, ROWS, p=q[column - 1] / q[column - 1].sum()) for column in range(WIDTH)], 1)
+    samples, kept = map(np.asarray, accept(logits, guessed, drafted, np.full(ROWS, WIDTH), rows, mode=mode))
     for column in range(WIDTH):
         found = samples[kept >= column, column]
         share = np.bincount(found, minlength=V) / len(found)
@@ -55,14 +55,13 @@ def test_rows_may_have_fewer_drafts_and_greedy_rows_take_the_likeliest():
     drafted = jnp.array([[0, 1, 5], [0, 0, 2], [0, 1, 2], [0, 0, 0]])
     rows = jax.tree.map(lambda x: x[:4], sampling_rows(0, V))
     for mode in ("greedy", "free"):
-        samples, kept = accept_drafts(logits, logits, drafted, jnp.array([3, 2, 3, 0]), rows, mode)
+        samples, kept = accept(logits, logits, drafted, jnp.array([3, 2, 3, 0]), rows, mode=mode)
         assert kept.tolist() == [1, 1, 0, 0]
         assert samples[0, :2].tolist() == [1, 2] and samples[1, 1] == 2 and samples[2, 0] == 4
-    samples, kept = accept_drafts(logits, logits, drafted, jnp.array([1, 1, 1, 1]), rows, "greedy")
+    samples, kept = accept(logits, logits, drafted, jnp.array([1, 1, 1, 1]), rows, mode="greedy")
     assert kept.tolist() == [0, 0, 0, 0] and samples[:, 2].tolist() == [3, 3, 3, 0]
 
 
-@pytest.mark.quick
 def test_greedy_tokens_are_the_same_and_those_of_an_equal_draft_model_are_accepted():
     model = open_tiny()
     prompt = prompts([21])[0]
