@@ -28,7 +28,7 @@ from benchmarks.rows import RESULTS, print_table
 from jaxstack.plan.cluster import cluster_of_devices, parse_cluster
 from jaxstack.plan.efficiency import FILE, Efficiency
 from jaxstack.plan.forecast import LayoutModel
-from jaxstack.plan.layouts import Layouts, layout_of
+from jaxstack.plan.layouts import LayoutTable, layout_of
 from jaxstack.plan.model_shape import model_shape
 from jaxstack.run_config import load_config
 
@@ -73,11 +73,12 @@ def measured_steps(scripts: Sequence[str]) -> list[tuple[str, Row]]:
     for script in scripts:
         ours = [row for row in read(script) if row["implementation"] == "jaxstack" and "NVIDIA" in row["device"]]
         complete = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
-        found += [(script, row) for row in newest(complete) if "blockwise" not in str(row["overrides"])]
+        usual = [row for row in newest(complete) if "blockwise" not in str(row["overrides"])]
+        found += [(script, row) for row in usual if not any(o.startswith("xla_") for o in row["overrides"])]
     return found
 
 
-def open_row(row: Row) -> tuple[LayoutModel, Layouts]:
+def open_row(row: Row) -> tuple[LayoutModel, LayoutTable]:
     """Return the planner's model of the run that a row measured, and its layout."""
     overrides = [o for o in row["overrides"] if not o.startswith("xla_") and "simulate_devices" not in o]
     config = load_config(None, overrides, report=lambda _: None)
@@ -86,7 +87,7 @@ def open_row(row: Row) -> tuple[LayoutModel, Layouts]:
     return LayoutModel(config, cluster), layout_of(config)
 
 
-def predict(opened: tuple[LayoutModel, Layouts], efficiency: Efficiency) -> float:
+def predict(opened: tuple[LayoutModel, LayoutTable], efficiency: Efficiency) -> float:
     """Return the predicted seconds of a step."""
     model, layouts = opened
     return float(sum(dataclasses.replace(model.time, efficiency=efficiency).parts(layouts).values())[0])
@@ -199,7 +200,7 @@ def compare(rows: Sequence[tuple[str, Row]], efficiency: Efficiency) -> None:
                 "measured ms": measured,
                 "predicted ms": predicted,
                 "error %": 100 * (predicted / measured - 1),
-                "measured GB": row["peak_memory_bytes"] / 1e9,
+                "measured GB": row["peak_memory_bytes"] / 1e9 if "peak_memory_bytes" in row else None,
                 "predicted GB": float(sum(model.memory(layouts).values())[0]) / 1e9,
             }  # fmt: skip
         )

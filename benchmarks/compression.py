@@ -173,6 +173,7 @@ def time_row(config: ModelConfig, sequences: int, length: int, batch_size: int) 
     dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     make = nnx.jit(lambda: Transformer(config, nnx.Rngs(0), dtype=dtype))
     model = make()
+    jax.block_until_ready(nnx.state(model))
     random = np.random.default_rng(0)
     tokens = random.integers(0, config.vocab_size or 0, (sequences // batch_size, batch_size, length), np.int32)
     paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(config.num_layers) for path in DENSE]
@@ -199,15 +200,16 @@ def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
         yield from model_rows(trainer, data, steps, *((8, 32) if args.tiny else (args.sequences, 128)))
     else:
         changes = {"num_layers": 2, "vocab_size": 512} if args.tiny else {}
-        sizes = (8, 32, 4) if args.tiny else (args.sequences, args.length, 8)
-        row = time_row(preset_config("tiny" if args.tiny else args.preset, **changes), *sizes)
-        yield {"work": f"GPTQ of {args.preset}, {sizes[0]} x {sizes[1]} tokens", **row}
+        sizes = (8, 32, 4) if args.tiny else (args.sequences, args.length, math.gcd(args.sequences, 8))
+        preset = "tiny" if args.tiny else args.preset
+        row = time_row(preset_config(preset, **changes), *sizes)
+        yield {"work": f"GPTQ of {preset}, {sizes[0]} x {sizes[1]} tokens", **row}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ("layer", "model", "time")
-    parser.add_argument("--parts", nargs="+", default=["layer", "model"], choices=parts, metavar="PART")
+    parser.add_argument("--parts", nargs="+", choices=parts, metavar="PART", help="default: layer and model")
     parser.add_argument("--preset", default="llama3-1b", help="model of the part `time`")
     parser.add_argument("--steps", type=positive(int), default=1000, help="training steps of the part `model`")
     parser.add_argument("--run", help="directory of a trained quickstart for the part `model`; default: it is trained")
@@ -218,7 +220,7 @@ def main() -> int:
     name = f"{SCRATCH}compression" if args.tiny else "compression"
     require_commit(name)
     rows = []
-    for part in parts if args.tiny else args.parts:
+    for part in args.parts or (parts if args.tiny else ("layer", "model")):
         for row in rows_of(part, args):
             rows.append(row)
             append_rows(name, [row])

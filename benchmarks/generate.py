@@ -120,7 +120,7 @@ def bandwidth(bytes_per_second: float) -> dict[str, float]:
 
 
 def rows_of_torch(decoder: Decoder, name: str, overrides: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for the steps of compiled PyTorch at each batch; prints why there are none."""
+    """A row for the steps of compiled PyTorch at each batch; prints the end of its errors if it fails."""
     if importlib.util.find_spec("torch") is None:
         print("no rows of torch, which is not installed", flush=True)
         return []
@@ -133,7 +133,7 @@ def rows_of_torch(decoder: Decoder, name: str, overrides: list[str], args: argpa
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
     if done.returncode:
-        print(f"torch: exit code {done.returncode} of {' '.join(command)}\n{done.stderr[-6000:].strip()}", flush=True)
+        print(f"torch ended with {done.returncode}:", *done.stderr.strip().splitlines()[-20:], sep="\n", flush=True)
     rows = []
     for found in (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")):
         batch, seconds = found["batch"], found["seconds"]

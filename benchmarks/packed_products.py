@@ -3,15 +3,18 @@
    python benchmarks/packed_products.py                       # on a GPU
    python benchmarks/packed_products.py --models llama3-8b --rows 1 16
    python benchmarks/packed_products.py --tiny                # tiny sizes; rows go to tiny/
+   python benchmarks/packed_products.py --sweep tiles.json --rows 1 16 --turns 3   # times of all tiles, no rows
 
-One program multiplies activations [rows, D] by the up and the down projection of `--pairs` layers in turn, each with
-weights of its own, so that they are read from memory and not from the cache of the GPU. The formats are measured in
-turns, `--turns` times `--seconds` each; a row has the median turn. Rows are appended to
+One pass multiplies activations [rows, D] by the up and the down projection of `--pairs` layers in turn, each with
+weights of its own, so that they are read from memory and not from the cache of the GPU. A program makes `--passes`
+passes in a loop, as decoding makes a pass for each token: a single pass takes less time than starting a program. The
+formats are measured in turns, `--turns` times `--seconds` each; a row has the median turn. Rows are appended to
 benchmarks/results/packed_products.jsonl:
 
-    milliseconds   of one program
+    milliseconds   of one pass
     speedup        time of bfloat16 over that of the format
     bandwidth      bytes of the stored weights over the time, in GB/s
+    backend        of `packed_matmul`
     weight_share   bytes of the stored weights over those of bfloat16: 1 / `weight_share` bounds `speedup`
 """
 
@@ -31,6 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.arguments import positive
+from benchmarks.packed_tiles import sweep
 from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
 from jaxstack.distributed.xla_options import packed_weight_options
 from jaxstack.models import preset_config
@@ -43,7 +47,7 @@ FORMATS: Mapping[str, Grid | None] = {
     "int8, a scale for each output": Grid(8),
     "int4, groups of 128": Grid(4, 128),
 }
-COLUMNS = ("work", "variant", "rows", "milliseconds", "speedup", "bandwidth", "weight_share", "device")
+COLUMNS = ("work", "variant", "backend", "rows", "milliseconds", "speedup", "bandwidth", "weight_share", "device")
 
 Row = dict[str, Any]
 Weight = jax.Array | PackedWeight
@@ -64,13 +68,18 @@ def make_weights(grid: Grid | None, width: int, inner: int, pairs: int) -> list[
     return [made(key, *((inner, width) if n % 2 else (width, inner))) for n, key in enumerate(keys)]
 
 
-def compile_chain(weights: Sequence[Weight], x: jax.Array) -> Callable[[], jax.Array]:
-    """Return a function that multiplies x by each weight in turn."""
+def compile_chain(weights: Sequence[Weight], x: jax.Array, passes: int, backend: str | None) -> Callable[[], jax.Array]:
+    """Return a function that multiplies x by each weight in turn, `passes` times."""
 
     def chain(x: jax.Array, weights: Sequence[Weight]) -> jax.Array:
-        for w in weights:
-            x = packed_matmul(x, w) if isinstance(w, PackedWeight) else x @ w
-        return x
+        def one_pass(_: jax.Array | int, x: jax.Array) -> jax.Array:
+            # Weights that depend on x: none can be converted to bfloat16 once, before the loop.
+            x, stored = jax.lax.optimization_barrier((x, weights))
+            for w in stored:
+                x = packed_matmul(x, w, implementation=backend) if isinstance(w, PackedWeight) else x @ w
+            return x
+
+        return jax.lax.fori_loop(0, passes, one_pass, x)
 
     options = packed_weight_options() if jax.default_backend() == "gpu" else None
     compiled = jax.jit(chain, compiler_options=options).lower(x, weights).compile()
@@ -94,23 +103,25 @@ def stored_bytes(weights: Sequence[Weight]) -> int:
 
 
 def measure(work: str, width: int, inner: int, rows: int, arguments: argparse.Namespace) -> list[Row]:
-    """Return one row for each format."""
+    """Return one row for bfloat16, and for each format and backend."""
     x = jax.random.normal(jax.random.key(1), (rows, width), jnp.bfloat16)
-    chosen = {name: make_weights(grid, width, inner, arguments.pairs) for name, grid in FORMATS.items()}
-    runs = {name: compile_chain(weights, x) for name, weights in chosen.items()}
+    weights = {name: make_weights(grid, width, inner, arguments.pairs) for name, grid in FORMATS.items()}
+    variants = [("bf16", None), *((name, way) for name, grid in FORMATS.items() if grid for way in arguments.backends)]
+    runs = {key: compile_chain(weights[key[0]], x, arguments.passes, key[1]) for key in variants}
     for run in runs.values():
         jax.block_until_ready(run())
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[tuple[str, str | None], list[float]] = {key: [] for key in runs}
     for _ in range(arguments.turns):
-        for name, run in runs.items():
-            times[name].append(time_turn(run, arguments.seconds))
-    found = []
-    for name, weights in chosen.items():
-        seconds, size = statistics.median(times[name]), stored_bytes(weights)
+        for key, run in runs.items():
+            times[key].append(time_turn(run, arguments.seconds))
+    found, baseline = [], statistics.median(times["bf16", None])
+    for (name, backend), taken in times.items():
+        seconds, size = statistics.median(taken) / arguments.passes, stored_bytes(weights[name])
         found.append({
-            "work": work, "variant": name, "rows": rows, "pairs": arguments.pairs, "milliseconds": 1e3 * seconds,
-            "speedup": statistics.median(times["bf16"]) / seconds, "bandwidth": size / seconds / 1e9,
-            "weight_share": size / stored_bytes(chosen["bf16"]), "device": jax.devices()[0].device_kind,
+            "work": work, "variant": name, "backend": backend, "rows": rows, "pairs": arguments.pairs,
+            "passes": arguments.passes, "milliseconds": 1e3 * seconds, "bandwidth": size / seconds / 1e9,
+            "speedup": baseline / statistics.median(taken),
+            "weight_share": size / stored_bytes(weights["bf16"]), "device": jax.devices()[0].device_kind,
         })  # fmt: skip
     return found
 
@@ -122,19 +133,28 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=positive(int), default=[1, 4, 16], metavar="N",
                         help="of activations (default: %(default)s)")  # fmt: skip
     parser.add_argument("--pairs", type=positive(int), default=8, metavar="N", help="layers (default: %(default)s)")
+    parser.add_argument("--passes", type=positive(int), default=16, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--turns", type=positive(int), default=5, metavar="N", help="of each format (default: %(default)s)"
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn (default: %(default)s)")
+    parser.add_argument("--backends", nargs="+", default=["xla", "triton"], metavar="NAME",
+                        help="of packed_matmul (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--sweep", metavar="FILE", help="only time each tile of the kernel, and write the times there")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     arguments = parser.parse_args()
     script = SCRATCH + "packed_products" if arguments.tiny else "packed_products"
-    require_commit(script)
+    if not arguments.sweep:
+        require_commit(script)
     if arguments.tiny:
         sizes, arguments.pairs, arguments.turns, arguments.seconds = {"tiny": (256, 512)}, 1, 1, 0.01
+        arguments.passes, arguments.backends = 2, ["xla"]
     else:
         configs = {name: preset_config(name) for name in arguments.models}
-        sizes = {name: (config.hidden_size, config.intermediate_size) for name, config in configs.items()}
+        sizes = {name: (config.hidden_size, config.feed_forward_size) for name, config in configs.items()}
+    if arguments.sweep:
+        sweep(sizes, arguments)
+        return
     for rows in arguments.rows:
         for name, (width, inner) in sizes.items():
             found = measure(f"MLP projections of {name}", width, inner, rows, arguments)

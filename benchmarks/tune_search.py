@@ -32,7 +32,7 @@ from jaxstack.run.build import build_model, resolve_model
 from jaxstack.run_config import RunConfig, load_config
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, best_of
 from jaxstack.tune.space import read_space
-from jaxstack.tune.study import StudyConfig
+from jaxstack.tune.study_config import StudyConfig
 
 SCRIPT, WORK = "tune_search", "study of 5 hyperparameters, bytes, 1 layer"
 STEPS, ROWS, LENGTH, HELD_OUT = 80, 8, 64, 32

@@ -25,12 +25,20 @@ def make_parser() -> CommandParser:
     export.add_argument(
         "--dtype", default="float32", metavar="NAME", help="dtype of the files: float32 (default), bfloat16, float16"
     )
+    export.add_argument(
+        "--format",
+        default="dense",
+        metavar="NAME",
+        help="form of packed weights: dense (default), or for vLLM, by compressed-tensors: pack-quantized (integers), "
+        "int-quantized (8 bits, activations too), float-quantized (FP8, activations too)",
+    )
     export.add_argument("--model-type", metavar="NAME", help="e.g. llama (default: the simplest that fits the model)")
     export.add_argument("--max-shard-gb", type=float, default=5.0, metavar="N", help="size limit of a file (5 GB)")
     return add_examples(
         parser,
         "convert path/of/Llama-3.2-1B --output runs/llama",
         "convert runs/llama --output exported --dtype bfloat16",
+        "convert runs/llama-int4 --output exported --dtype bfloat16 --format pack-quantized",
     )
 
 
@@ -55,6 +63,7 @@ def _convert(args: argparse.Namespace) -> None:
         args.output,
         step=args.step,
         dtype=args.dtype,
+        format=args.format,
         model_type=args.model_type,
         max_shard_bytes=int(args.max_shard_gb * 10**9),
         warn=_warn,

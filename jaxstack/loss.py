@@ -203,7 +203,7 @@ def _sample_labels(model: Transformer, hidden: jax.Array, uniform: jax.Array) ->
 
 
 def vocabulary_loss(model: Transformer, hidden: jax.Array, labels: jax.Array, z_loss: float) -> jax.Array:
-    """Return the sum of the tokens' cross-entropies, without storing the logits."""
+    """Return the sum of the tokens' cross-entropies; large logits are computed in chunks."""
 
     def loss_of_rows(weight: jax.Array, hidden: jax.Array, labels: jax.Array) -> jax.Array:
         cap = model.config.final_logit_softcapping

@@ -314,7 +314,7 @@ class Trainer:
         return self.program.describe_pipeline()
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes, dtypes and shardings of full batches, learnt from that of step `start`, which stays unread."""
+        """Return shapes, dtypes and shardings of full batches, from that of step `start`, which is not used up."""
         size = self.train.global_batch_size
         rows, start = self.placement.local_rows(size), self.batch_sizes.rows_before(start) // size
         return abstract_batch(peek(self.data, global_batch_size=size, rows=rows, start=start), self.rules, size)

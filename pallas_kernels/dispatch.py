@@ -1,8 +1,9 @@
-"""Choice of a backend: an ordered table per operation, of which the first row that supports a call is used.
+"""Choice of a backend for a call, from an ordered table per operation.
 
-A row is a `Backend`. `unsupported_reason` returns why it cannot compute a call, `lower_priority_reason` why another
-row computes the call faster. Only the automatic choice asks for the latter. An `implementation` that the caller named
-is called or raises `NotSupported`; it never falls back.
+A row is a `Backend`. The first row that supports the call, and does not say that a later one is faster, is used.
+`unsupported_reason` returns why a row cannot compute a call, `lower_priority_reason` why another row computes it
+faster. Only the automatic choice asks for the latter. An `implementation` that the caller named is called or raises
+`NotSupported`; it never falls back.
 
 `record_choices` reports what was chosen at each call site:
 

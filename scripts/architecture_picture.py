@@ -10,11 +10,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.picture import document
 
 LAYERS = (
-    ("commands", ("train", "evaluate", "generate", "convert", "prepare", "plan", "launch")),
+    ("on top of runs", ("plan", "tune", "compress")),
+    ("commands", ("train", "evaluate", "generate", "convert", "prepare", "launch", "serve", "export")),
     ("runs", ("run",)),
     ("training", ("trainer", "loop", "evaluation", "step")),
-    ("gradients and state", ("gradients", "state", "functional", "decoding", "resilience")),
-    ("configuration", ("run_config",)),
+    ("gradients and state", ("gradients", "state", "decoding")),
+    ("configuration", ("run_config", "functional")),
+    ("around a step", ("resilience", "compressed_training")),
     ("parts", ("models", "data", "optim", "loss", "checkpoint")),
     ("foundations", ("parallel", "precision", "observe", "distributed")),
     ("basics", ("config", "tree_rules", "cli", "files", "jax_compat", "errors")),
@@ -25,7 +27,7 @@ WAY = (
     ("data.device", "global batch", "sharded, ahead of use"),
     ("gradients", "microbatches", "over devices and stages"),
     ("models", "forward pass", "kernels chosen by dispatch"),
-    ("loss", "sum and count", "never all logits at once"),
+    ("loss", "sum and count", "large logits in chunks"),
     ("gradients", "backward pass", "reduced over the mesh"),
     ("optim", "update", "clip, weight decay, schedule"),
     ("state", "next state", "donated, sharded"),
@@ -69,7 +71,7 @@ def draw_layers() -> str:
         soft = {"class_": "soft"} if index else {"font_weight": "600"}
         drawn = text(middle, top + 26 + 22 * index, line, text_anchor="middle", font_size="12", **soft)
         parts.append(drawn.replace("class-", "class"))
-    parts.append(text(left, bottom + 30, "Imports point down. Kernels import jax alone.", font_size="12"))
+    parts.append(text(left, bottom + 30, "Imports point down. Kernels import nothing of jaxstack.", font_size="12"))
     return document(width, bottom + 48, "\n".join(parts), "The packages of jaxstack from top to bottom")
 
 

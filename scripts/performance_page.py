@@ -39,7 +39,7 @@ WORKS = {
 }
 """Name of a main work in the rows -> title on the page."""
 PARTS = {
-    "matmuls": ("first", "matrix products"),
+    "matmuls": ("first", "matmuls"),
     "attention": ("second", "attention"),
     "fusions": ("third", "other kernels"),
     "collectives": ("fourth", "collectives"),
@@ -51,7 +51,7 @@ OPENING = """\
 # Performance
 
 After this page you know how fast jaxstack trains its main workloads, how that compares with the best peer measured in
-the same run on the same GPU, and how far it is from what the GPU can do. You can repeat every number with one command.
+the same run on the same GPU, and how far it is from what the GPU can do. Every number has the command that repeats it.
 
 <!-- Made by `python scripts/performance_page.py` from benchmarks/results/. Do not edit. -->
 
@@ -65,14 +65,14 @@ READING = """\
 - **tokens/s** are those of one GPU, with random tokens, AdamW, float32 weights and clipping by the global norm.
 - **peer** is the fastest other implementation in the same run: it took turns with jaxstack on the same GPU. A dash
   means that no peer was measured in that run.
-- **of the limit** divides by a step in which every matrix product runs at the fastest rate measured on the device,
-  attention at its fastest rate, and nothing else takes time (`benchmarks/device.py`).
+- **of the limit** is the speed as a share of that of an ideal step: every matmul and attention at the fastest rate
+  measured on the device, and nothing else takes time (`benchmarks/device.py`).
 - **measured** says for how long. A GPU under load reaches its power limit and lowers its clock over ten seconds or
-  more: *sustained* rows are the second half of a run of 30 s, *short* rows are faster than training is.
+  more: *sustained* rows are the second half of a run of 30 s; *short* rows are shorter, so they overstate the speed
+  of a long training run.
 """
 NOTED = """\
-- † The row, or that of the limit, was measured from a working tree with uncommitted changes, and is kept until a new
-  one replaces it.
+- † An older row: it, or its limit, was measured with uncommitted changes, and stays until a new one replaces it.
 """
 REPEAT = """
 ## Repeat it
@@ -84,8 +84,9 @@ python benchmarks/device.py --only gemm copy attention limit
 python scripts/performance_page.py
 ```
 
-Peers are measured where they are installed. A row is written only from a commit without uncommitted changes, and names
-that commit, the versions, the command, the clock and the power.
+Peers are measured where they are installed. New rows are written only if no file differs from the commit; each names
+that commit, the versions, the command, the clock and the power. The commands of the other rows are on the page
+[All rows](performance-rows.md).
 """
 MORE = """
 ## More
@@ -104,7 +105,7 @@ FP8 does to the loss.
 ## Profiles of a step
 
 Milliseconds of one traced step by kind of kernel. *Other kernels* are norms, rotary positions, activations, casts, the
-softmax of the loss and the optimizer, and matrix products of our own that are fused with one of these. Under the
+softmax of the loss and the optimizer, and matmuls of our own kernels that are fused with one of these. Under the
 profiler kernels are launched one by one, so *idle* is longer than in training.
 Rows: [step_profile](performance-rows.md#step_profile). Yours: `python benchmarks/step_profile.py "llama3-1b bf16"`.
 
@@ -140,7 +141,7 @@ def comparisons(results: Path) -> list[Comparison]:
 def comparison_table(found: Iterable[Comparison]) -> str:
     """Return the table of the main works."""
     lines = [
-        "| work | GPUs | jaxstack, tokens/s | peer, tokens/s | ratio | of the limit | measured |",
+        "| workload | GPUs | jaxstack, tokens/s | peer, tokens/s | ratio | of the limit | measured |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in found:

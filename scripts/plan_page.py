@@ -70,7 +70,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def measured(*scripts: str) -> str:
-    """Return predicted beside measured steps: newest rows of ours with complete overrides and without blockwise FP8.
+    """Return predicted beside measured steps: newest rows of ours with complete overrides.
+
+    Rows of blockwise FP8 and of other XLA options than ours, which the planner does not predict, are left out.
 
     Args:
       scripts: names of files in `benchmarks/results`.
@@ -78,10 +80,11 @@ def measured(*scripts: str) -> str:
     rows = [row for script in scripts for row in read(RESULTS / f"{script}.jsonl")]
     ours = [row for row in rows if row["implementation"] == "jaxstack" and "milliseconds" in row]
     whole = [row for row in ours if any("model.preset=" in o for o in row.get("overrides", ()))]
-    newest = {(row["work"], row.get("variant")): row for row in whole if "blockwise" not in str(row["overrides"])}
+    usual = [row for row in whole if not re.search(r"blockwise|'xla_", str(row["overrides"]))]
+    newest = {(row["work"], row.get("variant")): row for row in usual}
     lines, errors = [], []
     for row in newest.values():
-        config = load_config(None, [o for o in row["overrides"] if not o.startswith("xla_")], report=lambda _: None)
+        config = load_config(None, row["overrides"], report=lambda _: None)
         cluster = cluster_of_devices(row["device"], row["devices"], one_host=True)
         if cluster is None:
             continue
@@ -92,6 +95,20 @@ def measured(*scripts: str) -> str:
     titles = ["work", "variant", "predicted ms", "measured ms", "difference %", "commit"]
     middle = 100 * median(abs(error) for error in errors)
     return f"{table(titles, lines)}\n\nMedian of the absolute differences: {middle:.1f} %, over {len(errors)} rows."
+
+
+def choices() -> str:
+    """Return the measured time of the planner's choice beside the best measured one, for each work of planner.jsonl."""
+    rows = [row for row in read(RESULTS / "planner.jsonl") if "milliseconds" in row]
+    lines = []
+    for work in dict.fromkeys(row["work"] for row in rows):
+        found = [row for row in rows if row["work"] == work]
+        chosen, best = min(found, key=lambda row: row["rank"]), min(found, key=lambda row: row["milliseconds"])
+        times = [chosen["milliseconds"], best["milliseconds"]]
+        lines.append([work, str(len(found)), chosen["variant"], f"{times[0]:,.1f}", best["variant"], f"{times[1]:,.1f}",
+                      f"{times[0] / times[1]:.3f}"])  # fmt: skip
+    titles = ["work", "layouts measured", "planner's choice", "ms", "best measured", "ms", "ratio"]
+    return table(titles, lines)
 
 
 def compiled() -> str:
@@ -114,8 +131,10 @@ def compiled() -> str:
 
 MAKERS: dict[str, Callable[[], str]] = {
     **{f"example {name}": lambda name=name: example(name) for name in EXAMPLES},
-    "measured": lambda: measured("train_step", "planner"),
-    "independent": lambda: measured("parallel"),
+    "measured": lambda: measured("train_step"),
+    "independent": lambda: measured("planner"),
+    "long": lambda: measured("parallel"),
+    "choices": choices,
     "compiled": compiled,
 }
 """Name of a part of the page -> the function that makes it."""

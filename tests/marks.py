@@ -49,7 +49,7 @@ _MODULES = {"interpreted_kernel": ("test_mosaic",)}
 KERNEL_CASES = 2
 """Cases of each parametrized test of kernels that the default runs; further ones get the mark `exhaustive`."""
 
-SLOW_CASES = 2
+SLOW_CASES = 1
 """Cases of each parametrized slow test that run with the slow tests; further ones get the mark `exhaustive`."""
 
 SHOWN_ELSEWHERE = {
@@ -61,6 +61,7 @@ SHOWN_ELSEWHERE = {
     "run/test_init_from": "models/test_adapters trains with adapters, docs/finetuning.md starts from a checkpoint",
     "parallel/test_overlap": "pallas_kernels/collective_matmul tests the matmuls that overlap communication",
     "models/test_restack": "models/test_chunks and run/test_load read parameters in another stacking",
+    "serve/test_chat_page": "serve/test_http asks the server as the page does",
     "checkpoint/test_kill": "checkpoint/test_damage reads what a cut-off save leaves",
 }
 """Modules without a test in the default, and where the default tests what they show."""
@@ -77,7 +78,7 @@ def mark_slow_tests(items: Sequence[pytest.Item]) -> None:
     cases = collections.Counter[str]()
     for item in items:
         test = item.nodeid.split("[")[0]
-        cases[test] += 1
+        cases[test] += item.get_closest_marker("exhaustive") is None
         modules.setdefault(item.nodeid.split("::")[0], []).append(item)
         for mark in _marks(item):
             item.add_marker(mark)

@@ -106,6 +106,16 @@ STANDALONE = ("kernels.md",)
 """Pages whose sections stand by themselves; all others are read from the top."""
 
 
+LONG = {
+    "library.md": ("exhaustive",),
+    "finetuning.md": ("longer",),
+    "evaluation.md": ("longer",),
+    "serving.md": ("longer",),
+    "kernels.md: linear_attention, performer_attention": ("longer",),
+}
+"""Pages and sections whose blocks run for seconds -> their marks."""
+
+
 def python_units() -> Iterator[Any]:
     """A page, or a section of one of `STANDALONE`, with its blocks, for each test."""
     for path in TEXTS:
@@ -116,7 +126,7 @@ def python_units() -> Iterator[Any]:
             name = f"{path.name}: {titles[-1]}" if titles and path.name in STANDALONE else path.name
             sections.setdefault(name, []).append((line, text))
         for name, code in sections.items():
-            yield pytest.param(path, code, id=name, marks=[pytest.mark.exhaustive] if name == "library.md" else [])
+            yield pytest.param(path, code, id=name, marks=[getattr(pytest.mark, mark) for mark in LONG.get(name, ())])
 
 
 @pytest.mark.parametrize(("path", "code"), python_units())

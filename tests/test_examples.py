@@ -17,6 +17,7 @@ def load(name: str) -> Any:
     return module
 
 
+@pytest.mark.longer
 def test_attention_in_somebodys_linen_model():
     assert load("attention_in_linen").main() < 1e-5
 

@@ -40,7 +40,7 @@ def losses_of_dense_logits() -> list[float]:
 def chunks(monkeypatch):
     """Four chunks and one shorter for the 16 x 16 tokens on one device."""
     losses_of_dense_logits()
-    monkeypatch.setattr(xla_dense, "LARGEST_LOGITS", 0)
+    monkeypatch.setattr(xla_dense, "MAX_LOGITS_BYTES", 0)
     monkeypatch.setattr(xla, "CHUNK_BYTES", 4 * VOCABULARY * 60)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from jaxstack.prepare import main
 from tests.data.conftest import write_corpus
+from tests.marks import longer
 
 COMMAND = [sys.executable, "-m", "jaxstack.prepare"]
 
@@ -93,7 +94,7 @@ def test_an_output_of_other_data_is_refused(corpus, tmp_path, capsys):
     assert "already holds tokens of other" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", *longer("2")])
 def test_broken_input_is_exit_2(tmp_path, capsys, monkeypatch, workers):
     monkeypatch.setattr("jaxstack.data.tokenization_plan.UNIT_BYTES", 100)
     for i in range(4):

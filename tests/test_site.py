@@ -74,6 +74,7 @@ def test_site_has_every_page_and_brings_in_what_lies_outside(site):
     assert 'href="contributing.html"' in (site / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 @needs_mkdocs
 @needs_chromium
 def test_pages_of_the_site_in_a_browser(site, browser):

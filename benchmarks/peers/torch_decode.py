@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 
 import torch
@@ -112,6 +113,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate")
     args = parser.parse_intermixed_args()
+    # jax-triton, where it is imported, sets this to the empty string, with which Triton cannot compile for PyTorch.
+    if not os.environ.get("TRITON_CACHE_DIR"):
+        os.environ.pop("TRITON_CACHE_DIR", None)
     model = load_config(None, args.overrides).model
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.files import write_json
 from jaxstack.models.huggingface.files import read_json, write_weights
 from jaxstack.models.huggingface.load import nest
+from jaxstack.parallel.packed import place_packed
 from jaxstack.tree_rules import path_name
 from pallas_kernels import Grid, PackedWeight
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
@@ -129,7 +130,9 @@ def _tensors(leaves: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
                 wide = array.astype(jnp.int8 if jnp.issubdtype(array.dtype, jnp.signedinteger) else jnp.uint8)
                 yield f"{path}:{name}", pack_bits(np.asarray(wide), bits[name])
             else:
-                yield f"{path}:{name}", np.asarray(array)
+                stored = np.asarray(array)
+                # safetensors reads no FP8 into NumPy.
+                yield f"{path}:{name}", stored.view(np.uint8) if stored.dtype.itemsize == 1 else stored
 
 
 def _describe(weight: PackedWeight) -> dict[str, Any]:
@@ -147,10 +150,9 @@ def _format(described: Mapping[str, Any]) -> Format:
 
 
 def _unpacked(value: np.ndarray, described: Mapping[str, Any], part: str) -> np.ndarray:
-    bits = _format(described).bits_of
+    bits, known = _format(described).bits_of, described["arrays"][part]
     if part not in bits:
-        return value
-    known = described["arrays"][part]
+        return value.view(jnp.dtype(known["dtype"])) if value.dtype == np.uint8 else value
     signed = jnp.issubdtype(jnp.dtype(known["dtype"]), jnp.signedinteger)
     return unpack_bits(value, bits[part], tuple(known["shape"]), signed=signed)
 
@@ -158,35 +160,16 @@ def _unpacked(value: np.ndarray, described: Mapping[str, Any], part: str) -> np.
 def _make_leaf(
     path: str, value: Any, *, weights: Mapping[str, Any], place: Place | None, mesh: jax.sharding.Mesh | None
 ) -> Any:
-    def put(array: np.ndarray, dtype: Any, spec: jax.P) -> jax.Array:
-        array = array.astype(dtype)
-        return jnp.asarray(array) if mesh is None else jax.device_put(array, jax.NamedSharding(mesh, spec))
-
-    if not isinstance(value, dict):
-        return put(value, value.dtype, jax.P() if place is None else place(path, value.shape))
-    known = weights[path]
-    inputs, outputs, format = tuple(known["inputs"]), tuple(known["outputs"]), _format(known)
-    specs = {name: jax.P() for name in value}
-    if place is not None and mesh is not None:
-        spec = tuple(place(path, (*inputs, *outputs)))
-        spec = spec[::-1] if path.endswith("/table") else spec  # a packed table is the transpose
-        split = {"in": spec[:1], "out": spec[len(inputs) : len(inputs) + 1]}
-        specs = {name: _packed_spec(mesh, format.dims_of[name], split, array.shape) for name, array in value.items()}
-    arrays = {name: put(array, jnp.dtype(known["arrays"][name]["dtype"]), specs[name]) for name, array in value.items()}
-    return PackedWeight(arrays, format, inputs, outputs)
-
-
-def _packed_spec(
-    mesh: jax.sharding.Mesh, dims: tuple[str | None, ...], split: Mapping[str, tuple[Any, ...]], shape: tuple[int, ...]
-) -> jax.P:
-    """Return the spec of a packed array, whose dims are split as the weight's dims that they come from."""
-    parts: list[Any] = []
-    for dim, size in zip(dims, shape, strict=True):
-        (axes,) = split.get(dim or "", ()) or (None,)
-        names = (axes,) if isinstance(axes, str) else axes or ()
-        degree = int(np.prod([mesh.shape[name] for name in names]))
-        parts.append(axes if size % degree == 0 else None)
-    return jax.P(*parts)
+    known = weights.get(path)
+    shape = value.shape if known is None else (*known["inputs"], *known["outputs"])
+    sharding = None
+    if mesh is not None:
+        sharding = jax.NamedSharding(mesh, jax.P() if place is None else place(path, shape))
+    if known is None:
+        return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
+    arrays = {name: array.astype(jnp.dtype(known["arrays"][name]["dtype"])) for name, array in value.items()}
+    weight = PackedWeight(arrays, _format(known), tuple(known["inputs"]), tuple(known["outputs"]))
+    return place_packed(weight, sharding, transposed=path.endswith("/table"))
 
 
 def _check_files(folder: Path, hashes: Mapping[str, str]) -> None:

@@ -72,7 +72,7 @@ class LayerRunner:
         return found
 
     def apply(self, block: Block, batches: Sequence[Batch]) -> list[Batch]:
-        """Return the outputs of a layer; the memory of its inputs is reused."""
+        """Return the outputs of a layer; its inputs are donated."""
         graphdef, state = nnx.split(block)
         return [batch._replace(x=self._apply(graphdef, state, *batch)) for batch in batches]
 
@@ -113,7 +113,7 @@ class LayerRunner:
         statistics: Mapping[str, InputStatistics],
         methods: Mapping[str, Method],
     ) -> CalibrationBlock:
-        """Return what a method that changes several weights of the layer together may ask."""
+        """Return the layer with its weights and statistics, as `Method.rescale` reads it."""
         graphdef, state = nnx.split(block)
 
         def output_errors(sublayer: Sublayer, change: Change, candidates: jax.Array) -> jax.Array:
@@ -140,7 +140,7 @@ class LayerRunner:
     def _inputs(
         self, block: Block, x: jax.Array, context: Context, paths: Sequence[str]
     ) -> dict[str, Float[Array, "tokens in"]]:
-        """Return the inputs of dense layers in a pass through the block; the block cannot be used any more."""
+        """Run the block and return the inputs of its dense layers; the block must not be used again."""
         found: dict[str, jax.Array] = {}
         layers = dense_layers(block)
         for path in paths:

@@ -120,7 +120,7 @@ class IntegerSoftmax(SoftmaxAttention):
 
 
 def in_integers(model: Transformer) -> Transformer:
-    """Round the operands of the matmuls in all layers to 8-bit blocks, and compute their softmax so, in place.
+    """Make the layers of a model compute matmuls and softmax with 8-bit blocks; the model is changed in place.
 
     Weights are used as they are: compress them with `bct` first, and give them as plain arrays.
 

@@ -35,7 +35,7 @@ HEAD, TABLE = "head", "embedding/table"
 
 @dataclasses.dataclass(frozen=True)
 class LayerwiseResult:
-    """A compressed model.
+    """The weights that compression changed, and its errors.
 
     Attributes:
       weights: changed weights by path, such as `decoder/layers/3/mlp/down_proj/kernel` with the number of the model's

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Positions of zeros that pruning may choose.
+    """A pattern of zeros: a share of all weights, or all but n of every m inputs.
 
     Attributes:
       sparsity: share of weights that become zero, over all weights that are compared.

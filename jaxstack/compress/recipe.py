@@ -20,7 +20,7 @@ RECIPES = Path(__file__).with_name("recipes")
 
 
 class WeightDims(NamedTuple):
-    """Dims of a weight as the layer multiplies with it."""
+    """Sizes of the dims of a weight that are its inputs, and of those that are its outputs."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]

@@ -25,7 +25,7 @@ _FOOTER = (
 
 @dataclasses.dataclass(frozen=True)
 class WeightRow:
-    """A weight before and after.
+    """Size of one weight before and after compression, and its error.
 
     Attributes:
       path: its path in the model.

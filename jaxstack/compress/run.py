@@ -89,6 +89,7 @@ def compress(
     decoder, step = load_decoder(
         directory, ["parallel.data=1", "precision.compute=float32"], step=options.step, report=report
     )
+    _unpack(decoder)
     batches = _calibration(methods, directory, source, recipe, report)
     after, errors = _compress_weights(decoder, methods, dims, batches, report)
     before = named_leaves(decoder.params)
@@ -110,6 +111,14 @@ def compress(
     write_report(output, result, dump_yaml(recipe))
     write_file(output / "config.yaml", dump_yaml(config).encode())  # last: without it this is no run directory
     return result
+
+
+def _unpack(decoder: Decoder) -> None:
+    """Replace packed weights, as those of a quantized checkpoint, by plain numbers."""
+    leaves = named_leaves(decoder.params)
+    if any(isinstance(leaf, PackedWeight) for leaf in leaves.values()):
+        plain = {path: dense_parameter(path, leaf) for path, leaf in leaves.items()}
+        decoder.load(nest(plain), decoder.non_params)
 
 
 def _calibration(

@@ -1,4 +1,4 @@
-"""Scales that move the range of activations into weights: which layers they fold into, and AWQ's choice of them.
+"""Scales of the inputs of dense layers, as AWQ chooses them, and the layers that they can be folded into.
 
 For a product W x and scales s of the inputs, (W diag(s)) (x / s) is the same; the division is folded into the layer
 that computes x, so that it costs nothing. Rounding W diag(s) instead of W is more precise for inputs with large s (AWQ;
@@ -31,7 +31,7 @@ Sublayer: TypeAlias = Literal["attention", "mlp"]
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """Layers between which a scale of each channel can be moved.
+    """A layer and the layers that read its output, between which a scale for each channel can be moved.
 
     Attributes:
       source: the layer whose outputs are divided: a norm, or a dense layer.
@@ -45,7 +45,7 @@ class Fold:
 
 
 def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
-    """Return the folds of a Transformer layer, in the order of the forward pass.
+    """Return where scales can be moved within a Transformer layer, in the order of the forward pass.
 
     Queries, keys and values are left out where heads are normalized: there AWQ has been found to be worse than plain
     rounding. The output projection is left out where several query heads share the channels of one value head.
@@ -71,7 +71,7 @@ def find_folds(config: ModelConfig, names: Mapping[str, object]) -> list[Fold]:
 def apply_fold(
     weights: Mapping[str, jax.Array], fold: Fold, scales: Float[Array, " in"], norm: str
 ) -> dict[str, jax.Array]:
-    """Return the changed weights of a layer, which together compute the same as before.
+    """Return the weights that change when a scale is moved from `fold.source` to `fold.targets`, by path.
 
     Args:
       weights: the layer's weights by path; kernels are [*in, *out].
@@ -94,14 +94,14 @@ def apply_fold(
 
 
 def scale_inputs(kernel: Float[Array, "..."], scales: Float[Array, " in"]) -> Float[Array, "..."]:
-    """Return a kernel [*in, *out] whose inputs are multiplied by scales."""
+    """Return a kernel [*in, *out] multiplied by a scale for each input: diag(scales) @ kernel."""
     return (kernel.reshape(len(scales), -1) * scales[:, None]).reshape(kernel.shape)
 
 
 def candidate_scales(
     mean_abs: Float[Array, " in"], matrices: Sequence[Float[Array, "_ in"]], group_size: int | None
 ) -> Float[Array, "n in"]:
-    """Return AWQ's candidates, and last the scales 1 of plain rounding.
+    """Return the scales that AWQ tries, one set per row; the last row is 1, plain rounding.
 
     They are x^r / (w^(1-r) + 1e-4), divided by the root of the product of their extremes, for `POINTS` exponents r; x
     is the mean magnitude of an input, w that of its weights, relative to the largest one in their groups.

@@ -52,7 +52,7 @@ class WeightRule(PathRule):
         return w
 
     def choices(self, layout: MatrixLayout) -> int:
-        """Return the number of ways among which a train step draws one at random; 0: it draws nothing."""
+        """Return the range of the random integer that a train step draws for `use`, from 0; 0: it draws none."""
         del layout
         return 0
 
@@ -82,13 +82,13 @@ class WeightRule(PathRule):
         return None
 
     def keep(self, old: Stored, new: Stored) -> Stored:
-        """Return the stored values after an optimizer step from `old` to `new`, with the method's constraint."""
+        """Return `new`, the stored values after an optimizer step, with the method's constraint applied."""
         del old
         return new
 
     @abstractmethod
     def pack(self, stored: Stored) -> PackedWeight | Float[Array, "out in"]:
-        """Return one matrix in the form of its export, given what is stored of it, without dims of a stack.
+        """Return one matrix as an export stores it, given what the train state holds of it.
 
         Not traceable: the shapes may depend on the values.
         """

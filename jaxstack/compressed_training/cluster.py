@@ -35,7 +35,7 @@ class Clustering(NamedTuple):
 
 
 class ClusterRule(WeightRule):
-    """Clusters the weights of each matrix around 2^bits values, which an export stores once, with an index a weight."""
+    """Clusters the weights of each matrix around 2^bits values, stored once, with an index for each weight."""
 
     one_by_one: ClassVar[bool] = True
 

@@ -68,7 +68,7 @@ def check_vocabulary(model: ModelConfig, teacher: ModelConfig, name: str) -> Non
 
 
 def empty_model(config: ModelConfig, dtype: jax.typing.DTypeLike) -> Transformer:
-    """Return a Transformer of zeros, whose parameters are read later."""
+    """Return a Transformer whose parameters are zeros, to be replaced by stored ones."""
     abstract = nnx.eval_shape(lambda: Transformer(config, nnx.Rngs(0), dtype=dtype))
     graphdef, state = nnx.split(abstract)
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state))

@@ -1,4 +1,4 @@
-"""Trainable low rank: W = U V, whose ranks are ordered by random truncation and dropped as they fade.
+"""Training of low-rank factors, W = U V: random truncation orders the ranks, and ranks that fade are dropped.
 
 Maestro (Horvath et al. 2023, arXiv:2308.14929): the factors begin as the singular value decomposition of the weight,
 with the square root of the singular values in each. A train step draws one pair (layer, rank b) uniformly, and that
@@ -112,7 +112,7 @@ def split_by_svd(
 
 
 def first_ranks(choice: Int[Array, ""], stack: tuple[int, ...], rank: int) -> Float[Array, "*stack rank"]:
-    """Return the mask of ranks in a step: ones, but for one matrix zeros after its first b ranks.
+    """Return the mask of ranks for one step: all ones, except that one matrix keeps only its first b ranks.
 
     Args:
       choice: matrix * rank + b - 1, with the matrices of the stack counted in row-major order; a number outside of

@@ -60,10 +60,12 @@ class MatrixLayout:
 
     @property
     def _cut(self) -> int:
+        """First dim of the second of the two groups of dims, outputs and inputs in their stored order."""
         return len(self.shape) - self.inputs if self.outputs_first else self.stack + self.inputs
 
     @property
     def _parts(self) -> tuple[int, int]:
+        """Number of elements of each of the two groups."""
         return math.prod(self.shape[self.stack : self._cut]), math.prod(self.shape[self._cut :])
 
     def to_matrices(self, w: jax.Array) -> jax.Array:

@@ -93,10 +93,10 @@ class UserBatches:
         if callable(self._source):
             return map(self._source, itertools.count(start))
         if isinstance(self._source, Iterator):
-            return self._go_on(self._source, start)
+            return self._continue_from(self._source, start)
         return itertools.islice(iter(self._source), start, None)
 
-    def _go_on(self, source: Iterator[HostBatch], start: int) -> Iterator[HostBatch]:
+    def _continue_from(self, source: Iterator[HostBatch], start: int) -> Iterator[HostBatch]:
         """Yield the batches of an iterator from `start` on, or from where it stands if that is later."""
         while (batch := self._peeked.pop() if self._peeked else next(source, None)) is not None:
             self._read += 1

@@ -190,14 +190,14 @@ def _encoded(batch: list[_Text], chats: Chats) -> Iterator[tuple[float, np.ndarr
     tokenizer = chats.tokenizer
     found = tokenizer.encode_marked([example.text for example in batch])
     for example, (ids, places) in zip(batch, found, strict=True):
-        answers = _learnt(example, places)
+        answers = _answer_mask(example, places)
         if chats.template is None:
             start = np.array([tokenizer.document_start], np.int32)
             ids, answers = np.concatenate([start, ids, start]), np.concatenate([[False], answers, [True]])
         yield example.score, ids, answers
 
 
-def _learnt(example: _Text, places: np.ndarray) -> np.ndarray:
+def _answer_mask(example: _Text, places: np.ndarray) -> np.ndarray:
     """Return a mask [n] of the tokens that are part of an answer.
 
     Args:
@@ -208,7 +208,7 @@ def _learnt(example: _Text, places: np.ndarray) -> np.ndarray:
       ConfigError: a token is part of an answer and of the text around it.
     """
     begins, ends = places[:, 0], places[:, 1]
-    learnt = np.zeros(len(places), np.bool_)
+    mask = np.zeros(len(places), np.bool_)
     for first, last in example.spans:
         for border in (first, last):
             across = np.flatnonzero((begins < border) & (border < ends))
@@ -219,8 +219,8 @@ def _learnt(example: _Text, places: np.ndarray) -> np.ndarray:
                     f"{'before' if border == first else 'after'} it; move white space from the prompt's end to the "
                     "beginning of the answer, or use another template"
                 )
-        learnt |= (begins >= first) & (ends <= last) & (begins < ends)
-    return learnt
+        mask |= (begins >= first) & (ends <= last) & (begins < ends)
+    return mask
 
 
 class _Reader:

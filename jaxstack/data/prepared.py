@@ -104,7 +104,7 @@ class RemoteFolder:
         return self._store.url + shard
 
     def _cache_folder(self, shards: list[dict], item_size: int) -> Path | None:
-        """Return the directory of copies of just these shards, without the copies that are damaged."""
+        """Return the directory of local copies of exactly these shards, after deleting damaged copies."""
         if self._cache is None:
             return None
         hashes = json.dumps([s["sha256"] for s in shards])

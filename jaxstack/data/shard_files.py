@@ -116,7 +116,7 @@ class RemoteFiles:
     def read(self, name: str, offset: int, length: int) -> bytes:
         if self._copies is not None and name in self._copied:
             return self._copies.read(name, offset, length)
-        self._want(name)
+        self._request_copy(name)
         try:
             return self._store.read(name, offset, offset + length)
         except RangesIgnored:
@@ -125,8 +125,8 @@ class RemoteFiles:
             self._copy(name)
             return self._copies.read(name, offset, length)
 
-    def _want(self, name: str) -> None:
-        """Have the thread copy a shard, once."""
+    def _request_copy(self, name: str) -> None:
+        """Ask the background thread to copy a shard, at most once."""
         if self._cache is None or self._failed:
             return
         with self._lock:

@@ -157,7 +157,7 @@ class _Opener:
     chats: Any = None
 
     def open(self, source: SourceConfig, split: Split, whole: bool, number: int) -> Stream | ExampleSet:
-        """Open the stream of one side of one source.
+        """Open the training or held-out stream of one source.
 
         Args:
           source: the source.

@@ -104,8 +104,9 @@ class ExampleRows:
         begins = np.concatenate([[0], examples.ends[:-1]]).astype(np.int64)[: len(examples.ends)]
         lengths = examples.ends - begins
         kept = np.minimum(lengths, sequence_length + 1)
-        learnt = np.concatenate([[0], np.cumsum(examples.answers)])
-        labels = learnt[begins + kept] - learnt[np.minimum(begins + 1, examples.ends)]  # the first id is never a label
+        answers_before = np.concatenate([[0], np.cumsum(examples.answers)])
+        # The first id of an example is never a label.
+        labels = answers_before[begins + kept] - answers_before[np.minimum(begins + 1, examples.ends)]
         long = lengths > sequence_length + 1
         chosen = np.flatnonzero((labels > 0) & (truncate | ~long))
         self.fitted = Fitted(len(lengths), int(long.sum()), int(lengths.max(initial=0)), len(lengths) - len(chosen))

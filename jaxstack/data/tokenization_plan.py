@@ -137,7 +137,7 @@ def _kind(source: SourceConfig, file: SourceFile) -> Kind:
 
 
 def _records_as_text(source: SourceConfig, files: Sequence[SourceFile], kinds: Sequence[Kind]) -> dict[str, int]:
-    """Return the number of files of each suffix in `RECORD_SUFFIXES` that are read as text, though nobody asked."""
+    """Return the number of files of each suffix in `RECORD_SUFFIXES` that are read as text by default."""
     if source.format == "text":
         return {}
     suffixes = [file.suffix for file, kind in zip(files, kinds, strict=True) if kind == "text"]

@@ -25,7 +25,7 @@ BATCH_CHARACTERS = 2**22
 
 @dataclass
 class SplitCounts:
-    """Counts of one side of the split in a unit."""
+    """Counts of a work unit's training text, or of its held-out text."""
 
     tokens: int = 0
     documents: int = 0
@@ -170,7 +170,7 @@ def tokenize_in_worker(unit: WorkUnit, key: str, base: str) -> UnitResult:
 
 
 def sample_texts(units: tuple[WorkUnit, ...], budget: int) -> Iterator[str]:
-    """Yield training texts of about `budget` bytes at most, in equal amounts from units all over the sources."""
+    """Yield training texts of about `budget` characters in all, equally from work units spread over the sources."""
     quota = max(budget // max(len(units), 1), 2**16)
     step = max(1, len(units) * quota // budget)
     counts = UnitResult("")

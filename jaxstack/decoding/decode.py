@@ -337,7 +337,7 @@ class Decoder(ModelOnMesh):
 
 
 def _read_ahead(parts: Iterator[jax.Array]) -> Iterator[Int[np.ndarray, " B"]]:
-    """Yield the rows of [B] or [count, B] arrays in order; each part is asked for before the part before it is read.
+    """Yield the rows of [B] or [count, B] arrays in order; the next part is started before a part is read.
 
     The device then has work while the host waits for tokens and handles them.
     """

@@ -33,6 +33,13 @@ ALWAYS = (
         "XLA would merge matmuls of one input with small weights into one, which copies the weights into one array, "
         "splits the results, and concatenates the gradients. For FP8: it would merge them in bfloat16.",
     ),
+    Option(
+        "xla_gpu_enable_dynamic_slice_fusion",
+        False,
+        "XLA would write the result of a matmul or of a kernel directly into the stack of activations that a scan of "
+        "layers saves. Where the layer uses the result too, XLA computes it twice for that: llama3-1b's attention and "
+        "four matmuls of each layer.",
+    ),
 )
 PIPELINE = (
     Option(

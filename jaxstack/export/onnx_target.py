@@ -14,7 +14,7 @@ from jaxstack.files import write_json
 
 
 def missing() -> str | None:
-    """Return that the package onnx is not installed, or None."""
+    """Return an error message if the package onnx is not installed, else None."""
     return None if onnx_installed() else "the package onnx is missing; install it with pip install 'jaxstack[export]'."
 
 

@@ -69,7 +69,7 @@ def _patterns(step: dict[str, Any] | None) -> list[str]:
 
 
 def _for_javascript(pattern: str) -> str:
-    """Return a pattern with white space as Unicode defines it, which JavaScript's own class is not."""
+    """Return a pattern for JavaScript: its `\\s` is not Unicode's white space, so it is replaced."""
     return pattern.replace(r"\s", r"\p{White_Space}").replace(r"\S", r"\P{White_Space}")
 
 

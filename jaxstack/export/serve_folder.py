@@ -8,7 +8,7 @@ from jaxstack.errors import ConfigError
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Serves files. The page is isolated from others, which gives it exact clocks to measure kernels with."""
+    """Serves files with headers that isolate the page, so that the browser gives it high-resolution timers."""
 
     def end_headers(self) -> None:
         self.send_header("Cross-Origin-Opener-Policy", "same-origin")

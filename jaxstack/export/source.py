@@ -9,11 +9,13 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from jaxstack.checkpoint.compressed import dense_parameter, named_leaves
 from jaxstack.data.tokenizer import Tokenizer
 from jaxstack.errors import ConfigError
 from jaxstack.export.run_exported import PARAMETERS
 from jaxstack.models.config import ModelConfig
 from jaxstack.run.load import load
+from pallas_kernels import PackedWeight
 
 DTYPES = ("float32", "bfloat16")
 _DEFAULT_CONTEXT = 1024
@@ -80,8 +82,10 @@ def load_source(
     if context is not None and limit is not None and context > limit:
         raise ConfigError(f"--context {context} is longer than the model's max_position_embeddings ({limit}).")
     context = context or limit or max(_DEFAULT_CONTEXT, run.config.train.sequence_length)
-    named = jax.tree_util.tree_flatten_with_path(run.parameters)[0]
-    arrays = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(array) for path, array in named}
+    arrays = {
+        path: np.asarray(dense_parameter(path, leaf).astype(dtype if isinstance(leaf, PackedWeight) else leaf.dtype))
+        for path, leaf in named_leaves(run.parameters).items()
+    }
     model = run.config.model.model_copy(update={"scan_layers": False})
     return Source(model, arrays, dtype, run.tokenizer, tuple(sorted(run.stop_tokens)), context)
 

@@ -1,4 +1,4 @@
-"""Export to a folder with a page that runs the model in a browser, by kernels that the page makes and measures."""
+"""Export to a folder with a web page that runs the model; the page generates and benchmarks its own kernels."""
 
 import json
 import shutil

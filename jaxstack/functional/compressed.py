@@ -136,7 +136,7 @@ class CompressedModule(FunctionalModule):
         return params
 
     def _mapped(self, change: Callable[[WeightRule, Weight, Stored], Stored], params: Dict) -> Dict:
-        """Return the tree with what `change` makes of each compressed weight."""
+        """Return the tree with `change` applied to each compressed weight."""
         flat = flatten(params, stop=lambda path: "/".join(path) in self.chosen)
         for path in list(flat):
             if (name := "/".join(path)) in self.chosen:

@@ -67,7 +67,7 @@ class FunctionalModule:
 
     @property
     def plain(self) -> "FunctionalModule":
-        """The module whose parameters checkpoints hold: in the model's order, which a pipeline's are not."""
+        """The module whose parameters checkpoints hold: this one, unless a pipeline stores layers in another order."""
         return self
 
     @property
@@ -76,12 +76,12 @@ class FunctionalModule:
         return True
 
     def params_from_plain(self, params: Dict) -> Dict:
-        """Convert parameters from the order of checkpoints, that of `plain`, to this module's. Traceable."""
+        """Convert parameters of `plain`, as checkpoints hold them, to this module's. Traceable."""
         return params
 
     @property
     def used(self) -> "FunctionalModule":
-        """The module whose parameters a step computes with: another one if the state stores them in another form."""
+        """The module that a step computes with: this one, unless the state stores weights in another form."""
         return self
 
     def use(self, params: Dict, key: jax.Array | None) -> tuple[Dict, jax.Array | None]:
@@ -102,11 +102,11 @@ class FunctionalModule:
         return new
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert this module's train state to the order of checkpoints, that of `plain`. Traceable."""
+        """Convert this module's train state to that of `plain`, which checkpoints hold. Traceable."""
         return state
 
     def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from the order of checkpoints, that of `plain`, to this module's. Traceable."""
+        """Convert a train state of `plain`, as checkpoints hold it, to this module's. Traceable."""
         return state
 
     def init(self, key: jax.Array) -> tuple[Dict, Dict]:

@@ -37,7 +37,7 @@ class GlobalGradients:
         return dataclasses.replace(sums, gradients=self._placed(sums.gradients, self._stored)), non_params
 
     def _placed(self, tree: Dict, specs: Dict) -> Dict:
-        """Constrain arrays to these specs, with ZeRO 1 and 2."""
+        """Constrain arrays to these specs with ZeRO 1 and 2; return them unchanged without ZeRO."""
         if not self._context.layout.zero:
             return tree
         place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731

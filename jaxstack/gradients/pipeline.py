@@ -159,7 +159,7 @@ class PipelinedGradients:
         return found, totals.loss, totals.count
 
     def _sum(self, gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """Sum a gradient over the axes along which the parameter is replicated; over the others it is summed."""
+        """Sum a gradient over the axes that replicate its parameter; over the others it is summed already."""
         lacking = self._rules.lacking(spec, self._split)
         return (
             jax.lax.psum(gradient.astype(self._context.layout.reduce_dtype), lacking).astype(jnp.float32)

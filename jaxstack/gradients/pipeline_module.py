@@ -109,11 +109,11 @@ class StagedModule(FunctionalModule):
         return self.layout.is_canonical and not self.unrolled
 
     def to_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert this module's train state to the order of checkpoints, that of `plain`. Traceable."""
+        """Convert this module's train state to that of `plain`, which checkpoints hold. Traceable."""
         return self._to_plain(state, abstract_state(self.plain, optimizer))
 
     def from_plain(self, optimizer: optax.GradientTransformation, state: State) -> State:
-        """Convert a train state from the order of checkpoints, that of `plain`, to this module's. Traceable."""
+        """Convert a train state of `plain`, as checkpoints hold it, to this module's. Traceable."""
         return self._to_stages(state, abstract_state(self, optimizer))
 
     def _to_plain(self, tree: Any, wanted: Any) -> Any:

@@ -21,7 +21,7 @@ _SECONDS = 120
 
 
 def check() -> None:
-    """Print the findings, on the first process.
+    """Compare the processes, and time a sum over all devices; the first process prints the results.
 
     Raises:
       JaxstackError: the processes differ, or one of them does not answer in two minutes.

@@ -173,7 +173,7 @@ class ModelConfig(Component):
         return self
 
     def _width_problem(self) -> str | None:
-        """Return why muP cannot hold, or None."""
+        """Return why muP cannot be used with these settings, or None."""
         if self.parametrization == "standard":
             given = [name for name in ("base_width", "base_head_dim") if getattr(self, name) is not None]
             return f"{given[0]} needs parametrization: mup; set it, or remove {given[0]}." if given else None

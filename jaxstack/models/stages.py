@@ -102,7 +102,7 @@ def shared_inputs(model: Transformer, run: RunLoss) -> LayerInputs:
 
 
 def loss_of_outputs(model: Transformer, run: RunLoss, x: Float[Array, "B T D"]) -> Any:
-    """Return the result of `run` for a residual stream that leaves the scanned layers."""
+    """Run the loss on `model` without its layers: `x` stands for the output of the scanned ones."""
     _replace(model, decoder=_ContinueAfterScan(model.decoder, x), embedding=_zero_embedding(model))
     _replace(model, position_embedding=None)
     return run(model)

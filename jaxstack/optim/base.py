@@ -49,7 +49,7 @@ class RunInfo:
 
 
 class StepOptimizer(optax.GradientTransformationExtraArgs):
-    """An Optax transformation with the two things that a train step does for it besides calling `update`."""
+    """An Optax transformation that may also choose where gradients are evaluated, and ask for curvature estimates."""
 
     gradient_point: Callable[[PyTree, optax.OptState], PyTree] | None = None
     """(trained parameters, state) -> where the step evaluates the gradient; None: at the parameters."""
@@ -130,7 +130,7 @@ class Optimizer(Component):
         return 0
 
     def finish(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """Transform the update direction of `core` by something that needs a whole parameter, such as its norm.
+        """Transform the update direction of `core`, given the whole parameter: for example, scale it by a norm.
 
         By default it is returned unchanged. Layers that are stacked in one array are passed one at a time.
 

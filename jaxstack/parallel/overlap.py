@@ -30,7 +30,7 @@ AXIS = "tensor"
 
 @dataclass(frozen=True)
 class _Call:
-    """The matmuls of one call with their all-gather, reduce-scatter, or both, and what speaks against the kernels."""
+    """The matmuls of one call with their all-gather, reduce-scatter, or both, and why kernels are unsuitable, if so."""
 
     products: CollectiveRequest
     unsuitable: str | None
@@ -49,7 +49,7 @@ def _lower_priority_reason(call: _Call) -> str | None:
 
 
 def _do_nothing(call: _Call) -> None:
-    """The table only decides: `gather_project` and the other functions call what it chose themselves."""
+    """Placeholder for a backend's function: the table only chooses; `gather_project` and others call the kernels."""
 
 
 _BACKENDS: tuple[Backend[_Call], ...] = (

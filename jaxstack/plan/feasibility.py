@@ -91,7 +91,7 @@ def _tensor_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 
 def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
-    """Check that `expert` and `tensor` divide the experts, and that their capacity can be counted."""
+    """Check that `expert` and `tensor` divide the experts, and that no capacity factor meets a split sequence."""
     moe, expert, tensor = model.moe, parallel.expert, parallel.tensor
     if moe is None:
         reason = f"parallel.expert ({expert}) splits the experts of model.moe, but this model has none"

@@ -10,7 +10,7 @@ from jaxstack.distributed.devices import DEVICE_FRACTION
 from jaxstack.models.count import model_flops_per_token
 from jaxstack.plan.cluster import Cluster
 from jaxstack.plan.efficiency import Efficiency, load_efficiency
-from jaxstack.plan.layouts import Floats, Layouts, count_tokens, layout_of
+from jaxstack.plan.layouts import Floats, LayoutTable, count_tokens, layout_of
 from jaxstack.plan.memory import memory_parts
 from jaxstack.plan.model_shape import ModelShape, model_shape
 from jaxstack.plan.optimizer_state import optimizer_bytes
@@ -150,7 +150,7 @@ class LayoutModel:
         """Bytes of device memory that a predicted layout may use."""
         return MARGIN * DEVICE_FRACTION * self.cluster.memory_bytes
 
-    def memory(self, layouts: Layouts) -> dict[str, Floats]:
+    def memory(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the bytes on each device for each layout, by part."""
         return memory_parts(
             self.shape,
@@ -161,15 +161,15 @@ class LayoutModel:
             prefetch=self.time.prefetch,
         )
 
-    def fits(self, layouts: Layouts) -> np.ndarray:
+    def fits(self, layouts: LayoutTable) -> np.ndarray:
         """Return a mask [layouts]: True where the predicted memory fits a device."""
         return total(self.memory(layouts)) <= self.usable_bytes
 
-    def seconds(self, layouts: Layouts) -> dict[str, Floats]:
+    def seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of a step for each layout, by part."""
         return self.time.parts(layouts)
 
-    def forecasts(self, layouts: Layouts) -> list[Forecast]:
+    def forecasts(self, layouts: LayoutTable) -> list[Forecast]:
         """Return a forecast for each layout."""
         memory, seconds = self.memory(layouts), self.seconds(layouts)
         return [

@@ -20,7 +20,7 @@ from jaxstack.run_config import RunConfig
 Floats = NDArray[np.float64]
 
 REMATS = ("none", "save_dots", "save_attention", "full", "offload", "save_attention_offload")
-"""Values of `model.remat`; a column of `Layouts` has their indices."""
+"""Values of `model.remat`; a column of `LayoutTable` has their indices."""
 ON_DEVICE = REMATS[:4]
 """Policies that store nothing in host memory, from most to least memory."""
 SCHEDULES = ("none", "gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -31,8 +31,8 @@ _COLUMNS = (*AXES, "sequence", "zero", "schedule", "chunks", "microbatches", "re
 
 
 @dataclasses.dataclass(frozen=True)
-class Layouts:
-    """Layouts of one model and batch as columns of equal length.
+class LayoutTable:
+    """Layouts of one model and batch: a row for each layout, a column for each choice.
 
     Attributes:
       columns: choice -> values, [layouts]; the keys are the mesh axes, `sequence` (0 or 1), `zero`, `schedule` and
@@ -56,9 +56,9 @@ class Layouts:
         """Return a mask, True for the layouts whose pipeline schedule is one of `names`."""
         return np.isin(self["schedule"], [SCHEDULES.index(name) for name in names])
 
-    def select(self, rows: NDArray[Any]) -> "Layouts":
+    def select(self, rows: NDArray[Any]) -> "LayoutTable":
         """Return the layouts of these row numbers, or for which a mask is True."""
-        return Layouts({name: column[rows] for name, column in self.columns.items()})
+        return LayoutTable({name: column[rows] for name, column in self.columns.items()})
 
     def configuration(self, row: int, config: RunConfig) -> RunConfig:
         """Return the configuration with the layout of this row, ready for `jaxstack train`."""
@@ -88,7 +88,7 @@ class Layouts:
         )
 
 
-def layout_of(config: RunConfig) -> Layouts:
+def layout_of(config: RunConfig) -> LayoutTable:
     """Return the table with one row: the layout of a configuration whose degrees are given."""
     parallel, train = config.parallel, config.train
     stages = parallel.pipeline > 1
@@ -103,12 +103,12 @@ def layout_of(config: RunConfig) -> Layouts:
         "remat": REMATS.index(config.model.remat),
         "fp8": RECIPES.index(config.precision.fp8),
     }
-    return Layouts({name: np.array([row[name]], float) for name in _COLUMNS})
+    return LayoutTable({name: np.array([row[name]], float) for name in _COLUMNS})
 
 
 def enumerate_layouts(
     config: RunConfig, devices: int, remats: Sequence[str] = ON_DEVICE, recipes: Sequence[str] | None = None
-) -> tuple[Layouts, collections.Counter[str]]:
+) -> tuple[LayoutTable, collections.Counter[str]]:
     """Return all layouts of a configuration that the trainer accepts, and how many each rule refuses.
 
     Args:
@@ -133,7 +133,7 @@ def enumerate_layouts(
             else:
                 rows.extend(_rows(parallel, config, remats, recipes))
     table = np.array(rows, float).reshape(-1, len(_COLUMNS))
-    return Layouts({name: table[:, index] for index, name in enumerate(_COLUMNS)}), refused
+    return LayoutTable({name: table[:, index] for index, name in enumerate(_COLUMNS)}), refused
 
 
 def _variants(

@@ -21,7 +21,7 @@ A pipeline stores the activations of several microbatches: m with `gpipe`, 2p - 
 import numpy as np
 
 from jaxstack.models.chunks import CHUNK_BYTES
-from jaxstack.plan.layouts import Floats, Layouts
+from jaxstack.plan.layouts import Floats, LayoutTable
 from jaxstack.plan.model_shape import ModelShape
 
 PARTS = ("weights", "optimizer", "working_copies", "gradients", "activations", "transient", "logits", "buffers")
@@ -36,7 +36,7 @@ _RECOMPUTED_SET = 0.8
 
 def memory_parts(
     shape: ModelShape,
-    layouts: Layouts,
+    layouts: LayoutTable,
     *,
     tokens: int,
     optimizer_bytes: float,
@@ -76,17 +76,17 @@ def memory_parts(
     }
 
 
-def weight_shards(layouts: Layouts) -> Floats:
+def weight_shards(layouts: LayoutTable) -> Floats:
     """Return the number of devices over which `fsdp` and `context` shard every matrix."""
     return layouts["fsdp"] * layouts["context"]
 
 
-def gathers_weights(layouts: Layouts) -> np.ndarray:
+def gathers_weights(layouts: LayoutTable) -> np.ndarray:
     """Return a mask [layouts]: True where each layer's weights are all-gathered before use."""
     return weight_shards(layouts) > 1
 
 
-def stored_parameters(shape: ModelShape, layouts: Layouts, *, zero_from: int) -> Floats:
+def stored_parameters(shape: ModelShape, layouts: LayoutTable, *, zero_from: int) -> Floats:
     """Return the number of parameters that each device stores between steps.
 
     Args:
@@ -101,7 +101,7 @@ def stored_parameters(shape: ModelShape, layouts: Layouts, *, zero_from: int) ->
     return dense / shards + shape.all_experts * uneven / shards / layouts["expert"]
 
 
-def _gradients(shape: ModelShape, layouts: Layouts) -> Floats:
+def _gradients(shape: ModelShape, layouts: LayoutTable) -> Floats:
     """Return the bytes of gradients: float32, except with ZeRO 1, and the sums over microbatches beside those of one.
 
     In a pipeline the gradients of embedding and head stay whole until the end of the step; where weights are gathered,
@@ -120,13 +120,13 @@ def usable_shards(shape: ModelShape, shards: Floats) -> Floats:
     return np.where(np.any([width % shards == 0 for width in widths], axis=0), shards, 1)
 
 
-def layers_of_stage(shape: ModelShape, layouts: Layouts) -> Floats:
+def layers_of_stage(shape: ModelShape, layouts: LayoutTable) -> Floats:
     """Return the number of layers of the largest pipeline stage."""
     pieces = layouts["pipeline"] * layouts["chunks"]
     return np.ceil(shape.layers / pieces) * layouts["chunks"]
 
 
-def in_flight(layouts: Layouts) -> Floats:
+def in_flight(layouts: LayoutTable) -> Floats:
     """Return the number of microbatches whose activations a stage stores at a time."""
     stages, chunks, count = layouts["pipeline"], layouts["chunks"], layouts["microbatches"]
     found = np.where(layouts.schedule_in("gpipe"), count, 2 * stages - 1)
@@ -134,7 +134,7 @@ def in_flight(layouts: Layouts) -> Floats:
     return np.where(stages > 1, np.minimum(found, count), 1.0)
 
 
-def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Floats:
+def saved_values(shape: ModelShape, layouts: LayoutTable, *, scanned: bool) -> Floats:
     """Return the number of activation values per token and layer that one device saves for the backward pass."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
     inner = 2 if shape.gated else 1
@@ -164,13 +164,13 @@ def saved_values(shape: ModelShape, layouts: Layouts, *, scanned: bool) -> Float
     return found + waiting
 
 
-def row_tokens(layouts: Layouts, tokens: int) -> Floats:
+def row_tokens(layouts: LayoutTable, tokens: int) -> Floats:
     """Return the number of tokens of a microbatch on each device."""
     rows = layouts["data"] * layouts["fsdp"] * layouts["expert"] * layouts["context"]
     return tokens / (rows * layouts["microbatches"])
 
 
-def _working_set(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
+def _working_set(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
     """Return the bytes of activations and gradients of the layer that is in its backward pass."""
     d, q, k, f = shape.hidden, shape.query, shape.key, shape.active_width
     rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
@@ -183,7 +183,7 @@ def _working_set(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
     return np.where(saved, _BACKWARD_SET, _RECOMPUTED_SET) * (narrow + wide)
 
 
-def _working_copies(shape: ModelShape, layouts: Layouts, prefetch: bool) -> Floats:
+def _working_copies(shape: ModelShape, layouts: LayoutTable, prefetch: bool) -> Floats:
     """Return the bytes of the weight copies in the compute dtype."""
     tensor, experts = layouts["tensor"], layouts["expert"]
     layers = layers_of_stage(shape, layouts)
@@ -193,7 +193,7 @@ def _working_copies(shape: ModelShape, layouts: Layouts, prefetch: bool) -> Floa
     return _COMPUTE * (gathered + shape.tables / tensor)
 
 
-def _buffers(shape: ModelShape, layouts: Layouts, tokens: int) -> Floats:
+def _buffers(shape: ModelShape, layouts: LayoutTable, tokens: int) -> Floats:
     """Return the bytes of buffers for tokens at their experts, and for keys and values from other devices."""
     rows, tensor = row_tokens(layouts, tokens), layouts["tensor"]
     copies = shape.routed * shape.hidden * (shape.exchange_factor * (layouts["expert"] > 1) + 1) * 2

@@ -65,7 +65,7 @@ class ProgramFeatures:
 
 
 def read_features(text: str | Module) -> ProgramFeatures:
-    """Return the features of a compiled program.
+    """Return FLOPs, bytes, collectives and kernel counts of a compiled program, read from its HLO text.
 
     Args:
       text: `compiled.as_text()`, or the result of `parse_module`. Matmuls that the compiler made calls of a library are

@@ -11,7 +11,7 @@ from jaxstack.errors import ConfigError
 from jaxstack.observe.units import byte_size
 from jaxstack.plan.cluster import Cluster
 from jaxstack.plan.forecast import Forecast, LayoutModel, total
-from jaxstack.plan.layouts import ON_DEVICE, Floats, Layouts, enumerate_layouts
+from jaxstack.plan.layouts import ON_DEVICE, Floats, LayoutTable, enumerate_layouts
 from jaxstack.plan.memory import PARTS
 from jaxstack.run_config import RunConfig
 
@@ -81,7 +81,7 @@ def search_layouts(
     return SearchResult(found, len(layouts), len(fitting), refused, time.perf_counter() - began)
 
 
-def _ranking(layouts: Layouts, seconds: Floats) -> np.ndarray:
+def _ranking(layouts: LayoutTable, seconds: Floats) -> np.ndarray:
     """Return row numbers sorted from fastest to slowest, ties by simplicity of the layout.
 
     Times that differ by less than a thousandth count as equal.
@@ -91,7 +91,7 @@ def _ranking(layouts: Layouts, seconds: Floats) -> np.ndarray:
     return np.lexsort((seconds, layouts["remat"], layouts["zero"], axes, rounded))
 
 
-def _largest_parts(layouts: Layouts, memory: dict[str, Floats]) -> collections.Counter[str]:
+def _largest_parts(layouts: LayoutTable, memory: dict[str, Floats]) -> collections.Counter[str]:
     """Return the counts of layouts that do not fit, keyed by the largest part of their memory."""
     if not len(layouts):
         return collections.Counter()
@@ -101,7 +101,7 @@ def _largest_parts(layouts: Layouts, memory: dict[str, Floats]) -> collections.C
     return collections.Counter({f"memory, most of it {name.replace('_', ' ')}": int(n) for name, n in named if n})
 
 
-def _nothing_fits(model: LayoutModel, layouts: Layouts, memory: dict[str, Floats]) -> str:
+def _nothing_fits(model: LayoutModel, layouts: LayoutTable, memory: dict[str, Floats]) -> str:
     """Return the error message for a model that no layout fits, with a suggestion."""
     sizes = total(memory)
     row = int(np.argmin(sizes))

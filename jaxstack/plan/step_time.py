@@ -5,7 +5,7 @@ Per microbatch and device, with n tokens of which t devices share a layer:
 - matmuls: 2 FLOPs a parameter and token forward and 4 backward, and what `model.remat` computes again, over the rate
   that GEMMs reach; small dims reach less of it, and reading the weights is a lower bound;
 - attention: the kind's own FLOPs (Dao 2023 for causal flash attention), of which 2/7 are forward, over the rate of the
-  kernels at this head_dim and length;
+  kernels at this head_dim and at the length that one call of them sees;
 - elementwise: norms, residual, rotation, activations and the loss as bytes of memory traffic, the optimizer's update
   (read weight, gradient and state, write weight and state), and the gaps between kernels;
 - communication: see `jaxstack.plan.communication`; only what computation does not hide is counted;
@@ -22,7 +22,7 @@ import numpy as np
 from jaxstack.plan.cluster import Cluster
 from jaxstack.plan.communication import CollectiveModel, Group, combined_group, group_of
 from jaxstack.plan.efficiency import Efficiency
-from jaxstack.plan.layouts import Floats, Layouts
+from jaxstack.plan.layouts import Floats, LayoutTable
 from jaxstack.plan.memory import (
     layers_of_stage,
     row_tokens,
@@ -73,7 +73,7 @@ class StepModel:
     prefetch: bool
     copies: bool
 
-    def parts(self, layouts: Layouts) -> dict[str, Floats]:
+    def parts(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of a step for each layout, by part."""
         count = layouts["microbatches"]
         layer = self._layer_seconds(layouts)
@@ -93,7 +93,7 @@ class StepModel:
             "bubble": bubble,
         }
 
-    def _layer_seconds(self, layouts: Layouts) -> dict[str, Floats]:
+    def _layer_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of a stage's layers for one microbatch, forward and backward, by part."""
         shape, tensor = self.shape, layouts["tensor"]
         rows, layers = row_tokens(layouts, self.tokens), layers_of_stage(shape, layouts)
@@ -103,7 +103,7 @@ class StepModel:
         matmul = flops * (3 + again) / self._rate(layouts, np.minimum(narrow, rows))
         weights = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / tensor
         matmul = np.maximum(matmul, weights * 2 * (3 + again) / self._memory_rate)
-        attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate()
+        attention = self.attention_flops / shape.layers * rows / tensor / self._attention_rate(layouts)
         attention = attention * (1 + _FORWARD_SHARE * attention_again)
         # All policies but `none` repeat the forward part of the elementwise operations.
         repeated = np.where(layouts.remat_in("none"), 0, 1 / 3)
@@ -117,14 +117,14 @@ class StepModel:
         found = {"matmul": matmul, "attention": attention, "elementwise": elementwise}
         return {name: layers * seconds for name, seconds in found.items()}
 
-    def _head_seconds(self, layouts: Layouts) -> dict[str, Floats]:
+    def _head_seconds(self, layouts: LayoutTable) -> dict[str, Floats]:
         """Return the seconds of embedding, head and loss for one microbatch; all pipeline stages wait for them."""
         shape, rows = self.shape, row_tokens(layouts, self.tokens) / layouts["tensor"]
         rate = self._rate(layouts, np.minimum(shape.hidden, rows * layouts["tensor"]), bf16=True)
         moved = (_LOGIT_PASSES * shape.vocabulary + 8 * shape.hidden) * 2 * rows
         return {"matmul": 6 * shape.vocabulary * shape.hidden * rows / rate, "elementwise": moved / self._memory_rate}
 
-    def _rate(self, layouts: Layouts, narrow: Floats, *, bf16: bool = False) -> Floats:
+    def _rate(self, layouts: LayoutTable, narrow: Floats, *, bf16: bool = False) -> Floats:
         """Return FLOP/s of matmuls whose smallest dim is `narrow`."""
         peaks, efficiency = self.cluster.peak_tflops, self.efficiency
         wide = peaks.bfloat16 * efficiency.matmul
@@ -132,18 +132,22 @@ class StepModel:
         rate = np.where((layouts["fp8"] > 0) & (not bf16), fast, wide)
         return 1e12 * rate * narrow / (narrow + _SMALL_DIM)
 
-    def _attention_rate(self) -> float:
-        """Return the FLOP/s of attention, interpolated between the measured head_dims."""
-        efficiency = self.efficiency
+    def _attention_rate(self, layouts: LayoutTable) -> Floats:
+        """Return the FLOP/s of attention, interpolated between the measured head_dims.
+
+        With c devices along `context` each kernel call sees one of the 2c chunks into which a sequence is cut.
+        """
+        efficiency, context = self.efficiency, layouts["context"]
         wide = np.interp(self.shape.head_dim, [64, 128], [efficiency.attention_64, efficiency.attention_128])
-        share = self.length / (self.length + efficiency.attention_half_length)
-        return float(1e12 * self.cluster.peak_tflops.bfloat16 * wide * share)
+        length = self.length / np.where(context > 1, 2 * context, 1)
+        share = length / (length + efficiency.attention_half_length)
+        return 1e12 * self.cluster.peak_tflops.bfloat16 * wide * share
 
     @property
     def _memory_rate(self) -> float:
         return self.cluster.memory_bandwidth * self.efficiency.copy_rate
 
-    def _recomputed(self, layouts: Layouts) -> tuple[Floats, Floats]:
+    def _recomputed(self, layouts: LayoutTable) -> tuple[Floats, Floats]:
         """Return the fractions of a layer's forward matmuls and attention that are recomputed."""
         shape = self.shape
         # The last matmul of the MLP is not needed: its result is only added.
@@ -151,7 +155,7 @@ class StepModel:
         matmuls = np.where(layouts.remat_in("none", "save_dots"), 0.0, share)
         return matmuls, np.where(layouts.remat_in("full", "offload"), 1.0, 0.0)
 
-    def _layer_bytes(self, layouts: Layouts) -> Floats:
+    def _layer_bytes(self, layouts: LayoutTable) -> Floats:
         """Return the bytes that a layer's elementwise operations move for each token, forward and backward."""
         shape, tensor = self.shape, layouts["tensor"]
         stream = np.where(layouts["sequence"] > 0, tensor, 1)
@@ -163,7 +167,7 @@ class StepModel:
         values = values + 6 * shape.routed * shape.hidden * shape.mixtures / shape.layers
         return 2 * values
 
-    def _update_seconds(self, layouts: Layouts) -> Floats:
+    def _update_seconds(self, layouts: LayoutTable) -> Floats:
         """Return the seconds of the optimizer's update, and of adding up gradients over microbatches."""
         local = stored_parameters(self.shape, layouts, zero_from=1)
         moved = (16 + 2 * self.optimizer_bytes - 4) * local
@@ -174,10 +178,10 @@ class StepModel:
     # Communication
 
     @property
-    def _collectives(self) -> CollectiveModel:
+    def _collective_model(self) -> CollectiveModel:
         return CollectiveModel(self.cluster, self.efficiency.link, self.efficiency.network)
 
-    def _groups(self, layouts: Layouts) -> dict[str, Group]:
+    def _groups(self, layouts: LayoutTable) -> dict[str, Group]:
         """Return the device group of each mesh axis; `tensor` is the innermost axis, `pipeline` the outermost."""
         found, stride = {}, np.ones(len(layouts))
         for axis in ("tensor", "context", "expert", "fsdp", "data", "pipeline"):
@@ -185,7 +189,7 @@ class StepModel:
             stride = stride * layouts[axis]
         return found
 
-    def _exposed_per_microbatch(self, layouts: Layouts, compute: Floats) -> Floats:
+    def _exposed_per_microbatch(self, layouts: LayoutTable, compute: Floats) -> Floats:
         """Return the seconds of exposed communication per microbatch."""
         layers = layers_of_stage(self.shape, layouts)
         groups = self._groups(layouts)
@@ -199,11 +203,11 @@ class StepModel:
         copied = 4 * offloaded * row_tokens(layouts, self.tokens) / self.cluster.host_bandwidth
         exposed = exposed + np.maximum(copied - compute, 0)
         boundary = row_tokens(layouts, self.tokens) * self.shape.hidden * 2 / layouts["tensor"]
-        return exposed + 2 * layouts["chunks"] * self._collectives.send(boundary, groups["pipeline"])
+        return exposed + 2 * layouts["chunks"] * self._collective_model.send(boundary, groups["pipeline"])
 
-    def _weight_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:
+    def _weight_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds to gather one layer twice and to reduce-scatter its gradient, in each microbatch."""
-        shape, model, group = self.shape, self._collectives, combined_group(groups["fsdp"], groups["context"])
+        shape, model, group = self.shape, self._collective_model, combined_group(groups["fsdp"], groups["context"])
         size = (shape.layer_parameters + shape.all_experts / layouts["expert"]) / shape.layers / layouts["tensor"]
         byte = np.where(layouts["fp8"] > 0, 1, 2)
         # Copy engines send gradients as they were computed.
@@ -216,12 +220,12 @@ class StepModel:
         scattered = model.reduce_scatter(self.reduce_bytes * local, groups["data"])
         return gathered + np.where(layouts["zero"] == 2, scattered, 0)
 
-    def _exposed_per_step(self, layouts: Layouts, backward: Floats) -> Floats:
+    def _exposed_per_step(self, layouts: LayoutTable, backward: Floats) -> Floats:
         """Return the seconds of exposed communication that occurs once per step.
 
         `data` sums the gradients while the backward pass goes on, unless they are accumulated or ZeRO 1 shards them.
         """
-        shape, model, groups = self.shape, self._collectives, self._groups(layouts)
+        shape, model, groups = self.shape, self._collective_model, self._groups(layouts)
         tensor, experts = layouts["tensor"], layouts["expert"]
         weights = combined_group(groups["fsdp"], groups["context"])
         per_stage = layers_of_stage(shape, layouts) / shape.layers
@@ -237,9 +241,9 @@ class StepModel:
         exposed = exposed + model.all_reduce(self.reduce_bytes * dense, groups["expert"])
         return exposed + self._table_seconds(layouts, groups, weights)
 
-    def _table_seconds(self, layouts: Layouts, groups: dict[str, Group], weights: Group) -> Floats:
+    def _table_seconds(self, layouts: LayoutTable, groups: dict[str, Group], weights: Group) -> Floats:
         """Return the seconds to gather embedding and head once and to sum their gradients."""
-        model, size = self._collectives, self.shape.tables / layouts["tensor"]
+        model, size = self._collective_model, self.shape.tables / layouts["tensor"]
         across = combined_group(weights, groups["pipeline"])
         seconds = model.all_gather(2 * size, across) + model.reduce_scatter(self.reduce_bytes * size, across)
         summed = model.all_reduce(
@@ -247,9 +251,9 @@ class StepModel:
         )
         return seconds + summed
 
-    def _tensor_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:
+    def _tensor_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of a layer's tensor-parallel collectives: two of each kind forward, two backward."""
-        model, group = self._collectives, groups["tensor"]
+        model, group = self._collective_model, groups["tensor"]
         size = row_tokens(layouts, self.tokens) * self.shape.hidden * 2
         again = np.where(layouts.remat_in("none", "save_dots"), 0, 1)
         pairs = model.all_gather(size, group) + model.reduce_scatter(size, group)
@@ -257,7 +261,7 @@ class StepModel:
         whole = (4 + again) * model.all_reduce(size, group)
         return np.where(layouts["sequence"] > 0, split, whole)
 
-    def _context_seconds(self, layouts: Layouts, groups: dict[str, Group], compute: Floats) -> Floats:
+    def _context_seconds(self, layouts: LayoutTable, groups: dict[str, Group], compute: Floats) -> Floats:
         """Return the seconds that one layer's ring attention waits for keys and values of other devices.
 
         Forward and backward each pass keys and values on; the backward also their gradients in float32. A hop is hidden
@@ -266,10 +270,10 @@ class StepModel:
         rows, group = row_tokens(layouts, self.tokens), groups["context"]
         keys = rows * 2 * self.shape.key / layouts["tensor"]
         hops = np.maximum(group.size - 1, 0)
-        sent = hops * (2 * self._collectives.send(2 * keys, group) + self._collectives.send(4 * keys, group))
+        sent = hops * (2 * self._collective_model.send(2 * keys, group) + self._collective_model.send(4 * keys, group))
         return np.maximum(sent - compute, 0) + 0.1 * np.minimum(sent, compute)
 
-    def _expert_seconds(self, layouts: Layouts, groups: dict[str, Group]) -> Floats:
+    def _expert_seconds(self, layouts: LayoutTable, groups: dict[str, Group]) -> Floats:
         """Return the seconds of the all-to-all of a stage's mixtures: two forward, two backward, one if recomputed."""
         shape, rows = self.shape, row_tokens(layouts, self.tokens)
         if not shape.mixtures:
@@ -277,16 +281,16 @@ class StepModel:
         size = rows * shape.routed * shape.hidden * 2 * shape.exchange_factor
         times = np.where(layouts.remat_in("none", "save_dots"), 4, 5)
         mixtures = layers_of_stage(shape, layouts) * shape.mixtures / shape.layers
-        return mixtures * times * self._collectives.all_to_all(size, groups["expert"])
+        return mixtures * times * self._collective_model.all_to_all(size, groups["expert"])
 
-    def _ticks(self, layouts: Layouts) -> Floats:
+    def _ticks(self, layouts: LayoutTable) -> Floats:
         """Return the number of slots of the pipeline's schedule, forward and backward."""
         stages, chunks = layouts["pipeline"], layouts["chunks"]
         slots = 2 * (layouts["microbatches"] * chunks + (chunks + 1) * stages - 2)
         return np.where(stages > 1, slots * np.where(layouts.schedule_in("zero_bubble"), 1.5, 1.0), 0)
 
 
-def bubble_of_work(layouts: Layouts) -> Floats:
+def bubble_of_work(layouts: LayoutTable) -> Floats:
     """Return the pipeline bubble: a stage's idle time divided by its busy time."""
     stages, count, chunks = layouts["pipeline"], layouts["microbatches"], layouts["chunks"]
     plain = (stages - 1) / count

@@ -15,7 +15,7 @@ _SAME_RATE = 0.01
 
 
 def branch(config: RunConfig, report: Callable[[str], None]) -> None:
-    """Give a run without checkpoints the one that `run.branch_from` and `run.branch_step` name.
+    """Link the checkpoint that `run.branch_from` and `run.branch_step` name into a run that has none yet.
 
     Every process of the run calls it; the first one does the work.
 

@@ -11,7 +11,7 @@ from jaxstack.trainer import Trainer
 
 
 def check_masks(module: FunctionalModule, params: Dict) -> None:
-    """Check that weights whose zeros are to be kept have some.
+    """Check that each weight to which the method `mask` applies has at least one zero.
 
     Args:
       module: the module of the run.

@@ -5,7 +5,7 @@ import functools
 import json
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxstack.checkpoint.compressed import dense_parameter, is_compressed, named_leaves, read_compressed
+from jaxstack.checkpoint.compressed import (
+    dense_parameter,
+    is_compressed,
+    named_leaves,
+    read_compressed,
+    write_compressed,
+)
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.config.loader import dump_yaml
 from jaxstack.data.chat_format import CONFIG as CHAT_CONFIG
@@ -23,19 +29,24 @@ from jaxstack.data.load_tokenizer import load_tokenizer, read_tokenizer_file
 from jaxstack.data.tokenizer import CONFIG_FILE as TOKENIZER_FILE
 from jaxstack.data.tokenizer import MODEL_FILE, Tokenizer
 from jaxstack.distributed.devices import start_devices
-from jaxstack.errors import ConfigError
-from jaxstack.files import write_file
+from jaxstack.errors import ConfigError, nearest
+from jaxstack.files import write_file, writing_to
 from jaxstack.functional.compressed import CompressedModule, compress_in_training
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models import ModelConfig, Transformer, adapted_layers, count_parameters, from_huggingface
 from jaxstack.models.huggingface.families import read_model_config
-from jaxstack.models.huggingface.load import nest
+from jaxstack.models.huggingface.load import nest, read_parameters
+from jaxstack.models.huggingface.quantization import FORMATS, is_quantized
+from jaxstack.models.huggingface.quantized import unsupported_reason
 from jaxstack.models.huggingface.save import write_checkpoint
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model
 from jaxstack.run.load import GENERATION_FILE, choose_step, read_run_config, read_stop_tokens
 from jaxstack.run_config import RunConfig, config_from_tree
+from pallas_kernels import PackedWeight
 
+DENSE = "dense"
+"""Format of weights as plain numbers."""
 _SEQUENCE_LENGTH = 1024
 """Sequence length in the configuration of a converted model, unless the model has fewer positions."""
 
@@ -94,14 +105,16 @@ def import_checkpoint(
     if (output / "config.yaml").exists() or (output / "checkpoints").exists():
         raise ConfigError(f"{output} is a run directory already; give another one.")
     model = read_model_config(source, ignore)
+    packed = is_quantized(source)
+    if packed:
+        model = model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
     has_tokenizer = any((source / name).is_file() for name in (MODEL_FILE, TOKENIZER_FILE))
     tokenizer = read_tokenizer_file(str(source)) if has_tokenizer else None
     config = converted_config(output, model, tokenizer)
-    rules = make_rules(make_mesh(ParallelConfig(fsdp=start_devices())))
-    transformer = from_huggingface(source, mesh=rules, ignore=ignore)
-    params, non_params = FunctionalModule(lambda rngs: Transformer(model, rngs)).split(transformer)
-    with CheckpointManager(output / "checkpoints", report=warn) as manager:
-        manager.save(0, {"params": params, "non_params": non_params}, {"batches": 0, "data": None}, wait=True)
+    if packed:
+        _import_packed(source, output, model, ignore, warn)
+    else:
+        _import_plain(source, output, model, ignore, warn)
     if tokenizer is not None:
         tokenizer.save(output / "tokenizer")
         if tokenizer.vocab_size > (model.vocab_size or 0):
@@ -113,12 +126,46 @@ def import_checkpoint(
     return ImportedRun(output, count_parameters(model).total, config)
 
 
+def _import_plain(
+    source: Path, output: Path, model: ModelConfig, ignore: Sequence[str], warn: Callable[[str], None]
+) -> None:
+    """Write a checkpoint of step 0."""
+    rules = make_rules(make_mesh(ParallelConfig(fsdp=start_devices())))
+    transformer = from_huggingface(source, mesh=rules, ignore=ignore)
+    params, non_params = FunctionalModule(lambda rngs: Transformer(model, rngs)).split(transformer)
+    with CheckpointManager(output / "checkpoints", report=warn) as manager:
+        manager.save(0, {"params": params, "non_params": non_params}, {"batches": 0, "data": None}, wait=True)
+
+
+def _import_packed(
+    source: Path, output: Path, model: ModelConfig, ignore: Sequence[str], warn: Callable[[str], None]
+) -> None:
+    """Write the folder of a compressed model; quantized weights stay as they are, as far as there is a format."""
+    start_devices()
+    rules = make_rules(make_mesh(ParallelConfig(), jax.devices()[:1]))
+    specs = FunctionalModule(lambda rngs: Transformer(model, rngs)).parameter_specs(rules)
+    shardings = jax.tree.map(rules.sharding, specs)
+    params = read_parameters(source, model, shardings, ignore, packed=True, report=warn)
+    leaves = {path: _smallest(leaf) for path, leaf in named_leaves(params).items()}
+    with writing_to(output):
+        write_compressed(output, nest(leaves), 0)
+
+
+def _smallest(leaf: PackedWeight | jax.Array) -> PackedWeight | jax.Array:
+    """Return a matrix of plain numbers in bfloat16 if they are exact in it."""
+    if isinstance(leaf, PackedWeight) or leaf.ndim < 2:
+        return leaf
+    small = leaf.astype(jnp.bfloat16)
+    return small if bool(jnp.all(small == leaf)) else leaf
+
+
 def export_checkpoint(
     source: str | Path,
     output: str | Path,
     *,
     step: int | None = None,
     dtype: str = "float32",
+    format: str = DENSE,
     model_type: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     warn: Callable[[str], None] = warnings.warn,
@@ -130,21 +177,27 @@ def export_checkpoint(
       output: directory to write.
       step: step of the run's checkpoint; default: the newest.
       dtype: dtype of the files: float32, bfloat16 or float16.
+      format: `dense`, or a format of compressed-tensors for the packed weights of dense layers in a compressed model;
+        `dtype` is then that of all other weights.
       model_type: Hugging Face's name of the model family; default: the simplest family that can express the model.
       max_shard_bytes: size limit of each file.
       warn: called with each warning.
 
     Raises:
-      ConfigError: no family can express the model, or `output` holds a checkpoint already.
+      ConfigError: no family can express the model, or `output` holds a checkpoint already; the format stores none of
+        the model's weights.
       JaxstackError: the checkpoint is damaged, or writing failed.
     """
     source, output = Path(source), Path(output)
+    if format not in (DENSE, *FORMATS):
+        raise ConfigError(f"format: there is no {format!r}; {nearest(format, (DENSE, *FORMATS))}")
+    packed = None if format == DENSE else format
     config = read_run_config(source)
-    read, chosen = _open_parameters(source, step, config, warn)
+    read, chosen = _open_parameters(source, step, config, warn, packed)
     folder = source / "tokenizer"
     tokenizer = load_tokenizer(folder) if folder.is_dir() else None
     ids = {} if tokenizer is None else _special_token_ids(tokenizer)
-    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids)
+    family = write_checkpoint(read, config.model, output, model_type, dtype, max_shard_bytes, ids, packed)
     copy_stop_tokens(source, output)
     if tokenizer is not None and (tokenizer_json := tokenizer.tokenizer_json()) is not None:
         write_file(output / "tokenizer.json", tokenizer_json.encode())
@@ -176,10 +229,18 @@ def _special_token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _open_parameters(
-    source: Path, step: int | None, config: RunConfig, warn: Callable[[str], None]
-) -> tuple[Callable[[str], np.ndarray], int]:
-    """Return a function that reads one parameter by its path, and the step. Packed weights are unpacked."""
+    source: Path, step: int | None, config: RunConfig, warn: Callable[[str], None], format: str | None
+) -> tuple[Callable[[str], np.ndarray | PackedWeight], int]:
+    """Return a function that reads one parameter by its path, and the step.
+
+    Packed weights are unpacked, except those of dense layers that `format` stores.
+    """
     if not is_compressed(source):
+        if format is not None:
+            raise ConfigError(
+                f"{source} has no packed weights for --format {format}; make some with python -m jaxstack.compress, "
+                "and convert what it writes."
+            )
         manager = CheckpointManager(source / "checkpoints", report=warn)
         chosen = choose_step(manager, step)
         return _parameter_reader(manager, chosen, config), chosen
@@ -187,7 +248,38 @@ def _open_parameters(
     if step not in (None, stored):
         raise ConfigError(f"{source} holds the compressed model of step {stored} only; leave --step out.")
     leaves = named_leaves(params)
-    return lambda path: np.asarray(dense_parameter(path, leaves[path]), np.float32), stored
+    kept = set() if format is None else _storable(leaves, source, format, warn)
+
+    def read(path: str) -> np.ndarray | PackedWeight:
+        return leaves[path] if path in kept else np.asarray(dense_parameter(path, leaves[path]), np.float32)
+
+    return read, stored
+
+
+def _storable(leaves: Mapping[str, Any], source: Path, format: str, warn: Callable[[str], None]) -> set[str]:
+    """Return the paths of the packed weights that a format stores.
+
+    Other programs multiply with embeddings and heads as plain numbers.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    packed = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, PackedWeight)}
+    layers = {path: unsupported_reason(leaf, format) for path, leaf in packed.items() if path.endswith("/kernel")}
+    kept = {path for path, reason in layers.items() if reason is None}
+    reasons = sorted({reason for reason in layers.values() if reason is not None})
+    if not kept:
+        matrices = [packed[path] for path in layers]
+        fitting = [name for name in FORMATS if any(unsupported_reason(leaf, name) is None for leaf in matrices)]
+        raise ConfigError(
+            f"--format {format} stores no dense layer of {source}: {'; '.join(reasons) or 'none is packed'}. Choose "
+            f"--format {' or '.join(fitting or [DENSE])}."
+        )
+    if reasons:
+        warn(f"{len(layers) - len(kept)} of {len(layers)} packed layers are written dense: {'; '.join(reasons)}")
+    if len(packed) > len(layers):
+        warn("the embedding and the head are written dense, as vLLM reads them")
+    return kept
 
 
 def _parameter_reader(manager: CheckpointManager, step: int, config: RunConfig) -> Callable[[str], np.ndarray]:

@@ -16,6 +16,7 @@ from jaxstack.decoding.decode import Params
 from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.evaluation import bits_per_byte
+from jaxstack.models.huggingface.quantization import is_quantized
 from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig
 from jaxstack.plan.choose import evaluation_layout
@@ -156,7 +157,7 @@ def _text_loss(
     """Return the checkpoint's step and its loss."""
     devices = start_devices(config.parallel.simulate_devices)
     cache_compilations()
-    if is_compressed(directory):
+    if is_compressed(directory) or is_quantized(directory):
         if layout_chosen:
             raise ConfigError("the loss of a compressed model is computed on one device; leave parallel.* out.")
         devices, config = 1, on_one_device(config)

@@ -39,7 +39,7 @@ def initial_parameters(
     """
     if not is_run(directory):
         report(f"starting from the weights in {directory}")
-        return read_parameters(directory, model, jax.tree.map(lambda x: x.sharding, abstract))
+        return read_parameters(directory, model, jax.tree.map(lambda x: x.sharding, abstract), report=report)
     stored = read_model(directory)
     check_model(model, stored, str(directory))
     manager = CheckpointManager(Path(directory) / "checkpoints", report=report)

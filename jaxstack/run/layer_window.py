@@ -13,6 +13,7 @@ from jaxstack.distributed.devices import cache_compilations, start_devices
 from jaxstack.errors import ConfigError
 from jaxstack.functional.module import FunctionalModule
 from jaxstack.models.huggingface.parts import ModelParts
+from jaxstack.models.huggingface.quantization import is_quantized
 from jaxstack.models.pretrained import is_run
 from jaxstack.parallel import ParallelConfig, make_mesh, make_rules
 from jaxstack.run.build import build_model
@@ -43,6 +44,10 @@ def open_window(
         raise ConfigError(
             f"--resident-layers reads single layers from safetensors, and {directory} is a run; convert it first: "
             f"python -m jaxstack.convert {directory} --output DIR."
+        )
+    if is_quantized(directory):
+        raise ConfigError(
+            f"--resident-layers reads plain weights, and those of {directory} are quantized; leave it out."
         )
     config = read_config(directory, overrides)
     if math.prod(config.parallel.degrees.values()) > 1:

@@ -29,6 +29,7 @@ from jaxstack.functional.module import FunctionalModule
 from jaxstack.gradients.pipeline_module import StagedModule
 from jaxstack.models import ModelConfig, Transformer, unroll_layers, with_kv_cache
 from jaxstack.models.huggingface.load import read_parameters
+from jaxstack.models.huggingface.quantization import is_quantized
 from jaxstack.models.pretrained import is_run, read_model
 from jaxstack.parallel import AxisRules, ParallelConfig, make_mesh, make_rules
 from jaxstack.plan.choose import decoding_layout
@@ -179,6 +180,8 @@ def read_config(directory: str | Path, overrides: Sequence[str] = ()) -> RunConf
     else:
         length = min(_SEQUENCE_LENGTH, read_model(directory).max_position_embeddings or _SEQUENCE_LENGTH)
         tree = {"run": {"init_from": str(directory)}, "train": {"sequence_length": length}}
+        if is_quantized(directory):
+            tree["model"] = {"scan_layers": False}  # packed weights are not stacked
         config = config_from_tree(tree, str(directory))
     changes = merge_overrides({}, overrides)
     if foreign := sorted(changes.keys() - {"parallel", "precision"}):
@@ -272,7 +275,7 @@ def restore_parameters(
 ) -> tuple[Params, Params, int]:
     """Read the parameters of a run's checkpoint or of Hugging Face files, laid out on the mesh of `rules`.
 
-    The optimizer state is not read.
+    The optimizer state is not read. Compressed models and quantized checkpoints keep their packed weights.
 
     Args:
       directory: run directory, or directory of a Hugging Face checkpoint.
@@ -290,7 +293,7 @@ def restore_parameters(
             raise ConfigError(f"{directory} is a Hugging Face checkpoint, which has no steps; leave --step out.")
         shardings = jax.tree.map(rules.sharding, module.parameter_specs(rules))
         non_params = jax.jit(lambda key: module.init(key)[1])(jax.random.key(0))
-        return read_parameters(directory, model, shardings), non_params, 0
+        return read_parameters(directory, model, shardings, packed=True, report=report), non_params, 0
     if is_compressed(directory):
         return _read_compressed(directory, module, rules, step)
     manager = CheckpointManager(Path(directory) / "checkpoints", report=report)

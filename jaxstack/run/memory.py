@@ -93,7 +93,7 @@ def check_memory(trainer: Trainer) -> str | None:
     return (
         f"a step needs {byte_size(needed)} on each device ({byte_size(weights)} of weights, {byte_size(optimizer)} of "
         f"optimizer state, {byte_size(gradients)} of gradients), and activations on top; there are "
-        f"{byte_size(available)}{_shared()}{likely}"
+        f"{byte_size(available)}{_shared_note()}{likely}"
     )
 
 
@@ -104,7 +104,7 @@ def _refuse_state(weights: int, optimizer: int, whole: int, available: int) -> N
     raise DoesNotFit(
         f"the model does not fit: its state takes {byte_size(weights + optimizer)} on each device "
         f"({byte_size(weights)} of weights, {byte_size(optimizer)} of optimizer state), and gradients and activations "
-        f"on top, but there are {byte_size(available)}{_shared()}. {_ways_out(available, -(-whole // available))}",
+        f"on top, but there are {byte_size(available)}{_shared_note()}. {_ways_out(available, -(-whole // available))}",
         weights + optimizer,
         available,
     )
@@ -117,7 +117,7 @@ def _state_bytes_per_weight(optimizer: Optimizer) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) // matrix.size
 
 
-def _shared() -> str:
+def _shared_note() -> str:
     cpu = jax.local_devices()[0].platform == "cpu"
     return " of this host's memory, which the CPU devices share" if cpu else ""
 

@@ -14,7 +14,7 @@ from jaxstack.trainer import Trainer
 
 
 def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the teacher, if there is one, predicts the ids that the student does.
+    """Check that the teacher, if there is one, has the vocabulary and the tokenizer of the student.
 
     Raises:
       ConfigError: the directory holds no model, or one with another vocabulary or tokenizer.

@@ -16,7 +16,7 @@ from jaxstack.serve.stats import EngineState
 
 
 class EngineGroup:
-    """Several engines, each with a copy of the model; each request goes to the engine that has the fewest.
+    """Several engines, each with a copy of the model; each request goes to the one with the fewest requests.
 
     Args:
       engines: the engines, of equal configuration.
@@ -44,7 +44,7 @@ class EngineGroup:
         stop_tokens: Collection[int] | None = None,
         constraint: Constraint | None = None,
     ) -> Handle:
-        """Submit a request to the engine that has the fewest; arguments, result and errors as of `Engine.submit`."""
+        """Submit a request to the engine with the fewest; arguments, result and errors are those of `Engine.submit`."""
         options = {"seed": seed, "stop_tokens": stop_tokens, "constraint": constraint}
         *others, last = sorted(self.engines, key=lambda engine: engine.running + engine.waiting)
         for engine in others:

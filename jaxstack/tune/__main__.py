@@ -1,4 +1,4 @@
-"""The command `python -m jaxstack.tune`: a study of hyperparameters, or one of the smaller searches before it."""
+"""The command `python -m jaxstack.tune`: a hyperparameter study, the learning-rate finder, or the check of muP."""
 
 import argparse
 import importlib.util
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _study(arguments: argparse.Namespace) -> None:
     from jaxstack.config.loader import load_yaml
-    from jaxstack.tune.study import load_study
+    from jaxstack.tune.study_config import load_study
 
     load_study(arguments.study)  # a missing or wrong file is told before jax is imported, which takes seconds
     load_yaml(arguments.config)

@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, TrialState
 from jaxstack.data.fingerprint import fingerprint_difference
 from jaxstack.errors import ConfigError, JaxstackError
 from jaxstack.tune.space import Dimension, Range, SearchSpace
-from jaxstack.tune.study import StudyConfig
+from jaxstack.tune.study_config import StudyConfig
 
 _CONSTRAINTS = ("memory", "failure")
 """Constraints of every ended trial, as Optuna's Gaussian process needs the same ones from all of them. A trial is
@@ -139,7 +139,7 @@ class OptunaStudy:
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the values of a trial."""
-        params = self._frozen(number).params
+        params = self._frozen_trial(number).params
         return {key: _decode(self.space.dimensions[key], value) for key, value in params.items()}
 
     def running(self) -> list[int]:
@@ -149,7 +149,7 @@ class OptunaStudy:
     def report(self, number: int, step: int, loss: float) -> bool:
         """Record the held-out loss of a running trial; return True if the pruner stops it."""
         trial = self._trial(number)
-        if step not in self._frozen(number).intermediate_values:
+        if step not in self._frozen_trial(number).intermediate_values:
             trial.report(loss, step)
         return not math.isfinite(loss) or trial.should_prune()
 
@@ -206,12 +206,13 @@ class OptunaStudy:
     def _trials(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
-    def _frozen(self, number: int) -> FrozenTrial:
+    def _frozen_trial(self, number: int) -> FrozenTrial:
+        """Return the stored state of a trial."""
         return next(trial for trial in self._trials() if trial.number == number)
 
     def _trial(self, number: int) -> optuna.Trial:
         """Return the handle of a trial, also of one that another process started."""
-        return optuna.Trial(self._study, self._frozen(number)._trial_id)
+        return optuna.Trial(self._study, self._frozen_trial(number)._trial_id)
 
 
 def best_of(records: list[TrialRecord]) -> TrialRecord | None:

@@ -18,7 +18,7 @@ from jaxstack.observe.report.tables import row_table
 from jaxstack.observe.units import duration, short_number
 from jaxstack.tune.optuna_study import TrialRecord, best_of
 from jaxstack.tune.space import Dimension, Range, SearchSpace
-from jaxstack.tune.study import StudyConfig
+from jaxstack.tune.study_config import StudyConfig
 
 _MAX_CURVES = 100
 """Number of trials whose curves are drawn: the newest ones, and the best."""

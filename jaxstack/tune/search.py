@@ -26,7 +26,7 @@ from jaxstack.run_config import RunConfig, config_from_tree
 from jaxstack.tune.optuna_study import OptunaStudy, Outcome, TrialRecord, best_of, check_packages
 from jaxstack.tune.report import write_report
 from jaxstack.tune.space import read_space
-from jaxstack.tune.study import StudyConfig, load_study
+from jaxstack.tune.study_config import StudyConfig, load_study
 from jaxstack.tune.trial import LOG, OUTCOME
 
 _POLL_SECONDS = 0.2
@@ -148,7 +148,7 @@ class Search:
 
     def run(self, stop: StopRequest) -> None:
         """Start and watch trials until the study has all of them, or a signal arrives."""
-        self._begin()
+        self._announce()
         while True:
             for trial in list(self._running):
                 self._watch(trial)
@@ -163,7 +163,7 @@ class Search:
                 return
             time.sleep(_POLL_SECONDS)
 
-    def _begin(self) -> None:
+    def _announce(self) -> None:
         done, total = self.study.started(), self.study.config.trials
         count = f"{total} trials" if not done else f"{done} of {total} trials started before"
         self._say(f"study {self.study.config.name} in {self.directory}: {count}")
@@ -186,26 +186,28 @@ class Search:
         """Resume an interrupted trial or start a new one; return False if there is none."""
         with exclusive(self.directory / ".lock", on_wait=lambda: None):
             for number in self.study.running():
-                if any(trial.number == number for trial in self._running) or not self._place(number).is_dir():
+                if any(trial.number == number for trial in self._running) or not self._directory_of(number).is_dir():
                     continue
-                lock = self._lock(number)
+                lock = self._try_lock(number)
                 if lock is not None:
                     self._say(f"trial {number}: going on")
                     return self._start(number, self.study.values(number), lock)
             if self.study.started() >= self.study.config.trials:
                 return False
             number, values = self.study.ask()
-            self._place(number).mkdir(parents=True, exist_ok=True)
-            lock = self._lock(number)
+            self._directory_of(number).mkdir(parents=True, exist_ok=True)
+            lock = self._try_lock(number)
         if lock is None:
-            raise JaxstackError(f"{self._place(number)} is locked by another process: give each study its own run.dir")
+            raise JaxstackError(
+                f"{self._directory_of(number)} is locked by another process: give each study its own run.dir"
+            )
         return self._start(number, values, lock)
 
-    def _place(self, number: int) -> Path:
+    def _directory_of(self, number: int) -> Path:
         return self.directory / "trials" / f"{number:04d}"
 
-    def _lock(self, number: int) -> FileLock | None:
-        lock = FileLock(self._place(number) / ".trial")
+    def _try_lock(self, number: int) -> FileLock | None:
+        lock = FileLock(self._directory_of(number) / ".trial")
         try:
             lock.acquire()
         except LockHeld:
@@ -214,7 +216,7 @@ class Search:
         return lock
 
     def _start(self, number: int, values: Mapping[str, Any], lock: FileLock) -> bool:
-        directory = self._place(number)
+        directory = self._directory_of(number)
         try:
             config = self._trial_config(number, values)
         except ConfigError as error:
@@ -308,7 +310,7 @@ class Search:
         if best is None and len(failed) >= _FAILURES_IN_A_ROW and len(failed) == len(records) - len(self._running):
             raise JaxstackError(
                 f"all of the first {len(failed)} trials failed; the last one: {failed[-1].reason}. See "
-                f"{self._place(failed[-1].number) / LOG}"
+                f"{self._directory_of(failed[-1].number) / LOG}"
             )
 
     def _drop_checkpoints(self, ended: int, before: TrialRecord | None, best: TrialRecord | None) -> None:
@@ -318,7 +320,7 @@ class Search:
         if keep == "best" and best is not None:
             doomed.discard(best.number)
         for number in () if keep == "all" else doomed:
-            shutil.rmtree(self._place(number) / "checkpoints", ignore_errors=True)
+            shutil.rmtree(self._directory_of(number) / "checkpoints", ignore_errors=True)
 
     def _update_report(self) -> None:
         """Write report.html, and best.yaml if a trial is complete."""

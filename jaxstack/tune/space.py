@@ -166,7 +166,7 @@ def _number(text: Mapping[str, object], name: str, where: str) -> float:
 
 
 def _validate_dimension(key: str, dimensions: Mapping[str, Dimension], tree: Tree, where: str) -> Dimension:
-    """Return the dimension with the type of its key; check that the configuration accepts its ends or choices.
+    """Check that the configuration accepts the ends or choices of a dimension; return it, `whole` for an integer key.
 
     A value is accepted if it fits together with the configuration, or with a value of one of the other dimensions.
     """

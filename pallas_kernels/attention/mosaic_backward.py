@@ -501,7 +501,7 @@ def _only_weights(config: KernelConfig, buffers: _KeyBuffers, visited: _Visited)
 def _key_tile(
     config: KernelConfig, buffers: _KeyBuffers, state: dict[str, jax.Array], visited: _Visited
 ) -> dict[str, jax.Array]:
-    """Add one block of queries to those of dK and dV that are in the state."""
+    """Add one block of queries to dK and dV, or to the one of them that the state has."""
     q, d_out = buffers.q.at[visited.slot], buffers.d_out.at[visited.slot]
     operands = {}
     if "d_k" in state:
@@ -593,7 +593,7 @@ def _query_part_shape(config: KernelConfig, buffers: _KeyBuffers) -> tuple[int, 
 
 
 def _start_query_gradient(config: KernelConfig, buffers: _KeyBuffers, count: Index, product: Accumulator) -> None:
-    """Start this warpgroup's part of dQ of the tile before the `count`-th: a product for each warpgroup's keys."""
+    """Add this warpgroup's part of dQ of the previous tile, number `count` - 1: one matmul per warpgroup's keys."""
     rows, columns = _query_part(config, buffers.q.shape[-1])
     turn = lax.rem(count + _EXCHANGES - 1, _EXCHANGES)
     for group in range(config.warpgroups):

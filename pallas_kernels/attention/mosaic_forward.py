@@ -281,7 +281,7 @@ def _compute(config: KernelConfig, outputs: _Outputs, buffers: _Buffers, item: _
 
 
 def _scores(config: KernelConfig, products: jax.Array) -> jax.Array:
-    """Return the scores less the softmax's factor, which must be positive for a row's maximum to commute with it."""
+    """Return the scores, without their factor if the softmax applies it (`scoring.late_factor`)."""
     scores, factor = scoring.cap(config, products), scoring.base2_factor(config)
     return scores if factor > 0 else scores * factor
 
@@ -312,7 +312,7 @@ def _softmax(
 
 
 def _first_tile(config: KernelConfig, buffers: _Buffers, rows: _Rows, index: Index, state: _State) -> _State:
-    """Compute the softmax of the first tile, which no product runs at the same time as."""
+    """Compute the softmax of the first tile; no matmul runs beside it."""
     slot = config.ring.slot(rows.item.before + index)
     plgpu.barrier_wait(buffers.k_full.at[slot])
 

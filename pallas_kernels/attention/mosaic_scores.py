@@ -102,7 +102,7 @@ def mask_tile(
 
 
 def score_gradient(weights: jax.Array, d_weights: jax.Array, delta: jax.Array, capped: jax.Array | None) -> jax.Array:
-    """Return the gradient of the raw products q.k, less the factor `Options.scale`.
+    """Return the gradient of the raw products q.k, without the factor `Options.scale`.
 
     Args:
         weights: Softmax weights.

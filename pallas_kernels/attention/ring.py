@@ -108,7 +108,7 @@ def _send_after(kv: jax.Array, after: Tree, axis_name: str) -> tuple[jax.Array, 
 
 
 def _order_after(rows: Tree, sums: Sums) -> tuple[Tree, Sums]:
-    """Return both, with the rows available only once the sums are computed.
+    """Return both unchanged, but make whatever reads the rows wait for the sums.
 
     Otherwise XLA would slice the operands of all steps at once, and store them.
     """

@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 def visible_pairs(
     mask: Mask, length: int, key_length: int, query_block: int, key_block: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the whole and the cut tiles, each int32 [tiles, 2] of (query block, key block), by query blocks."""
+    """Return the fully and the partly visible tiles as int32 [tiles, 2]: (query block, key block), by query block."""
     some, every = _visibility(mask, Blocks(length, key_length, query_block, key_block))
     return np.argwhere(every).astype(np.int32), np.argwhere(some & ~every).astype(np.int32)
 

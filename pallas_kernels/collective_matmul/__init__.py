@@ -1,1 +1,1 @@
-"""All-gather times matrix, and matrix product times reduce-scatter, over the devices of an axis: `api`."""
+"""Matmuls fused with the all-gather before them or the reduce-scatter after them, over a mesh axis: `api`."""

@@ -87,7 +87,7 @@ def _unsupported_shapes(request: CollectiveRequest) -> str | None:
 
 
 def lower_priority_reason(request: CollectiveRequest) -> str | None:
-    """Return why there is too little work to hide the communication behind; below that nothing was measured."""
+    """Return why the matmul is too small to hide its communication, or None; smaller ones were not measured."""
     if request.devices == 1:
         return "on one device there is nothing to send"
     # One kernel's tiles cover F/n columns, the other's D: the backward of each is the other.

@@ -1,4 +1,4 @@
-"""All-gather times matrix for Hopper: rows travel over NVLink while the rows that are already here are multiplied.
+"""All-gather and matmul in one kernel for Hopper: rows travel over NVLink while those already here are multiplied.
 
 A warp on every multiprocessor copies this device's rows to all other devices, in small blocks by TMA. A counter for
 each 128 rows tells the receiver's producer that they have arrived. A device begins with its own rows.

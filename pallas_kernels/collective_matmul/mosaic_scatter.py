@@ -1,4 +1,4 @@
-"""Matrix product times reduce-scatter for Hopper: partial sums travel over NVLink while the next ones are computed.
+"""Matmul and reduce-scatter in one kernel for Hopper: partial sums travel over NVLink while the next ones are computed.
 
 A device computes the rows of the device after it first and its own last. Finished tiles go straight into the memory of
 the device that owns them, one slot for each sender. The owner adds the slots, always in the same order, as soon as its

@@ -1,4 +1,4 @@
-"""A language model's head and cross-entropy in one operation that never stores all logits: per token, or as a sum."""
+"""A language model's head and cross-entropy in one operation, per token or as a sum; large logits in chunks."""
 
 import jax
 from jaxtyping import Array, Float, Int

@@ -1,4 +1,4 @@
-"""The head and loss with the whole softmax stored: the fastest if it is small, as nothing is recomputed."""
+"""Output head and loss with all logits at once: the fastest backend for few logits, as nothing is recomputed."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.cross_entropy.from_logits import accumulator_dtype, capped, is_label, logits_gradient, loss_shares
 from pallas_kernels.cross_entropy.request import CrossEntropyRequest, Options
 
-LARGEST_LOGITS = 2**27
+MAX_LOGITS_BYTES = 2**27
+"""Size of float32 logits up to which this backend is preferred to chunks."""
 
 
 def unsupported_reason(request: CrossEntropyRequest) -> str | None:
@@ -19,8 +20,8 @@ def unsupported_reason(request: CrossEntropyRequest) -> str | None:
 def lower_priority_reason(request: CrossEntropyRequest) -> str | None:
     """Prefer the chunked backend for large logits."""
     size = 4 * request.logit_count
-    if size > LARGEST_LOGITS:
-        return f"stores the logits: up to {LARGEST_LOGITS >> 20} MiB, here {size / 2**20:.0f} MiB"
+    if size > MAX_LOGITS_BYTES:
+        return f"stores the logits: up to {MAX_LOGITS_BYTES >> 20} MiB, here {size / 2**20:.0f} MiB"
     return None
 
 

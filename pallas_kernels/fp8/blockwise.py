@@ -63,7 +63,7 @@ def quantize_rows(x: jax.Array) -> Quantized:
 
 
 def quantize_both(source: Source, arrays: Sequence[jax.Array]) -> list[tuple[Quantized, Quantized]]:
-    """Return, for each x that the source computes, x [M, K] by groups of its rows, and its transpose likewise."""
+    """Return, for each x [M, K] that the source computes, `quantize_rows` of x and of its transpose."""
     return [(quantize_rows(x), quantize_rows(x.T)) for x in source.compute(*arrays)]
 
 

@@ -1,4 +1,4 @@
-"""Quantization in one pass over memory by Triton kernels, which write both orders at once.
+"""Quantization by Triton kernels, which read an array once and write it and its transpose.
 
 As XLA fusions, blockwise scales take three reads of the array: for the maxima along rows, for those along columns, and
 for the rounding. With one scale XLA reads it only once too, but writes the transpose at less than half of the memory

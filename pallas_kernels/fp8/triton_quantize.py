@@ -131,9 +131,9 @@ def swiglu_gradients_of(gate, up, d_out, rows, columns, plan: tl.constexpr):
     wide = tl.load(gate + rows * plan.columns + columns).to(tl.float32)
     d_wide = tl.load(d_out + rows * plan.columns + columns).to(tl.float32)
     wide_up = tl.load(up + rows * plan.columns + columns).to(tl.float32)
-    opened = sigmoid(wide)
-    silu = wide * opened
-    d_gate = d_wide * wide_up * (opened + silu * (1.0 - opened))
+    sigmoid_of_gate = sigmoid(wide)
+    silu = wide * sigmoid_of_gate
+    d_gate = d_wide * wide_up * (sigmoid_of_gate + silu * (1.0 - sigmoid_of_gate))
     return d_gate.to(gate.dtype.element_ty), (d_wide * silu).to(gate.dtype.element_ty)
 
 

@@ -1,4 +1,4 @@
-"""The tiled matrix product inside the Hopper kernels that do something to a product before it goes to memory.
+"""A tiled matmul for Hopper kernels that process the result in registers before they store it.
 
 A tile of the result is 128 x 256 (or narrower): two consumer warpgroups compute 64 rows each, the producer loads the
 operands of both. One program stays on each multiprocessor and computes one tile after the other; the producer runs

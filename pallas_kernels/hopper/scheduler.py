@@ -1,4 +1,4 @@
-"""Which program of a persistent kernel computes which tile, and when.
+"""Assignment of tiles to the programs of a persistent kernel: dealt out beforehand, or claimed while it runs.
 
 A persistent kernel starts one program on each multiprocessor, which computes one item (a tile of the result, a block of
 queries) after the other. Items are either dealt out beforehand (`deal`), or claimed from a counter while the kernel

@@ -46,17 +46,17 @@ def zeros(rows: int, columns: int) -> jax.Array:
 
 
 def row_values(value: float, rows: int) -> jax.Array:
-    """Float32 [rows] filled with `value`: one number for each row of an accumulator."""
+    """Return float32 [rows] filled with `value`, in the register layout of one value for each row of an accumulator."""
     return plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
 
 
 def load_rows(ref: Ref, optimized: bool = True) -> jax.Array:
-    """Load [rows] from memory as one number for each row of an accumulator."""
+    """Load a vector [rows] from memory, in the register layout of one value for each row of an accumulator."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=optimized)
 
 
 def load_columns(ref: Ref) -> jax.Array:
-    """Load [columns] from memory as one number for each column of an accumulator."""
+    """Load a vector [columns] from memory, in the register layout of one value for each column of an accumulator."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
 
 

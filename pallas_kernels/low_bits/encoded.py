@@ -1,4 +1,4 @@
-"""`Encoded`: an array of vectors in few bits, as one node of a tree, and functions for it and for plain arrays."""
+"""`Encoded`: an array of vectors in few bits, as one pytree node, and functions for it and for plain arrays."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def map_stored(function: Callable[..., jax.Array], *stored: Stored) -> Stored:
 
 
 def encode_like(stored: Stored, x: Float[Array, "*dims K H"]) -> Stored:
-    """Return x in the dtype or in the format, and in the order, of `stored`."""
+    """Return x stored as `stored` is: in its dtype, or encoded by its codec in its channel order."""
     if not isinstance(stored, Encoded):
         return x.astype(stored.dtype)
     return dataclasses.replace(stored, parts=stored.codec.encode(sort_channels(x, stored.order)))
@@ -57,7 +57,7 @@ def decode(stored: Stored, dtype: jax.typing.DTypeLike) -> Float[Array, "*dims H
 
 
 def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None) -> Float[Array, "*dims N H"]:
-    """Return x with the channels of each head in `order`; N is a multiple of K, consecutive heads have one order."""
+    """Return x with the channels of each head sorted by `order`; N / K consecutive heads share an order."""
     if order is None:
         return x
     heads, width = order.shape
@@ -66,19 +66,19 @@ def sort_channels(x: Float[Array, "*dims N H"], order: Int[Array, "K H"] | None)
 
 
 def sort_queries(q: Float[Array, "*dims N H"], keys: Stored) -> Float[Array, "*dims N H"]:
-    """Return queries in the order of the channels of `keys`, which leaves the sum of every product of both the same."""
+    """Return queries with channels sorted as those of `keys`, so that every score q . k stays the same."""
     return sort_channels(q, keys.order if isinstance(keys, Encoded) else None)
 
 
 def without_order(stored: Stored) -> Stored:
-    """Return the same stored values, taken to be in their own order."""
+    """Return encoded values without their `order`: decoding then leaves the channels as they are stored."""
     return dataclasses.replace(stored, order=None) if isinstance(stored, Encoded) else stored
 
 
 def round_trip(
     x: Float[Array, "*dims K H"], codec: Codec, order: Int[Array, "K H"] | None = None
 ) -> Float[Array, "*dims K H"]:
-    """Return x as it is after it was encoded, with its channels in `order`, and decoded."""
+    """Return x after encoding with channels sorted by `order`, decoding, and undoing the order."""
     decoded = codec.decode(codec.encode(sort_channels(x, order))).astype(x.dtype)
     return sort_channels(decoded, None if order is None else jnp.argsort(order, axis=-1))
 

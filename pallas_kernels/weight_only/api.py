@@ -4,11 +4,18 @@ import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import Backend, select
-from pallas_kernels.weight_only import xla
+from pallas_kernels.weight_only import triton, xla
 from pallas_kernels.weight_only.packed import PackedWeight
 from pallas_kernels.weight_only.request import make_request
 
 BACKENDS = (
+    Backend(
+        "triton",
+        "reads the weight at the speed of the memory; for few rows",
+        triton.unsupported_reason,
+        triton.multiply,
+        opaque=True,
+    ),
     Backend("xla", "reads the weight as stored on GPUs; on every device", xla.unsupported_reason, xla.multiply),
 )
 

@@ -12,6 +12,8 @@ def pack_bits(values: Int[np.ndarray, "..."], bits: int) -> UInt8[np.ndarray, " 
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
     if bits == 8:
         return flat
+    if bits == 4 and flat.size % 2 == 0:
+        return (flat[::2] & 15) | (flat[1::2] << 4)
     parts = [flat[start : start + _CHUNK] for start in range(0, flat.size, _CHUNK)]
     streams = [np.packbits(_bits_of(part)[:, :bits], bitorder="little") for part in parts]
     return np.concatenate(streams) if streams else np.zeros(0, np.uint8)
@@ -23,7 +25,9 @@ def unpack_bits(
     """Return the values of `pack_bits`, int8 if `signed` (two's complement), otherwise uint8."""
     count = int(np.prod(shape))
     flat = stream[:count] if bits == 8 else np.empty(count, np.uint8)
-    if bits < 8:
+    if bits == 4:
+        flat[::2], flat[1::2] = stream[: -(-count // 2)] & 15, stream[: count // 2] >> 4
+    elif bits < 8:
         for start in range(0, count, _CHUNK):
             size = min(_CHUNK, count - start)
             part = stream[start * bits // 8 : -(-(start + size) * bits // 8)]

@@ -54,9 +54,10 @@ class Format(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class IntegerFormat(Format):
-    """Integers with a scale for each row or each group of inputs: w = q * scale.
+    """Integers with a scale for each row or each group of inputs: w = q * scale, or (q - zero) * scale.
 
-    Arrays: `q` int4 or int8 [out, in]; `scales` float [out, groups].
+    Arrays: `q` int4 or int8 [out, in]; `scales` float [out, groups]; `zeros` as q [out, groups], only if the grid of
+    the integers is not symmetric about 0.
     """
 
     name: ClassVar[str] = "integer"
@@ -64,14 +65,40 @@ class IntegerFormat(Format):
 
     @property
     def bits_of(self) -> Mapping[str, int]:
-        return {"q": self.grid.bits}
+        return {"q": self.grid.bits, "zeros": self.grid.bits}
+
+    @property
+    def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {"q": ("out", "in"), "scales": ("out", "in"), "zeros": ("out", "in")}
+
+    def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
+        q, scales = arrays["q"].astype(jnp.float32), arrays["scales"].astype(jnp.float32)
+        size = q.shape[1] // scales.shape[1]
+        if "zeros" in arrays:
+            q -= jnp.repeat(arrays["zeros"].astype(jnp.float32), size, axis=1)
+        return q * jnp.repeat(scales, size, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Float8Format(Format):
+    """FP8 numbers (e4m3) with a scale for each row or each group of inputs: w = q * scale.
+
+    Arrays: `q` float8_e4m3fn [out, in]; `scales` float [out, groups].
+    """
+
+    name: ClassVar[str] = "float8"
+
+    @property
+    def bits_of(self) -> Mapping[str, int]:
+        return {}
 
     @property
     def dims_of(self) -> Mapping[str, tuple[str | None, ...]]:
         return {"q": ("out", "in"), "scales": ("out", "in")}
 
     def dense(self, arrays: Arrays) -> Float[Array, "out in"]:
-        return self.grid.dequantize(arrays["q"].astype(jnp.int8), arrays["scales"].astype(jnp.float32))
+        q, scales = arrays["q"].astype(jnp.float32), arrays["scales"].astype(jnp.float32)
+        return q * jnp.repeat(scales, q.shape[1] // scales.shape[1], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +226,7 @@ def powers_of_two(exponents: Int[Array, "..."]) -> Float[Array, "..."]:
 
 
 FORMATS: dict[str, type[Format]] = {
-    format.name: format for format in (IntegerFormat, LookupFormat, BlockFloatFormat, TileFloatFormat, LowRankFormat)
+    format.name: format
+    for format in (IntegerFormat, Float8Format, LookupFormat, BlockFloatFormat, TileFloatFormat, LowRankFormat)
 }
 """Formats by name. A new one is added here."""

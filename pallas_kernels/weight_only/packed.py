@@ -1,4 +1,4 @@
-"""`PackedWeight`: a weight stored in few bits, as one node of a tree of parameters."""
+"""`PackedWeight`: a weight stored in few bits, as one pytree node."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.weight_only.formats import (
     BlockFloatFormat,
+    Float8Format,
     Format,
     IntegerFormat,
     LookupFormat,
@@ -87,6 +88,11 @@ class PackedWeight:
 def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
     """Return the packed weight of integers of a grid and their scales, as `Grid.quantize` and solvers return them."""
     return _pack(IntegerFormat(grid), {"q": q.astype(integer_dtype(grid.bits)), "scales": scales}, q.shape)
+
+
+def pack_float8(q: Float[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
+    """Return the packed weight of FP8 numbers (e4m3) and their scales."""
+    return _pack(Float8Format(), {"q": q.astype(jnp.float8_e4m3fn), "scales": scales}, q.shape)
 
 
 def pack_lookup(bits: int, indices: Int[Array, "out in"], codebook: Float[Array, "tables entries"]) -> PackedWeight:

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.weight_only.formats import (
     Arrays,
     BlockFloatFormat,
+    Float8Format,
     Format,
     IntegerFormat,
     LookupFormat,
@@ -50,22 +51,33 @@ def _times_transposed(x: Float[Array, "rows in"], w: Float[Array, "out in"]) -> 
 
 
 def _times_scaled(
-    x: Float[Array, "rows in"], q: Int[Array, "out in"], scales: Float[Array, "out groups"]
+    x: Float[Array, "rows in"], w: Float[Array, "out in"], scales: Float[Array, "out groups"]
 ) -> Float[Array, "rows out"]:
     outputs, groups = scales.shape
-    w = q.astype(x.dtype)
     if groups == 1:
         return _times_transposed(x, w) * scales[:, 0].astype(jnp.float32)
     w = w.reshape(outputs, groups, -1) * scales.astype(x.dtype)[:, :, None]
-    return _times_transposed(x, w.reshape(q.shape))
+    return _times_transposed(x, w.reshape(outputs, -1))
 
 
 def _times_integers(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
-    return _times_scaled(x, arrays["q"], arrays["scales"])
+    scales = arrays["scales"]
+    y = _times_scaled(x, arrays["q"].astype(x.dtype), scales)
+    if "zeros" not in arrays:
+        return y
+    # What zero points add depends on the sum of a group's inputs alone. Subtracted from the integers they would make
+    # XLA write the weights in the dtype of x.
+    sums = jnp.sum(x.astype(jnp.float32).reshape(x.shape[0], scales.shape[1], -1), axis=-1)
+    shifts = arrays["zeros"].astype(jnp.float32) * scales.astype(jnp.float32)
+    return y - jnp.matmul(sums, shifts.T, precision=jax.lax.Precision.HIGHEST)
+
+
+def _times_float8(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
+    return _times_scaled(x, arrays["q"].astype(x.dtype), arrays["scales"])
 
 
 def _times_block_float(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
-    return _times_scaled(x, arrays["q"], powers_of_two(arrays["exponents"]))
+    return _times_scaled(x, arrays["q"].astype(x.dtype), powers_of_two(arrays["exponents"]))
 
 
 def _times_tile_float(x: jax.Array, arrays: Arrays, format: TileFloatFormat) -> jax.Array:
@@ -85,6 +97,7 @@ def _times_low_rank(x: jax.Array, arrays: Arrays, _: Format) -> jax.Array:
 
 _PRODUCTS: Mapping[type[Format], Callable[[jax.Array, Arrays, Any], jax.Array]] = {
     IntegerFormat: _times_integers,
+    Float8Format: _times_float8,
     LookupFormat: _times_lookup,
     BlockFloatFormat: _times_block_float,
     TileFloatFormat: _times_tile_float,

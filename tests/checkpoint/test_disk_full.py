@@ -54,6 +54,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.longer
 def test_a_disk_without_room_for_files_says_so_without_tracebacks(tmp_path):
     """Each leaf fails by itself, some of them after Orbax has given up waiting."""
     with mounted(tmp_path / "disk", "size=8m,nr_inodes=20") as disk:

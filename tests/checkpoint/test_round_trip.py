@@ -135,6 +135,7 @@ def test_buffers_may_be_donated_as_soon_as_save_returns(open_manager):
         assert (found["host"] == np.arange(1000.0)).all()
 
 
+@pytest.mark.longer
 def test_restored_arrays_may_be_donated(open_manager):
     manager = open_manager()
     state = {"x": jnp.arange(4096.0)}

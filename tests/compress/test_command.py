@@ -56,6 +56,7 @@ def unpacked(compressed, tmp_path_factory) -> Path:
     return files
 
 
+@pytest.mark.longer
 def test_greedy_text_is_that_of_the_unpacked_weights(compressed, unpacked, capsys):
     texts = []
     for directory in (compressed, unpacked):
@@ -66,6 +67,7 @@ def test_greedy_text_is_that_of_the_unpacked_weights(compressed, unpacked, capsy
     assert texts[0] == texts[1] and len(texts[0].split()) > 3
 
 
+@pytest.mark.longer
 def test_converted_files_hold_the_unpacked_weights(compressed, unpacked):
     tensors = load_file(unpacked / "model.safetensors")
     leaves = named_leaves(read_compressed(compressed)[0])

@@ -32,6 +32,7 @@ def test_rounded_activations_err_by_at_most_a_step():
     assert round_blocks(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.longer
 def test_the_softmax_of_integers_is_near_the_exact_one():
     scores = jax.random.normal(jax.random.key(0), (4, 7, 40)) * 4
     visible = jnp.arange(40) <= jnp.arange(7)[:, None] * 6

@@ -52,6 +52,7 @@ def test_export_has_a_table_of_values_and_the_nearest_of_them():
     assert np.mean((exported - w) ** 2) < 1.3 * 0.0345 * np.mean(np.square(w))
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("w", [jnp.zeros((4, 4)), jnp.full((4, 4), 0.5), jnp.asarray([[1e-20, 3.0], [-2.0, 700.0]])])
 def test_degenerate_matrices_give_finite_values_and_gradients(w: jax.Array):
     value, gradient = jax.value_and_grad(lambda w: jnp.sum(soft_clusters(w, SETTINGS)))(w)

@@ -36,6 +36,7 @@ def test_rounding_is_exact_and_its_gradient_that_of_clipping():
     np.testing.assert_array_equal(slope, (x > -8) & (x < 7))
 
 
+@pytest.mark.longer
 def test_evaluated_circuit_equals_jax():
     model = random_model(0)
     for (kernel, bias), bits in zip(model.constants(), example.WEIGHT_BITS, strict=True):

@@ -166,6 +166,7 @@ def test_without_the_policy_the_forward_is_computed_again():
     assert any("rematted_computation" in line for line in lines)
 
 
+@pytest.mark.exhaustive
 @needs_mosaic
 def test_one_kv_head_costs_the_reduction_of_its_gradient_only():
     lines, moved = compiled_layers("mosaic", 4, 1)

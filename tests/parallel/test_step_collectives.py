@@ -80,6 +80,7 @@ def volume(*overrides: str) -> float:
     return sum(row.calls * row.wire_bytes / size[row.dtype] * row.group_size / (row.group_size - 1) for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_data_parallel_reduces_every_gradient_once():
     over = ("parallel.data=4",)
     assert kinds(*over) == {"all-reduce"}
@@ -114,6 +115,7 @@ def test_zero_1_scatters_gradients_once_a_step_and_gathers_one_copy_in_bfloat16(
     assert volume(*over) == pytest.approx(2 * PARAMETERS, rel=1e-3), "2P, as data parallelism"
 
 
+@pytest.mark.exhaustive
 def test_zero_2_scatters_the_gradients_of_a_layer_as_its_backward_pass_ends():
     over = ("parallel.data=4", "parallel.zero=2")
     assert total_bytes("all-gather", *over, dtype="bf16") == 2 * MATRICES == total_bytes("all-gather", *over)
@@ -250,10 +252,12 @@ def test_split_sequences_send_keys_around_and_weights_as_fsdp_does():
     assert all(row.axes == ("context",) for row in compiled_for_hopper(*over)[0])
 
 
+@pytest.mark.exhaustive
 def test_one_device_has_no_collectives():
     assert not table()
 
 
+@pytest.mark.exhaustive
 def test_no_float32_weight_is_ever_gathered():
     for over in (("parallel.fsdp=4",), ("parallel.fsdp=2", "parallel.tensor=2", "parallel.sequence=true")):
         gathered = [row for row in compiled_for_hopper(*over)[0] if row.kind == "all-gather"]

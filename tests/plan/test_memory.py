@@ -12,7 +12,7 @@ from jaxstack.parallel.pipeline.schedule import SCHEDULES as TABLES
 from jaxstack.parallel.pipeline.simulate import simulate
 from jaxstack.plan.cluster import parse_cluster
 from jaxstack.plan.forecast import LayoutModel, forecast
-from jaxstack.plan.layouts import SCHEDULES, Layouts, enumerate_layouts, layout_of
+from jaxstack.plan.layouts import SCHEDULES, LayoutTable, enumerate_layouts, layout_of
 from jaxstack.plan.memory import PARTS, in_flight
 from jaxstack.plan.step_time import bubble_of_work
 from jaxstack.run_config import load_config
@@ -63,7 +63,7 @@ def table(**columns):
     """Return layouts of one row; columns that are not given are 1, or 0 for choices."""
     names = ("pipeline", "data", "fsdp", "expert", "context", "tensor", "chunks", "microbatches")
     row = dict.fromkeys(names, 1) | dict.fromkeys(("sequence", "zero", "schedule", "remat", "fp8"), 0) | columns
-    return Layouts({name: np.array([value], float) for name, value in row.items()})
+    return LayoutTable({name: np.array([value], float) for name, value in row.items()})
 
 
 @pytest.mark.parametrize("name", SCHEDULES[1:])

@@ -14,6 +14,7 @@ from jaxstack.decoding.sampling import Sampling
 from jaxstack.parallel import ParallelConfig
 from jaxstack.plan.choose import decoding_layout
 from jaxstack.run.load import load, read_config
+from tests.marks import longer
 from tests.word_models import FIXTURES, as_words, make_word_model
 
 ONE = "parallel.data=1"
@@ -44,7 +45,7 @@ def of_transformers() -> tuple[str, str]:
     return as_words(expected["tokens"][0, :6]), as_words(greedy[: greedy.index(63)])
 
 
-@pytest.mark.parametrize("kind", ["files", "run"])
+@pytest.mark.parametrize("kind", [*longer("files"), "run"])
 def test_greedy_text_is_that_of_transformers_up_to_the_end_of_text(source, converted, capsys, kind):
     prompt, wanted = of_transformers()
     said = ["--prompt", prompt, "--temperature", "0", "--no-document-start", ONE]

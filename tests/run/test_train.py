@@ -132,6 +132,7 @@ def test_a_signal_saves_first(folder, unbroken, number, code):
         assert losses_of(folder / name) == losses_of(unbroken)
 
 
+@pytest.mark.exhaustive
 def test_goes_on_when_the_reader_of_its_output_goes_away(folder, unbroken):
     """`train ... | head -1` reads one line; the run finishes all the same."""
     process = start(folder, "piped")

@@ -177,6 +177,7 @@ def test_a_killed_study_goes_on(tmp_path):
     assert "stopped by SIGTERM" in log.read_text(), "the trial saved"
 
 
+@pytest.mark.exhaustive
 def test_the_quick_start_of_the_documentation(tmp_path):
     """The commands of docs/tuning.md, with fewer and shorter trials."""
     small_text(tmp_path)

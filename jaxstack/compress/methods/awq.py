@@ -1,4 +1,4 @@
-"""AWQ: rounding after the range of activations has been moved into the weights."""
+"""AWQ: scales inputs so that the weights of large activations are rounded more precisely, then rounds."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from pallas_kernels.weight_only.packed import pack_integers
 
 
 class Awq(Method):
-    """Scales the inputs of layers by what their activations need, then rounds to nearest (arXiv:2306.00978).
+    """Scales a layer's inputs by the magnitude of their activations, then rounds to nearest (arXiv:2306.00978).
 
     A scale is folded into the norm or the dense layer before, where one such method compresses all layers that read the
     same inputs.
@@ -55,7 +55,7 @@ class Awq(Method):
         return pack_integers(self.grid, self.grid.quantize(w, scales), scales.astype(jnp.bfloat16))
 
     def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, " in"]:
-        """Return the candidate with which rounding changes the output least.
+        """Return the scales with which rounding changes the output least.
 
         The layers' own weights are compared, as an earlier fold into them changes no output.
         """

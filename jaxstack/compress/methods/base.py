@@ -110,7 +110,7 @@ class Method(PathRule):
 
 
 class Keep(Method):
-    """Leaves the layers as they are, so that a later rule does not take them."""
+    """Leaves the layers that `path` matches uncompressed; no later rule applies to them."""
 
     method: Literal["keep"] = "keep"
 

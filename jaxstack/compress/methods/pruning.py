@@ -16,7 +16,7 @@ class PruningMethod(Method):
 
     @property
     def zeros(self) -> Pattern:
-        """The positions of zeros that may be chosen."""
+        """Where zeros may be: anywhere, or in groups of m."""
         if self.pattern is None:
             return Pattern(self.sparsity)
         kept, size = map(int, self.pattern.split(":"))

@@ -115,7 +115,7 @@ def extend(
 def attend_to(
     q: Float[Array, "B T N H"], seen: KeyCache, visible: Bool[Array, "#B #T S"], heads: AttentionSpec
 ) -> Float[Array, "B T N H"]:
-    """Return the attention of queries to the keys in `seen` that are visible to them.
+    """Return the attention of queries to the cached keys in `seen` for which `visible` is True.
 
     Decoding reads the whole cache once per token and is limited by memory bandwidth, so a plain einsum is as fast as a
     kernel where the cache is full.
@@ -167,5 +167,5 @@ def attend_newest(
 
 
 def _pinned(slots: int, pinned: int) -> int:
-    """Return 0 if all tokens have a slot, for the first ones then need none of their own."""
+    """Return the number of slots reserved for the first tokens: 0 if the cache has a slot for every token."""
     return pinned if pinned < slots else 0

@@ -12,6 +12,7 @@ from jaxstack.models.huggingface.gemma import GEMMA2, GEMMA3
 from jaxstack.models.huggingface.gpt2 import GPT2
 from jaxstack.models.huggingface.llama import LLAMA, MISTRAL
 from jaxstack.models.huggingface.mixture import MIXTRAL, QWEN3_MOE
+from jaxstack.models.huggingface.quantization import KEY, read_quantization
 from jaxstack.models.huggingface.qwen import QWEN2, QWEN3
 
 FAMILIES = {
@@ -46,6 +47,8 @@ def read_model_config(directory: str | Path, ignore: Collection[str] = ()) -> Mo
 def describe(directory: str | Path, ignore: Collection[str] = ()) -> tuple[Family, ModelConfig]:
     """Return the family and the model of a directory's config.json; raises ConfigError as `from_huggingface` does."""
     said = read_json(Path(directory) / CONFIG)
+    read_quantization(said)  # refuses what cannot be read
+    said.pop(KEY, None)
     kind = said.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{directory}: model_type {kind!r} is not supported; {nearest(str(kind), FAMILIES)}")

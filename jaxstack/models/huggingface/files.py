@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -18,6 +19,7 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
+_QUANTIZED = ("I8", "I32", "I64", "F8_E4M3")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,6 +39,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+class _Place(NamedTuple):
+    """A tensor in a file."""
+
+    file: Any
+    name: str
+    path: Path
+
+
 class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
     """Tensors of a checkpoint, read lazily by slices.
 
@@ -50,7 +60,8 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
     def __init__(self, directory: Path):
         self.directory = directory
         self._stack = contextlib.ExitStack()
-        self._places: dict[str, tuple[Any, str]] = {}
+        self._places: dict[str, _Place] = {}
+        self._replaced: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, indexed in self._list_files().items():
             file = self._open(directory / name)
@@ -59,7 +70,7 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
             if missing:
                 raise ConfigError(f"{directory / name} lacks tensors that {INDEX} places there: {_some(missing)}.")
             for tensor in names:
-                self._places[tensor] = file, tensor
+                self._places[tensor] = _Place(file, tensor, directory / name)
                 self.shapes[tensor] = tuple(file.get_slice(tensor).get_shape())
 
     def __exit__(self, *error: object) -> None:
@@ -105,13 +116,43 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         Raises:
           ConfigError: the dtype is not F32, F16 or BF16.
         """
-        file, stored = self._places[name]
-        found = file.get_slice(stored)
+        if name in self._replaced:
+            return self._replaced[name]
+        place = self._places[name]
+        found = place.file.get_slice(place.name)
         if found.get_dtype() not in _DTYPES:
             raise ConfigError(
-                f"{name} is {found.get_dtype()}: quantized checkpoints are not read; give one in bfloat16 or float32."
+                f"{name} is {found.get_dtype()}: quantized weights are read in the formats of compressed-tensors only, "
+                f"which {CONFIG} describes; give others in bfloat16 or float32."
             )
         return found
+
+    def stored(self, name: str) -> Any:
+        """Return an object that reads slices of a tensor of a quantized weight; None if there is no such tensor.
+
+        Raises:
+          ConfigError: its dtype is one that no quantized weight has.
+        """
+        place = self._places.get(name)
+        if place is None:
+            return None
+        found = place.file.get_slice(place.name)
+        if found.get_dtype() not in (*_DTYPES, *_QUANTIZED):
+            raise ConfigError(f"{name} is {found.get_dtype()}, not one of {', '.join((*_DTYPES, *_QUANTIZED))}.")
+        return _map_fp8(place) if found.get_dtype() == "F8_E4M3" else found
+
+    def replace(self, name: str, tensor: Any, parts: Iterable[str]) -> None:
+        """Make a tensor of several others.
+
+        Args:
+          name: name of the new tensor.
+          tensor: object that reads slices of it, with its `shape`; `stored` still reads the parts.
+          parts: names of the tensors that it is made of; those that do not exist are ignored.
+        """
+        for part in parts:
+            self.shapes.pop(part, None)
+        self.shapes[name] = tensor.shape
+        self._replaced[name] = tensor
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], optional: str) -> None:
         """Compare names and shapes with those wanted.
@@ -134,6 +175,15 @@ class WeightFiles(contextlib.AbstractContextManager["WeightFiles"]):
         found = [f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names]
         if found:
             raise ConfigError(f"the weights in {self.directory} do not fit its {CONFIG}: {'; '.join(found)}.")
+
+
+def _map_fp8(place: _Place) -> np.ndarray:
+    """Map a tensor of FP8 (e4m3) into memory; safetensors reads none into NumPy."""
+    with open(place.path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        said = json.loads(file.read(size))[place.name]
+    start = 8 + size + said["data_offsets"][0]
+    return np.memmap(place.path, jnp.dtype(jnp.float8_e4m3fn), "r", start, tuple(said["shape"]))
 
 
 def _some(names: list[str]) -> str:

@@ -38,6 +38,23 @@ class Leaf:
         """Shape of the part of the parameter that is in one tensor."""
         return self.shape[self.leading_dims :]
 
+    @property
+    def is_table(self) -> bool:
+        """True for the embedding, whose packed weight is the transpose of the parameter."""
+        return self.path == "embedding/table"
+
+    @property
+    def is_linear(self) -> bool:
+        """True if the checkpoint's modules with these tensors are dense layers."""
+        return len(self.row.order) == 2 and self.path.split("/")[0] != "embedding"
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if the parameter is one tensor [out, in], a matrix as packed weights are."""
+        order = [dim for dims in reversed(self.row.order) for dim in dims]
+        whole = self.leading_dims == 0 and self.row.part == (0, 1) and len(self.row.order) == 2
+        return whole and (self.is_table or order == sorted(order))
+
     def pieces(self, index: Sequence[slice]) -> Iterator[tuple[tuple[int, ...], str]]:
         """Yield (index within a part of the leaf, name) for each tensor that the part needs.
 

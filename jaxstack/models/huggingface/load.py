@@ -1,6 +1,7 @@
 """Import of Hugging Face checkpoints: each device's part of each parameter is read from the files."""
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from jaxstack.errors import ConfigError
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import check_model, describe
 from jaxstack.models.huggingface.family import Family
-from jaxstack.models.huggingface.files import WeightFiles
+from jaxstack.models.huggingface.files import CONFIG, WeightFiles, read_json
 from jaxstack.models.huggingface.leaves import Leaf, find_leaves
+from jaxstack.models.huggingface.quantization import Quantization, read_quantization
+from jaxstack.models.huggingface.quantized import QuantizedTensor, describe_reading, open_quantized
 from jaxstack.models.huggingface.tensors import bounded, whole
 from jaxstack.models.transformer import Transformer
 from jaxstack.parallel import AxisRules, make_rules
+from pallas_kernels import PackedWeight
 
-Arrays = dict[str, jax.Array]
+Arrays = dict[str, jax.Array | PackedWeight]
 _HEAD = "lm_head.weight"
 _CHUNK_BYTES = 2**30
 """Bytes assembled in host memory before they are copied to a device, unless a single tensor is larger."""
@@ -34,10 +38,12 @@ def from_huggingface(
     mesh: Mesh | AxisRules | None = None,
     dtype: Any = jnp.float32,
     ignore: Collection[str] = (),
+    report: Callable[[str], None] = warnings.warn,
 ) -> Transformer:
     """Load the model in a directory with config.json and model.safetensors (or shards with an index).
 
     Weights are read a slice at a time: host memory holds at most about a gibibyte, or one layer's largest tensor.
+    Quantized ones (compressed-tensors) become plain numbers.
 
     Args:
       config: configuration of the model, which may differ from config.json only in settings that do not change the
@@ -45,6 +51,7 @@ def from_huggingface(
       mesh: devices that the weights are sharded over, as in training; default: one device.
       dtype: dtype of the computation; weights are float32.
       ignore: unknown keys of config.json that are allowed.
+      report: called with each line on what a quantized checkpoint would compute otherwise.
 
     Raises:
       ConfigError: a key of config.json is not supported, tensors are missing, not known or of another shape, files
@@ -60,13 +67,27 @@ def from_huggingface(
         axes = leaf.variable.get_metadata().get("logical_axes")
         return None if rules is None else rules.sharding(rules.parameter_spec(axes, leaf.shape))
 
-    found = _read(Path(directory), family, config, place)
+    found = _read(Path(directory), family, config, place, report)
     flat = [(path, v.replace(found["/".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(flat))
 
 
-def read_parameters(directory: str | Path, config: ModelConfig, shardings: Any, ignore: Collection[str] = ()) -> Any:
+def read_parameters(
+    directory: str | Path,
+    config: ModelConfig,
+    shardings: Any,
+    ignore: Collection[str] = (),
+    *,
+    packed: bool = False,
+    report: Callable[[str], None] = warnings.warn,
+) -> Any:
     """Load the parameters of `Transformer(config)` as nested dicts, laid out by the tree `shardings`.
+
+    Args:
+      directory, config, ignore, report: as of `from_huggingface`.
+      shardings: the layout of each plain parameter.
+      packed: True returns quantized weights as `PackedWeight` where a parameter is one tensor, as those of unrolled
+        layers are, and one of its formats stores the same; otherwise all are plain numbers.
 
     Raises:
       ConfigError: as `from_huggingface`.
@@ -80,7 +101,7 @@ def read_parameters(directory: str | Path, config: ModelConfig, shardings: Any, 
             branch = branch[key]
         return branch
 
-    return nest(_read(Path(directory), family, config, place))
+    return nest(_read(Path(directory), family, config, place, report, packed))
 
 
 def nest(arrays: dict[str, Any]) -> Any:
@@ -96,26 +117,50 @@ def nest(arrays: dict[str, Any]) -> Any:
 
 
 def _read(
-    directory: Path, family: Family, config: ModelConfig, place: Callable[[Leaf], jax.sharding.Sharding | None]
+    directory: Path,
+    family: Family,
+    config: ModelConfig,
+    place: Callable[[Leaf], jax.sharding.Sharding | None],
+    report: Callable[[str], None],
+    packed: bool = False,
 ) -> Arrays:
+    quantization = read_quantization(read_json(directory / CONFIG))
     leaves = find_leaves(config, family.tensors)
     with WeightFiles(directory) as files:
-        check_files(files, family, config, leaves)
-        return {leaf.path: _read_leaf(files, leaf, place(leaf)) for leaf in leaves}
+        quantized = check_files(files, family, config, leaves, quantization)
+        found: Arrays = {}
+        for leaf in leaves:
+            tensor = quantized.get(leaf.names[0]) if packed and leaf.is_matrix else None
+            weight = None if tensor is None else _pack(tensor, leaf, place(leaf))
+            found[leaf.path] = _read_leaf(files, leaf, place(leaf)) if weight is None else weight
+        if quantization is not None:
+            count = sum(isinstance(value, PackedWeight) for value in found.values())
+            for line in describe_reading(quantization, quantized, len(quantized) - count):
+                report(f"{directory}: {line}")
+        return found
 
 
-def check_files(files: WeightFiles, family: Family, config: ModelConfig, leaves: Sequence[Leaf]) -> None:
-    """Check that files have the tensors of a model, under the names of its family.
+def _pack(tensor: QuantizedTensor, leaf: Leaf, sharding: jax.sharding.Sharding | None) -> PackedWeight | None:
+    outputs, inputs = (tuple(leaf.shape[dim] for dim in dims) for dims in leaf.row.order)
+    return tensor.pack(inputs, outputs, sharding, leaf.is_table)
+
+
+def check_files(
+    files: WeightFiles, family: Family, config: ModelConfig, leaves: Sequence[Leaf], quantization: Quantization | None
+) -> dict[str, QuantizedTensor]:
+    """Check that files have the tensors of a model, under the names of its family; return the quantized ones.
 
     Raises:
       ConfigError: tensors are missing, not known or of another shape.
     """
     wanted = {name: leaf.row.shape(leaf.piece) for leaf in leaves for name in leaf.names}
     files.rename(family.prefix, _HEAD)
+    quantized = {} if quantization is None else open_quantized(files, quantization)
     tied = config.tie_word_embeddings
     files.check(wanted, f"{family.buffers}|{_HEAD}" if tied else family.buffers)
     if tied and _HEAD in files.shapes:
         _check_tied(files, next(leaf for leaf in leaves if leaf.path == "embedding/table").names[0])
+    return quantized
 
 
 def _check_tied(files: WeightFiles, table: str) -> None:

@@ -31,7 +31,7 @@ class ModelParts(contextlib.AbstractContextManager["ModelParts"]):
         check_model(config, described, str(directory))
         leaves = find_leaves(config, family.tensors)
         self._files = WeightFiles(Path(directory))
-        check_files(self._files, family, config, leaves)
+        check_files(self._files, family, config, leaves, None)
         self._leaves = {leaf.path: leaf for leaf in leaves}
 
     def __exit__(self, *error: object) -> None:

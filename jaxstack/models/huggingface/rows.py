@@ -30,7 +30,7 @@ def find(config: Keys, key: str, default: Any = REQUIRED) -> Any:
 
 
 def same(theirs: str, ours: str, default: Any = REQUIRED, value: Callable[[ModelConfig], Any] | None = None) -> Row:
-    """Return the row of a key with the same meaning as a field.
+    """Return the `Row` of a key that has the same meaning as a field of `ModelConfig`.
 
     Args:
       value: returns what is written, if that is not the field itself.
@@ -118,7 +118,7 @@ def _rope_fields(said: Keys, where: str) -> tuple[float | None, dict[str, Any] |
 
 
 def rope(theta: float = 10000.0, local: float | None = None) -> Row:
-    """Return the row of rotary positions: `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (5).
+    """Return the `Row` that converts `rope_theta` with `rope_scaling` (transformers 4), or `rope_parameters` (5).
 
     Args:
       theta: default base of the family.

@@ -16,7 +16,10 @@ from jaxstack.models.config import ModelConfig
 from jaxstack.models.huggingface.families import choose_family
 from jaxstack.models.huggingface.files import CONFIG, claim_directory, write_json, write_weights
 from jaxstack.models.huggingface.leaves import Leaf, find_leaves
+from jaxstack.models.huggingface.quantization import KEY, Scheme, write_quantization
+from jaxstack.models.huggingface.quantized import store
 from jaxstack.models.transformer import Transformer
+from pallas_kernels import PackedWeight
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_SHARD_BYTES = 5 * 10**9
@@ -66,30 +69,56 @@ def write_checkpoint(
     dtype: str = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra: dict[str, Any] | None = None,
+    format: str | None = None,
 ) -> str:
     """Write a checkpoint as `to_huggingface` does, of parameters that are read one after the other.
 
     Args:
-      read: returns the parameter of a path.
+      read: returns the parameter of a path; with `format` it may be a `PackedWeight`, which is written as it is stored.
       extra: further keys of config.json.
+      format: format of packed weights, of `quantization.FORMATS`, which must be able to store each of them.
+
+    Raises:
+      ConfigError: see `to_huggingface`; or a packed weight is not a matrix of its own in this family.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype: there is no {dtype!r}; {nearest(dtype, DTYPES)}")
     chosen, said = choose_family(config, family)
     leaves = find_leaves(config, chosen.tensors)
     claim_directory(directory)
-    write_weights(directory, _tensors(leaves, read, jnp.dtype(dtype)), max_shard_bytes)
+    schemes: dict[str, Scheme] = {}
+
+    def quantize(leaf: Leaf, weight: PackedWeight) -> Iterator[tuple[str, np.ndarray]]:
+        if not leaf.is_matrix or format is None:
+            raise ConfigError(f"{chosen.model_type} stores {leaf.path} in another order; write it with --format dense.")
+        module = leaf.names[0].removesuffix(".weight")
+        schemes[module], tensors = store(weight, format)
+        yield from ((f"{module}.{part}", tensor) for part, tensor in tensors.items())
+
+    write_weights(directory, _tensors(leaves, read, jnp.dtype(dtype), quantize), max_shard_bytes)
+    said |= {"torch_dtype": dtype, **(extra or {})}
+    if format is not None:
+        modules = {name.removesuffix(".weight") for leaf in leaves if leaf.is_linear for name in leaf.names}
+        said[KEY] = write_quantization(schemes, (modules | {"lm_head"}) - schemes.keys(), format)
     # Written last, because a directory without it is not a checkpoint.
-    write_json(directory / CONFIG, {**said, "torch_dtype": dtype, **(extra or {})})
+    write_json(directory / CONFIG, said)
     return chosen.model_type
 
 
-def _tensors(leaves: list[Leaf], read: Callable[[str], Any], dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    leaves: list[Leaf],
+    read: Callable[[str], Any],
+    dtype: np.dtype,
+    quantize: Callable[[Leaf, PackedWeight], Iterator[tuple[str, np.ndarray]]],
+) -> Iterator[tuple[str, np.ndarray]]:
     groups: dict[tuple[str, ...], list[Leaf]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.names, []).append(leaf)  # several leaves where the checkpoint has one fused tensor
     for names, group in groups.items():
         arrays = [read(leaf.path) for leaf in group]
+        if isinstance(arrays[0], PackedWeight):
+            yield from quantize(group[0], arrays[0])
+            continue
         for number, name in enumerate(names):
             parts = [
                 leaf.row.write(_piece(array, np.unravel_index(number, leaf.shape[: leaf.leading_dims]), name))

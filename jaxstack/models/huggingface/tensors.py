@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
         return (*dims[:-1], dims[-1] * self.part[1])
 
     def read(self, source: Any, piece: Sequence[int], index: Sequence[slice]) -> np.ndarray:
-        """Return a part of our piece, reading little more than it.
+        """Read a part of our piece from the tensor, and little more than that part.
 
         Args:
           source: object that reads slices of the tensor, e.g. `safe_open(...).get_slice(name)`.
@@ -60,7 +60,7 @@ class Tensor(NamedTuple):
         return found[tuple(left)]
 
     def write(self, piece: np.ndarray) -> np.ndarray:
-        """Return the tensor (this part of it) for a piece."""
+        """Return our piece in the dim order of the tensor (of its part `part`)."""
         dims = [d for group in self.order for d in group]
         return piece.transpose(dims).reshape([math.prod(piece.shape[d] for d in group) for group in self.order])
 

@@ -106,7 +106,7 @@ def capacity(config: MoEConfig, tokens: int) -> int:
 
 
 def drop_overflow(experts: Int[Array, "B T k"], experts_count: int, capacity: int) -> Int[Array, "B T k"]:
-    """Replace each expert's assignments beyond the first `capacity` of a sequence by E."""
+    """Keep each expert's first `capacity` assignments of a sequence; the others get the id `experts_count` (none)."""
     flat = experts.reshape(experts.shape[0], -1)
     order = jnp.argsort(flat, axis=1, stable=True)
     ordered = jnp.take_along_axis(flat, order, axis=1)

@@ -114,7 +114,7 @@ def _circle(row: Mapping[str, Any], left: float, top: float) -> str:
 
 
 def _numbers(operators: Sequence[Mapping[str, Any]], places: Mapping[int, tuple[float, float]]) -> str:
-    """Return the numbers of the circles, below them; those of neighbours in rows below one another."""
+    """Return the number of each circle, drawn below it, and further down where it would cover another number."""
     parts = []
     taken: list[tuple[float, float]] = []
     for number, (left, top) in sorted(places.items(), key=lambda item: item[1][0]):

@@ -36,9 +36,9 @@ class Muon(MatrixOptimizer):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum, of Nesterov's kind."""
     iterations: int = Field(default=5, ge=1)
-    """Number of Newton-Schulz iterations, three matrix products each."""
+    """Number of Newton-Schulz iterations, three matmuls each."""
     iteration_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the operands of these products (float32 on NVIDIA GPUs: TF32)."""
+    """Dtype of the operands of these matmuls (float32 on NVIDIA GPUs: TF32)."""
     rms: float = Field(default=0.2, gt=0)
     """Root mean square of a matrix's update, before the learning rate."""
 
@@ -70,7 +70,7 @@ def orthogonalise(
     Args:
       x: matrices, float32.
       iterations: number of iterations.
-      dtype: of the operands of matrix products.
+      dtype: of the operands of matmuls.
     """
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT

@@ -37,7 +37,7 @@ def colour_intervals(intervals: Iterable[tuple[int, int, Hashable]]) -> tuple[di
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The columns are int32 [ticks, stages]; the last tick only finishes what the one before it left.
+    """A schedule as int32 arrays [ticks, stages], one for each column; the last tick only finishes the one before it.
 
     Entry numbers equal to the number of entries mean "nowhere": every buffer has one entry more for what arrives
     without being wanted.
@@ -51,11 +51,12 @@ class Program:
 
 
 def make_program(schedule: Schedule) -> Program:
-    """Return the arrays of a schedule. Columns, by slot: `slot{j}` what it does, `microbatch{j}`, `chunk{j}`;
+    """Return the arrays of a schedule.
 
-    `first` whether slot 0 embeds; `activation` the entry that slot 0 reads, `residual0` the one it writes, `arriving`
-    the one in which the activation that arrives is put; `gradient`, `residual1`, `arriving_gradient` the same of slot
-    1; `pending{j}` the entry of a weight gradient; `ends`, `ends_microbatch`, `ends_gradient` for head and embedding.
+    Columns, by slot: `slot{j}` what it does, `microbatch{j}`, `chunk{j}`; `first` whether slot 0 embeds; `activation`
+    the entry that slot 0 reads, `residual0` the one it writes, `arriving` the one in which the activation that arrives
+    is put; `gradient`, `residual1`, `arriving_gradient` the same of slot 1; `pending{j}` the entry of a weight
+    gradient; `ends`, `ends_microbatch`, `ends_gradient` for head and embedding.
     """
     builder = _Builder(schedule)
     for tick, slot, stage, task in schedule.tasks():

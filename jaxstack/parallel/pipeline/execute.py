@@ -312,7 +312,11 @@ class _Executor:
         return state._replace(dx=dx, pending=pending, totals=dataclasses.replace(state.totals, layers=total))
 
     def _weights_slot(self, state: _State, row: dict[str, jax.Array]) -> _State:
-        """Weight gradients of slot 2, and of slot 1: its own branches hand on what these read, so XLA would copy it."""
+        """Add the weight gradients that slots 1 and 2 compute to the totals.
+
+        Those of slot 1 have no branch in its own switch: its branches pass on the values that they read, so XLA would
+        copy these.
+        """
         of_slot_1, of_slot_2 = row["slot1"] == WEIGHTS, row["slot2"] == WEIGHTS
         first, second = ((row[f"chunk{slot}"], row[f"pending{slot}"]) for slot in (1, 2))
         only = [jnp.where(of_slot_1, a, b) for a, b in zip(first, second, strict=True)]

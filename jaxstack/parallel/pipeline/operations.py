@@ -11,7 +11,7 @@ VIEWS = (*SAME_SIZE_VIEWS, "convert_element_type")
 
 
 def needed(eqns: list[Any], outputs: list[Any], stop: str | None = None) -> list[bool]:
-    """Return a flag for each operation: True if the outputs depend on it, not looking behind those named `stop`."""
+    """Return, for each operation, if the outputs depend on it; inputs of operations named `stop` do not count."""
     wanted, flags = {v for v in outputs if not isinstance(v, core.Literal)}, []
     for eqn in reversed(eqns):
         flags.append(any(v in wanted for v in eqn.outvars))

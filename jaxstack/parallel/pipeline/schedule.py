@@ -158,7 +158,7 @@ def _two_slots(name: str, stages: int, microbatches: int, chunks: int, start: in
 
 
 def validate(schedule: Schedule) -> None:
-    """Checks that every task stands there once and after all that it needs.
+    """Check that every task occurs exactly once, after the tasks whose results it needs.
 
     Raises:
       ValueError: it names the first task that does not.

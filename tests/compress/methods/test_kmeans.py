@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from scipy.cluster.vq import kmeans2
 
 from jaxstack.compress.methods.kmeans import KMeans, cluster_patterns, count_patterns, pattern_values
@@ -19,6 +20,7 @@ def test_the_table_has_every_bfloat16_once():
     assert jnp.isfinite(values).all()
 
 
+@pytest.mark.longer
 def test_weights_of_eight_values_are_kept():
     values = jnp.array([-4.0, -2.0, -1.0, -0.25, 0.5, 1.5, 2.5, 3.5])
     w = jax.random.choice(jax.random.key(0), values, (16, 32))
@@ -27,6 +29,7 @@ def test_weights_of_eight_values_are_kept():
     assert packed.stored_bytes == 16 * 32 * 3 // 8 + 8 * 4
 
 
+@pytest.mark.longer
 def test_three_bits_reach_the_least_error_of_a_normal_distribution():
     """Lloyd-Max: 8 levels leave 0.03454 of the variance (Max 1960), at 0.2451, 0.7560, 1.344 and 2.152 deviations."""
     w = jax.random.normal(jax.random.key(0), (512, 512))

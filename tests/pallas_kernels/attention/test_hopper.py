@@ -65,6 +65,7 @@ def test_cudnn_runs_forward_once_and_backward_once():
     assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "implementation",
     [pytest.param("xla", marks=pytest.mark.exhaustive), pytest.param("mosaic", marks=needs_mosaic)],

@@ -135,6 +135,7 @@ def test_one_pass_over_the_logits_gives_the_same(options, monkeypatch):
         np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-4 * np.abs(wanted).max())
 
 
+@pytest.mark.longer
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_the_sum_of_the_losses_per_token(backend):
     hidden, weight, labels, _ = (jnp.asarray(x) for x in make_inputs((3, 9)))

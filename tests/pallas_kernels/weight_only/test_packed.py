@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Grid, packed_matmul
+from pallas_kernels import Grid, PackedWeight, packed_matmul
 from pallas_kernels.weight_only.bits import pack_bits, unpack_bits
-from pallas_kernels.weight_only.formats import powers_of_two
-from pallas_kernels.weight_only.packed import pack_block_float, pack_integers, pack_lookup, pack_low_rank
+from pallas_kernels.weight_only.formats import IntegerFormat, powers_of_two
+from pallas_kernels.weight_only.packed import pack_block_float, pack_float8, pack_integers, pack_lookup, pack_low_rank
 
 OUT, IN = 6, 16
 W = jax.random.normal(jax.random.key(0), (OUT, IN))
@@ -21,6 +21,16 @@ def packed(kind: str):
         scales = grid.scales(W)
         q = grid.quantize(W, scales)
         return pack_integers(grid, q, scales), np.asarray(q, np.float32) * np.repeat(scales, IN // scales.shape[1], 1)
+    if kind == "zeros":
+        random = np.random.default_rng(0)
+        q, zeros = random.integers(-8, 8, (OUT, IN)), random.integers(-8, 8, (OUT, 2))
+        scales = np.asarray([[0.5, 0.25]] * OUT, np.float32)
+        arrays = {"q": jnp.asarray(q, jnp.int4), "scales": jnp.asarray(scales), "zeros": jnp.asarray(zeros, jnp.int4)}
+        expected = (q - np.repeat(zeros, IN // 2, 1)) * np.repeat(scales, IN // 2, 1)
+        return PackedWeight(arrays, IntegerFormat(Grid(4, IN // 2)), (IN,), (OUT,)), expected
+    if kind == "float8":
+        q, scales = W.astype(jnp.float8_e4m3fn), jnp.full((OUT, 1), 0.5)
+        return pack_float8(q, scales), np.asarray(q, np.float32) / 2
     if kind == "block_float":
         grid, exponents = Grid(6, 4), jnp.full((OUT, IN // 4), -3)
         q = grid.quantize(W, powers_of_two(exponents))
@@ -34,7 +44,7 @@ def packed(kind: str):
     return pack_low_rank(u, v), np.asarray(u, np.float64) @ np.asarray(v, np.float64)
 
 
-KINDS = ("int8", "int4", "block_float", "lookup", "low_rank")
+KINDS = ("int8", "int4", "zeros", "float8", "block_float", "lookup", "low_rank")
 
 
 @pytest.mark.quick

@@ -1,0 +1,202 @@
+"""Times of every tile of the kernel for weights in few bits, for `packed_products.py --sweep`."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.rows import SCRATCH, append_rows, print_table
+from jaxstack.distributed.xla_options import packed_weight_options
+from pallas_kernels import PackedWeight
+from pallas_kernels.weight_only import triton, xla
+from pallas_kernels.weight_only.grid import Grid
+from pallas_kernels.weight_only.packed import pack_integers
+from pallas_kernels.weight_only.request import PackedMatmulRequest, make_request
+
+GRIDS = {"int8": Grid(8), "int4": Grid(4, 128)}
+COLUMNS = ("weight", "out", "in", "rows", "variant", "microseconds", "speedup", "bandwidth", "error", "problem")
+TILE_FIELDS = ("block_out", "block_in", "ranges", "slices", "warps", "stages")
+_BYTES = 2**27
+"""Of the weights of one program, more than twice the cache of an H200."""
+_LARGEST_ERROR = 0.01
+"""Of a product, relative to its largest value; bfloat16 results differ by 0.004."""
+
+Row = dict[str, Any]
+Product = Callable[[jax.Array, Any], jax.Array]
+
+
+@dataclasses.dataclass
+class Work:
+    """A program that multiplies by each of several weights, `passes` times."""
+
+    row: Row
+    product: Product
+    x: jax.Array
+    weights: Sequence[Any]
+    passes: int
+    run: Callable[[], list[jax.Array]] | None = None
+
+    def chain(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+        """Return the products with each weight, after making them `passes` times."""
+
+        def one_pass(_: jax.Array | int, results: list[jax.Array]) -> list[jax.Array]:
+            # Arguments that depend on the last results: no product can be left out or made only once.
+            x_now, stored, _ = jax.lax.optimization_barrier((x, weights, results))
+            return [self.product(x_now, w) for w in stored]
+
+        start = [jnp.zeros((x.shape[0], self.row["out"]), x.dtype) for _ in weights]
+        return jax.lax.fori_loop(0, self.passes, one_pass, start)
+
+    def compile(self) -> None:
+        """Compile the program; a failure is noted in the row."""
+        options = packed_weight_options() if jax.default_backend() == "gpu" else None
+        try:
+            compiled = jax.jit(self.chain, compiler_options=options).lower(self.x, self.weights).compile()
+        except Exception as error:  # A tile may need more memory than a multiprocessor has.
+            self.row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"
+            return
+        self.run = lambda: compiled(self.x, self.weights)
+
+    def measure(self, expected: jax.Array, turns: int) -> None:
+        """Add the error of the first product, and the median time of one."""
+        if self.run is None:
+            return
+        try:
+            found = jax.block_until_ready(self.run())[0].astype(jnp.float32)
+            self.row["error"] = float(jnp.abs(found - expected).max() / jnp.abs(expected).max())
+            if not self.row["error"] < _LARGEST_ERROR:
+                self.row["problem"] = "wrong result"
+            times = [time_calls(self.run) for _ in range(turns)]
+        except Exception as error:
+            self.row["problem"] = f"{type(error).__name__}: {str(error)[:300]}"
+            return
+        seconds = statistics.median(times) / (len(self.weights) * self.passes)
+        self.row |= {"microseconds": 1e6 * seconds, "bandwidth": _size(self.weights[0]) / seconds / 1e9}
+
+
+def time_calls(run: Callable[[], Any], calls: int = 4) -> float:
+    """Return the seconds of one of several calls that are enqueued together."""
+    began = time.perf_counter()
+    jax.block_until_ready([run() for _ in range(calls)])
+    return (time.perf_counter() - began) / calls
+
+
+def sweep(sizes: dict[str, tuple[int, int]], arguments: argparse.Namespace) -> list[Row]:
+    """Time every tile at both projections of each size: all times to `arguments.sweep`, the fastest to the results."""
+    rows: list[Row] = []
+    shapes = [shape for width, inner in sizes.values() for shape in ((inner, width), (width, inner))]
+    path = Path(arguments.sweep)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    works = [(outputs, inputs, count) for outputs, inputs in shapes for count in arguments.rows]
+    for outputs, inputs, count in works:
+        began = time.perf_counter()
+        rows += _time_shape(outputs, inputs, count, arguments)
+        path.write_text(json.dumps(rows, indent=1))
+        print(f"[{outputs}, {inputs}] at {count} rows: {time.perf_counter() - began:.1f} s", flush=True)
+    _print_fastest(rows, works)
+    append_rows(SCRATCH + "packed_tiles" if arguments.tiny else "packed_tiles", fastest(rows))
+    return rows
+
+
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """Return the fastest correct row of each backend for each weight, shape and number of rows, named as a result."""
+    best: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        if "microseconds" not in row or row.get("problem"):
+            continue
+        implementation = "triton" if row["tile"] else row["variant"]
+        key = (row["weight"], row["out"], row["in"], row["rows"], implementation)
+        work = f"{row['rows']} rows x [{row['in']}, {row['out']}] in {row['weight']}"
+        if key not in best or row["microseconds"] < best[key]["microseconds"]:
+            best[key] = {**row, "work": work, "implementation": implementation}
+    return list(best.values())
+
+
+def _print_fastest(rows: list[Row], works: Sequence[tuple[int, int, int]]) -> None:
+    shown, lines = [row for row in rows if row.get("problem")], []
+    for kind, (outputs, inputs, count) in itertools.product(("bf16", *GRIDS), works):
+        key = (kind, outputs, inputs, count)
+        here = [r for r in rows if (r["weight"], r["out"], r["in"], r["rows"]) == key and not r.get("problem")]
+        here.sort(key=lambda row: row["microseconds"])
+        shown += [row for n, row in enumerate(here) if n < 3 or row["variant"] == "xla"]
+        tile = next((row["tile"] for row in here if row["tile"]), None)
+        if tile is not None:
+            blocks = ", ".join(str(tile[name]) for name in TILE_FIELDS)
+            lines.append(f"    ({GRIDS[kind].bits}, {outputs}, {inputs}, {8 if count <= 8 else 16}): Tile({blocks}),")
+    print_table(shown, COLUMNS)
+    print("\n".join(["Lines for `MEASURED` in pallas_kernels/weight_only/triton.py:", *lines]))
+
+
+def _time_shape(outputs: int, inputs: int, rows: int, arguments: argparse.Namespace) -> list[Row]:
+    x = jax.random.normal(jax.random.key(1), (rows, inputs), jnp.bfloat16)
+    works: list[Work] = []
+    expected: dict[str, jax.Array] = {}
+    for kind in ("bf16", *GRIDS):
+        weights = _weights(GRIDS.get(kind), outputs, inputs, arguments.tiny)
+        dense = weights[0].dense() if isinstance(weights[0], PackedWeight) else weights[0].astype(jnp.float32)
+        expected[kind] = jnp.matmul(x.astype(jnp.float32), dense, precision=jax.lax.Precision.HIGHEST)
+        same = {"weight": kind, "out": outputs, "in": inputs, "rows": rows}
+        request = make_request(x, weights[0], None)[0] if kind != "bf16" else None
+        for variant, tile, product in _variants(request, arguments.backends):
+            row = {**same, "variant": variant, "tile": None if tile is None else dataclasses.asdict(tile)}
+            works.append(Work(row, product, x, weights, arguments.passes))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(Work.compile, works))
+    for work in works:
+        work.measure(expected[work.row["weight"]], arguments.turns)
+    baseline = works[0].row.get("microseconds")
+    for work in works:
+        if baseline and "microseconds" in work.row:
+            work.row["speedup"] = baseline / work.row["microseconds"]
+    return [work.row | {"device": jax.devices()[0].device_kind} for work in works]
+
+
+def _variants(
+    request: PackedMatmulRequest | None, backends: Sequence[str]
+) -> list[tuple[str, triton.Tile | None, Product]]:
+    """Return the name, the tile and the function of each way to multiply."""
+    if request is None:
+        return [("bf16", None, lambda x, w: x @ w)]
+
+    def product(x: jax.Array, w: PackedWeight, tile: triton.Tile | None) -> jax.Array:
+        made, _ = make_request(x, w, None)
+        return xla.multiply(made) if tile is None else triton.multiply(made, tile)
+
+    found: list[tuple[str, triton.Tile | None, Product]] = []
+    if "xla" in backends:
+        found.append(("xla", None, lambda x, w: product(x, w, None)))
+    if "triton" in backends and triton.unsupported_reason(request) is None:
+        for tile in triton.CANDIDATES[triton.stored_bits(request)]:
+            if triton.tile_problem(triton.make_plan(request, tile)) is None:
+                name = "/".join(str(int(part)) for part in dataclasses.astuple(tile))
+                found.append((name, tile, lambda x, w, tile=tile: product(x, w, tile)))
+    return found
+
+
+def _weights(grid: Grid | None, outputs: int, inputs: int, tiny: bool) -> list[Any]:
+    """Return random weights, as many as exceed the cache together."""
+
+    def make(key: jax.Array) -> Any:
+        if grid is None:
+            return jax.random.normal(key, (inputs, outputs), jnp.bfloat16)
+        low, high = grid.limits
+        q = jax.random.randint(key, (outputs, inputs), low, high + 1, jnp.int8)
+        scales = 2.0 ** jax.random.uniform(key, (outputs, grid.groups(inputs)), minval=-2.0)
+        return pack_integers(grid, q, scales.astype(jnp.bfloat16))
+
+    size = outputs * inputs * (16 if grid is None else grid.bits) // 8
+    count = 2 if tiny else max(2, -(-_BYTES // size))
+    return [jax.jit(make)(key) for key in jax.random.split(jax.random.key(0), count)]
+
+
+def _size(weight: Any) -> int:
+    return weight.stored_bytes if isinstance(weight, PackedWeight) else weight.nbytes

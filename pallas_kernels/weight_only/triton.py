@@ -1,0 +1,279 @@
+"""Triton packed matmul for few rows, which reads each integer once, in the order in which `PackedWeight` stores it.
+
+At few rows the product is limited by reading the weight. XLA's matmuls spend more time on the conversion of integers
+than on reading them, mostly with scales of groups; these kernels convert two integers with each instruction and apply
+the scale of a group to a partial sum. Integers of up to 4 bits, of which each byte holds two neighbours, are not
+interleaved: the low halves meet the activations at even places, the high halves those at odd ones.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.target import Target, multiprocessors
+from pallas_kernels.weight_only import xla
+from pallas_kernels.weight_only.formats import IntegerFormat
+from pallas_kernels.weight_only.packed import PackedWeight
+from pallas_kernels.weight_only.request import PackedMatmulRequest
+
+_LEAST_CAPABILITY = (9, 0)
+_MOST_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a product is divided among programs.
+
+    Attributes:
+        block_out: outputs of a program.
+        block_in: inputs of a step of its loop; at most a group, if groups have scales.
+        ranges: number of programs that share the inputs of an output; their sums are added by XLA.
+        slices: number of warps, or groups of warps, of a program that share these inputs, each with steps of its
+            own.
+        warps: warps of a program.
+        stages: steps whose loads are under way at once.
+        assembly: whether integers are converted by instructions of our own, which exist for bfloat16.
+    """
+
+    block_out: int
+    block_in: int
+    ranges: int
+    slices: int
+    warps: int
+    stages: int
+    assembly: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductPlan:
+    """The constants that the kernel is compiled for.
+
+    Attributes:
+        rows: rows of x.
+        inputs, outputs: dims of the matrix.
+        halves: integers of a byte.
+        groups: scales of an output.
+        tile: see `Tile`.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    halves: int
+    groups: int
+    tile: Tile
+
+    @property
+    def padded_rows(self) -> int:
+        """Smallest power of two not below `rows`, at least the 8 columns of a tensor core's tile."""
+        return max(8, 1 << (self.rows - 1).bit_length())
+
+    @property
+    def group_size(self) -> int:
+        """Number of inputs that share a scale."""
+        return self.inputs // self.groups
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of a program's loop."""
+        return self.inputs // (self.tile.block_in * self.tile.ranges * self.tile.slices)
+
+    @property
+    def block_out(self) -> int:
+        return self.tile.block_out
+
+    @property
+    def block_in(self) -> int:
+        return self.tile.block_in
+
+    @property
+    def slices(self) -> int:
+        return self.tile.slices
+
+    @property
+    def assembly(self) -> bool:
+        return self.tile.assembly
+
+
+MEASURED: Mapping[tuple[int, int, int, int], Tile] = {
+    (8, 14336, 4096, 8): Tile(64, 128, 1, 1, 4, 6),
+    (8, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
+    (8, 4096, 14336, 8): Tile(16, 128, 1, 4, 4, 4),
+    (8, 4096, 14336, 16): Tile(16, 128, 1, 4, 4, 4),
+    (8, 8192, 2048, 8): Tile(16, 128, 1, 4, 4, 4),
+    (8, 8192, 2048, 16): Tile(32, 128, 1, 4, 4, 4),
+    (8, 2048, 8192, 8): Tile(16, 256, 1, 4, 4, 3),
+    (8, 2048, 8192, 16): Tile(16, 256, 1, 4, 4, 3),
+    (4, 14336, 4096, 8): Tile(64, 128, 4, 1, 4, 5),
+    (4, 14336, 4096, 16): Tile(32, 128, 4, 1, 2, 6),
+    (4, 4096, 14336, 8): Tile(64, 128, 4, 1, 4, 5),
+    (4, 4096, 14336, 16): Tile(32, 128, 4, 1, 2, 6),
+    (4, 8192, 2048, 8): Tile(64, 128, 1, 1, 4, 6),
+    (4, 8192, 2048, 16): Tile(32, 128, 1, 4, 4, 4),
+    (4, 2048, 8192, 8): Tile(16, 128, 1, 8, 8, 4),
+    (4, 2048, 8192, 16): Tile(16, 128, 1, 8, 8, 4),
+}
+"""(bits of a stored integer, outputs, inputs, padded rows) -> the fastest tile on an H200, from `benchmarks/
+packed_products.py --sweep`, which prints such lines. Bits are 4 or 8, padded rows 8 or 16.
+Products that are not listed have `default_tile`.
+"""
+_FOR_BOTH = (
+    Tile(16, 128, 1, 4, 4, 4),
+    Tile(16, 128, 1, 8, 8, 4),
+    Tile(16, 128, 1, 16, 16, 3),
+    Tile(32, 128, 1, 4, 4, 4),
+    Tile(32, 128, 1, 8, 8, 3),
+    Tile(32, 128, 4, 4, 4, 4),
+    Tile(64, 128, 2, 4, 4, 3),
+    Tile(32, 128, 4, 1, 2, 6),
+    Tile(64, 128, 1, 1, 4, 6),
+    Tile(64, 128, 4, 1, 4, 5),
+    Tile(128, 128, 4, 1, 8, 4),
+)
+CANDIDATES: Mapping[int, tuple[Tile, ...]] = {
+    4: _FOR_BOTH,
+    8: (*_FOR_BOTH, Tile(16, 256, 1, 4, 4, 3), Tile(32, 256, 1, 4, 4, 3)),
+}
+"""Bits of a stored integer -> the tiles that the benchmark compares."""
+
+
+def stored_bits(request: PackedMatmulRequest) -> int:
+    """Return the bits that an integer takes in memory, 4 or 8."""
+    return 4 if request.weight.arrays["q"].dtype == jnp.int4 else 8
+
+
+def default_tile(outputs: int, inputs: int, groups: int, rows: int) -> Tile:
+    """Return a tile for a product that is not in `MEASURED`.
+
+    Up to 16 rows the inputs of a program are divided among its warps, so that few outputs a program suffice to read at
+    the speed of the memory, and no second kernel adds sums. With more rows the activations of so many slices would not
+    fit into shared memory.
+    """
+    largest = inputs if groups == 1 else inputs // groups
+    block_in = next(size for size in (128, 64, 32) if largest % size == 0)
+    if rows <= 16:
+        block_out = 32 if outputs % 32 == 0 and outputs >= 64 * multiprocessors() else 16
+        slices = next(count for count in (8, 4, 2, 1) if inputs % (block_in * count) == 0)
+        return Tile(block_out, block_in, 1, slices, slices, 4)
+    block_out, ranges = next(size for size in (64, 32, 16) if outputs % size == 0), 1
+    while outputs // block_out * ranges < 2 * multiprocessors() and inputs % (8 * block_in * ranges) == 0:
+        ranges *= 2
+    return Tile(block_out, block_in, ranges, 1, 4, 4)
+
+
+def make_plan(request: PackedMatmulRequest, tile: Tile | None = None) -> ProductPlan:
+    """Return the kernel's constants for a request, with the tile chosen for it if none is given."""
+    bits, (outputs, inputs) = stored_bits(request), request.weight.arrays["q"].shape
+    groups = request.weight.arrays["scales"].shape[1]
+    rows = request.x.shape[0]
+    if tile is None:
+        default = default_tile(outputs, inputs, groups, rows)
+        tile = MEASURED.get((bits, outputs, inputs, 8 if rows <= 8 else 16), default) if rows <= 16 else default
+        if groups > 1 and inputs // groups % tile.block_in:
+            tile = default  # Tiles were measured with other groups.
+        if request.x.dtype != jnp.bfloat16:
+            tile = dataclasses.replace(tile, assembly=False)
+    return ProductPlan(rows, inputs, outputs, 8 // bits, groups, tile)
+
+
+def tile_problem(plan: ProductPlan) -> str | None:
+    """Return why a tile does not fit the shapes of its plan, or None."""
+    tile = plan.tile
+    if plan.outputs % tile.block_out:
+        return f"blocks of {tile.block_out} do not divide {plan.outputs} outputs"
+    if plan.inputs % (tile.block_in * tile.ranges * tile.slices):
+        parts = f"{tile.ranges} ranges of {tile.slices} slices"
+        return f"{parts} of blocks of {tile.block_in} do not divide {plan.inputs} inputs"
+    if plan.groups > 1 and plan.group_size % tile.block_in:
+        return f"blocks of {tile.block_in} do not divide a group of {plan.group_size} inputs"
+    return None
+
+
+def multiply(request: PackedMatmulRequest, tile: Tile | None = None) -> Float[Array, "rows out"]:
+    """Return x times the transposed packed matrix; its gradients are those of XLA's form."""
+    return _product(request.out_dtype, request.target, tile, request.x, request.weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _product(
+    out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
+) -> jax.Array:
+    import jax_triton
+
+    from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
+
+    plan = make_plan(PackedMatmulRequest(x, weight, out_dtype, target), tile)
+    q, ranges = weight.arrays["q"], plan.tile.ranges
+    if plan.halves == 2:
+        # A change of the type alone: XLA stores the integer at the even place in the low half of a byte.
+        q = jax.lax.bitcast_convert_type(q.reshape(plan.outputs, plan.inputs // 2, 2), jnp.int8)
+    major, minor = target.compute_capability or (0, 0)
+    shape = (plan.rows, plan.outputs)
+    y = jax_triton.triton_call(
+        x,
+        q,
+        weight.arrays["scales"],
+        kernel=product_kernel if plan.slices == 1 else sliced_product_kernel,
+        out_shape=jax.ShapeDtypeStruct(*((shape, out_dtype) if ranges == 1 else ((ranges, *shape), jnp.float32))),
+        grid=(plan.outputs // plan.tile.block_out, ranges),
+        name="packed_matmul",
+        num_warps=plan.tile.warps,
+        num_stages=plan.tile.stages,
+        compute_capability=10 * major + minor,
+        plan=plan,
+    )
+    return y if ranges == 1 else jnp.sum(y, 0).astype(out_dtype)
+
+
+def _product_forward(
+    out_dtype: jax.typing.DTypeLike, target: Target, tile: Tile | None, x: jax.Array, weight: PackedWeight
+) -> tuple[jax.Array, tuple[jax.Array, PackedWeight]]:
+    return _product(out_dtype, target, tile, x, weight), (x, weight)
+
+
+def _product_backward(
+    out_dtype: jax.typing.DTypeLike,
+    target: Target,
+    tile: Tile | None,
+    saved: tuple[jax.Array, PackedWeight],
+    d_y: jax.Array,
+) -> tuple[jax.Array, PackedWeight]:
+    del tile
+    return jax.vjp(lambda x, weight: xla.multiply(PackedMatmulRequest(x, weight, out_dtype, target)), *saved)[1](d_y)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def unsupported_reason(request: PackedMatmulRequest) -> str | None:
+    """Return why the kernel cannot compute the request, or None."""
+    missing = [name for name in ("triton", "jax_triton") if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"needs {' and '.join(missing)}: pip install 'jaxstack[cuda]'"
+    capability = request.target.compute_capability
+    if capability is None or capability < _LEAST_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability 9.0 or more; the target is {request.target}"
+    return _unsupported_shape(request)
+
+
+def _unsupported_shape(request: PackedMatmulRequest) -> str | None:
+    x, weight = request.x, request.weight
+    if not isinstance(weight.format, IntegerFormat):
+        return f"reads integers with scales; the weight is {weight.format}"
+    if "zeros" in weight.arrays:
+        return "reads integers without zero points; the weight has some"
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs activations in bfloat16 or float16; got {x.dtype}"
+    if not 1 <= x.shape[0] <= _MOST_ROWS:
+        return f"takes 1 to {_MOST_ROWS} rows; got {x.shape[0]}"
+    (outputs, inputs), groups = weight.arrays["q"].shape, weight.arrays["scales"].shape[1]
+    if outputs % 16 or inputs % 128:
+        return f"needs outputs that are a multiple of 16 and inputs of 128; got {outputs} and {inputs}"
+    if groups > 1 and inputs // groups % 32:
+        return f"needs groups of a multiple of 32 inputs; got {inputs // groups}"
+    return None

@@ -1,0 +1,168 @@
+"""Triton kernel of the packed matmul for few rows: reads integers as they are stored, and widens them in registers."""
+
+# Constants of a Triton kernel are annotated as constexpr, whose attributes type checkers do not know.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
+import triton
+import triton.language as tl
+
+# Each widens four bytes, as one register, to bfloat16, in two registers of two values. A byte b, or half of it, becomes
+# the lowest bits of a bfloat16 from 128 to 255 (high byte 0x43), whose neighbours differ by 1. Exact; the conversions
+# that the compiler would use are an instruction of lower rate for each value.
+_BYTE = tl.constexpr("""
+{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0x43434343, 0x4140;
+prmt.b32 b, $2, 0x43434343, 0x4342;
+and.b32 c, a, 0xFF80FF80;
+and.b32 d, b, 0xFF80FF80;
+and.b32 a, a, 0xFF7FFF7F;
+and.b32 b, b, 0xFF7FFF7F;
+sub.rn.bf16x2 $0, a, c;
+sub.rn.bf16x2 $1, b, d;
+}
+""")
+"""The lowest seven bits plus 128, minus 256 for negative bytes and minus 128 for others."""
+_LOW_HALF = tl.constexpr("""
+{
+.reg .b32 a, b, c;
+mov.b32 c, 0x43084308;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+lop3.b32 a, a, 0x000F000F, c, 0x6A;
+lop3.b32 b, b, 0x000F000F, c, 0x6A;
+sub.rn.bf16x2 $0, a, c;
+sub.rn.bf16x2 $1, b, c;
+}
+""")
+_HIGH_HALF = tl.constexpr("""
+{
+.reg .b32 a, b, c;
+mov.b32 c, 0x43084308;
+prmt.b32 a, $2, 0, 0x4140;
+prmt.b32 b, $2, 0, 0x4342;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
+lop3.b32 a, a, 0x000F000F, c, 0x6A;
+lop3.b32 b, b, 0x000F000F, c, 0x6A;
+sub.rn.bf16x2 $0, a, c;
+sub.rn.bf16x2 $1, b, c;
+}
+""")
+"""(Bits xor 8) + 128, which is the value plus 136, minus 136."""
+
+
+@triton.jit
+def _widen(stored, half: tl.constexpr, plan: tl.constexpr, like):
+    """Return integers in the dtype that `like` points to: bytes (half 0), or their low (1) or high (2) halves."""
+    dtype: tl.constexpr = like.dtype.element_ty
+    if plan.assembly:
+        assembly: tl.constexpr = _BYTE if half == 0 else _LOW_HALF if half == 1 else _HIGH_HALF
+        return tl.inline_asm_elementwise(assembly, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4)
+    if half == 1:
+        stored = (stored << 4) >> 4
+    elif half == 2:
+        stored = stored >> 4
+    return stored.to(dtype)
+
+
+@triton.jit
+def _load_activations(x, place, valid, plan: tl.constexpr):
+    """Return x for the low and for the high halves of bytes; whole bytes have the same x for both."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    if plan.halves == 1:
+        both = tl.load(x + place, valid, 0.0)
+        return both, both
+    pairs = tl.load(x.to(tl.pointer_type(tl.int32)) + place, valid, 0)
+    low = (pairs & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
+    return low, (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def product_kernel(x, q, scales, out, plan: tl.constexpr):
+    """Multiply x [rows, in] by a block of rows of the matrix, over one of the ranges of its inputs.
+
+    The program ids are the block and the range. `q` holds the bytes of the matrix, [out, in / halves], and `scales` is
+    [out, groups]. `out` is [rows, out] if there is one range, otherwise float32 [ranges, rows, out]. A tile of the
+    matrix is the left operand of a tensor core, which has at least 16 rows, and the activations are the right one,
+    which has at least 8 columns.
+    """
+    width: tl.constexpr = plan.block_in // plan.halves
+    stride: tl.constexpr = plan.inputs // plan.halves
+    block_out: tl.constexpr = plan.block_out
+    padded_rows: tl.constexpr = plan.padded_rows
+    block, part = tl.program_id(0), tl.program_id(1)
+    output = block * block_out + tl.arange(0, block_out)
+    row, column = tl.arange(0, padded_rows), tl.arange(0, width)
+    row_valid = (row < plan.rows)[None]
+    here = q + output.to(tl.int64)[:, None] * stride + column
+    first = part * plan.steps
+    total = tl.zeros([block_out, padded_rows], tl.float32)
+    scale = tl.load(scales + output * plan.groups + first * plan.block_in // plan.group_size).to(tl.float32)
+    for step in range(first, first + plan.steps):
+        stored = tl.load(here + step * width)
+        low, high = _load_activations(x, row[None] * stride + step * width + column[:, None], row_valid, plan)
+        # With a scale for each group the sum starts anew, as it is multiplied by the scale.
+        partial = total
+        if plan.groups > 1:
+            partial = tl.zeros([block_out, padded_rows], tl.float32)
+        if plan.halves == 1:
+            partial = tl.dot(_widen(stored, 0, plan, x), low, partial)
+        else:
+            partial = tl.dot(_widen(stored, 1, plan, x), low, partial)
+            partial = tl.dot(_widen(stored, 2, plan, x), high, partial)
+        if plan.groups > 1:
+            total += partial * scale[:, None]
+            # Loads of two bytes are not pipelined by the compiler: this one is waited for in the next step.
+            group = tl.minimum((step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
+            scale = tl.load(scales + output * plan.groups + group).to(tl.float32)
+        else:
+            total = partial
+    if plan.groups == 1:
+        total *= scale[:, None]
+    target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
+    tl.store(target, total.to(out.dtype.element_ty), row_valid)
+
+
+@triton.jit
+def sliced_product_kernel(x, q, scales, out, plan: tl.constexpr):
+    """Compute `product_kernel` with the inputs of a block divided among the warps of a program, whose sums it adds.
+
+    Each slice of a range belongs to warps of its own, which wait for no others before the end.
+    """
+    width: tl.constexpr = plan.block_in // plan.halves
+    stride: tl.constexpr = plan.inputs // plan.halves
+    block_out: tl.constexpr = plan.block_out
+    padded_rows: tl.constexpr = plan.padded_rows
+    slices: tl.constexpr = plan.slices
+    block, part = tl.program_id(0), tl.program_id(1)
+    output = block * block_out + tl.arange(0, block_out)
+    row, column = tl.arange(0, padded_rows), tl.arange(0, width)
+    row_valid = row < plan.rows
+    first = (part * slices + tl.arange(0, slices)) * plan.steps
+    here = q + output.to(tl.int64)[None, :, None] * stride + (first[:, None] * width + column)[:, None, :]
+    beside = row[None, None] * stride + (first[:, None] * width + column)[:, :, None]
+    total = tl.zeros([slices, block_out, padded_rows], tl.float32)
+    scale_of = scales + (output * plan.groups)[None]
+    scale = tl.load(scale_of + (first * plan.block_in // plan.group_size)[:, None]).to(tl.float32)
+    for step in range(plan.steps):
+        stored = tl.load(here + step * width)
+        low, high = _load_activations(x, beside + step * width, row_valid[None, None], plan)
+        partial = total
+        if plan.groups > 1:
+            partial = tl.zeros([slices, block_out, padded_rows], tl.float32)
+        if plan.halves == 1:
+            partial = tl.dot(_widen(stored, 0, plan, x), low, partial)
+        else:
+            partial = tl.dot(_widen(stored, 1, plan, x), low, partial)
+            partial = tl.dot(_widen(stored, 2, plan, x), high, partial)
+        if plan.groups > 1:
+            total += partial * scale[:, :, None]
+            group = tl.minimum((first + step + 1) * plan.block_in // plan.group_size, plan.groups - 1)
+            scale = tl.load(scale_of + group[:, None]).to(tl.float32)
+        else:
+            total = partial
+    result = tl.sum(total, 0)
+    if plan.groups == 1:
+        result *= tl.load(scales + output).to(tl.float32)[:, None]
+    target = out + (part * plan.rows + row)[None] * plan.outputs + output[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), row_valid[None])

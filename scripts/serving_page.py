@@ -1,0 +1,92 @@
+"""Makes the tables of docs/serving-speed.md from generate.jsonl and serve.jsonl of benchmarks/results.
+
+python benchmarks/generate.py --batch 1 16 64 --peers torch
+python benchmarks/serve.py && python scripts/serving_page.py
+"""
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
+
+PAGE = ROOT / "docs" / "serving-speed.md"
+_OVERVIEW = "its documentation, performance overview"
+PUBLISHED = (
+    ("8B in FP8, prompts and answers of 1,000 tokens", "one H200", "TensorRT-LLM 1.0", "17,744", _OVERVIEW),
+    ("8B in FP8, prompts and answers of 2,048 tokens", "one H200", "TensorRT-LLM 1.0", "12,194", _OVERVIEW),
+    ("8B in bfloat16, 1,000 ShareGPT prompts", "one H100", "SGLang", "16,215", "AIMultiple"),
+    ("8B in bfloat16, 1,000 ShareGPT prompts", "one H100", "vLLM", "12,553", "AIMultiple"),
+    ("8B in bfloat16, one text at a time", "one A100", "gpt-fast", "93.9", "its README"),
+    ("8B in int8, one text at a time", "one A100", "gpt-fast", "137.6", "its README"),
+)
+"""Published figures as their sources report them: work, machine, engine, tokens/s, source."""
+_DECODING = re.compile(r"generate (\S+) batch (\d+) prompt (\d+) \w+: steps")
+
+
+def table(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [titles, ["---"] * len(titles), *lines])
+
+
+def provenance(row: Row) -> str:
+    """Return where and when a row was measured."""
+    return f"{row['device']}, {row['date'][:10]}, commit {row['commit'][:7]}, `{row['command']}`."
+
+
+def decoding() -> str:
+    """Return the speed of decoding beside compiled PyTorch, from the newest run that measured both."""
+    rows = [row for row in read_all(RESULTS / "generate.jsonl") if _DECODING.fullmatch(row["work"])]
+    newest = max(row["run"] for row in rows if row["implementation"] != "jaxstack")
+    run = [row for row in rows if row["run"] == newest]
+    lines = []
+    for work in dict.fromkeys(row["work"] for row in run):
+        name, batch, prompt = _DECODING.fullmatch(work).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        ours = next(row for row in run if row["work"] == work and row["implementation"] == "jaxstack")
+        peer = next(row for row in run if row["work"] == work and row["implementation"] != "jaxstack")
+        speeds = [row["tokens_per_second_per_device"] for row in (ours, peer)]
+        lines.append([f"{name}, {batch} x {prompt}", f"{speeds[0]:,.0f}", f"{100 * ours['share']:.1f} %",
+                      f"{speeds[1]:,.0f}", f"{speeds[0] / speeds[1]:.2f}"])  # fmt: skip
+    titles = ["model, texts x prompt", "tokens/s", "of the memory's bandwidth", "compiled PyTorch", "ratio"]
+    return f"{table(titles, lines)}\n\n{provenance(run[0])}"
+
+
+def engine() -> str:
+    """Return the newest rows of the engine's benchmark."""
+    lines, rows = [], read_rows(RESULTS / "serve.jsonl")
+    for row in rows:
+        ratios = (("times_sequential", "{:.1f}x one at a time"), ("times_alone", "{:.2f}x alone"),
+                  ("times_without", "{:.2f}x without"))  # fmt: skip
+        compared = ", ".join(form.format(row[name]) for name, form in ratios if name in row)
+        speed = row.get("tokens_per_second_per_device")
+        time = row.get("milliseconds")
+        lines.append([row["work"].removeprefix("serve "), row["variant"], f"{speed:,.0f}" if speed else "",
+                      f"{time:.2f}" if time else "", compared, row["commit"][:7]])  # fmt: skip
+    titles = ["work", "variant", "tokens/s", "ms", "compared", "commit"]
+    return f"{table(titles, lines)}\n\n{', '.join(dict.fromkeys(row['device'] for row in rows))}."
+
+
+def published() -> str:
+    """Return published figures of other engines."""
+    return table(["work", "machine", "engine", "tokens/s", "source"], PUBLISHED)
+
+
+MAKERS: dict[str, Callable[[], str]] = {"decoding": decoding, "engine": engine, "published": published}
+"""Name of a part of the page -> the function that makes it."""
+
+
+def make_page(page: str) -> str:
+    """Return the page with its tables replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"<!-- made: {found[1]} -->\n\n{MAKERS[found[1]]()}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- made: (\w+) -->\n.*?<!-- end -->", replaced, page, flags=re.S)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

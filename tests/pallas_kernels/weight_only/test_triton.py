@@ -1,0 +1,151 @@
+"""Packed matmuls by Triton: interpreted on the CPU against the matrix, and compiled for an H200.
+
+Triton decides at its import whether kernels are interpreted, so that runs in a process of its own:
+`TRITON_INTERPRET=1 python -m tests.pallas_kernels.weight_only.test_triton int4 int8`.
+"""
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import Grid, NotSupported, PackedWeight, lowering_platform, packed_matmul, record_choices
+from pallas_kernels.weight_only import triton
+from pallas_kernels.weight_only.formats import IntegerFormat, LookupFormat
+from pallas_kernels.weight_only.packed import pack_integers
+from pallas_kernels.weight_only.request import make_request
+from pallas_kernels.weight_only.triton import Tile
+from tests.hopper import compile_for_hopper
+from tests.pallas_kernels.triton_interpreter import Array, let_numpy_index, needs_triton, run_interpreted
+
+S = jax.ShapeDtypeStruct
+CASES = {
+    "int4": (Grid(4, 32), 3, Tile(16, 32, 1, 1, 2, 2, assembly=False)),
+    "int8": (Grid(8), 3, Tile(32, 64, 2, 1, 2, 2, assembly=False)),
+    "int4_sliced": (Grid(4, 64), 1, Tile(16, 32, 2, 2, 2, 2, assembly=False)),
+    "int8_sliced": (Grid(8, 64), 9, Tile(16, 64, 1, 4, 4, 2, assembly=False)),
+}
+OUT, IN = 32, 256
+
+
+def interpret(name: str) -> None:
+    from pallas_kernels.weight_only.triton_kernel import product_kernel, sliced_product_kernel
+
+    grid, rows, tile = CASES[name]
+    w = jax.random.normal(jax.random.key(0), (OUT, IN))
+    scales = grid.scales(w)
+    weight = pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.float16))
+    x = np.random.default_rng(0).normal(size=(rows, IN)).astype(np.float16)
+    request, _ = make_request(x, weight, jnp.float32)
+    plan = triton.make_plan(request, tile)
+    assert triton.tile_problem(plan) is None
+    q = np.asarray(weight.arrays["q"].astype(jnp.int8))
+    if grid.bits == 4:
+        q = ((q[:, 1::2] << 4) | (q[:, ::2] & 15)).astype(np.int8)
+    arrays = [Array(x, "fp16"), Array(q, "i8"), Array(np.asarray(weight.arrays["scales"]), "fp16")]
+    out = np.full((tile.ranges, rows, OUT), np.nan, np.float32)
+    kernel = product_kernel if tile.slices == 1 else sliced_product_kernel
+    kernel[(OUT // tile.block_out, tile.ranges)](*arrays, Array(out, "fp32"), plan=plan)
+    np.testing.assert_allclose(out.sum(0), x.astype(np.float32) @ np.asarray(weight.dense()), rtol=2e-5, atol=2e-5)
+
+
+@needs_triton
+def test_the_kernels_multiply_by_the_matrix():
+    done = run_interpreted(__spec__.name, *CASES)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def abstract(bits, group=None, outputs=4096, inputs=14336):
+    """A packed weight without values."""
+    groups = 1 if group is None else inputs // group
+    arrays = {
+        "q": S((outputs, inputs), jnp.int4 if bits == 4 else jnp.int8),
+        "scales": S((outputs, groups), jnp.bfloat16),
+    }
+    return PackedWeight(arrays, IntegerFormat(Grid(bits, group)), (inputs,), (outputs,))
+
+
+@needs_triton
+@pytest.mark.parametrize(("bits", "group", "rows"), [(4, 128, 1), (8, None, 16)])
+def test_compiled_for_hopper_one_kernel_reads_the_stored_weight(bits, group, rows):
+    weight = abstract(bits, group)
+    with lowering_platform("cuda"):
+        compiled = compile_for_hopper(packed_matmul, S((rows, 14336), jnp.bfloat16), weight)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text.count('custom_call_target="triton_kernel_call"') == 1
+    assert " fusion(" not in text and " copy(" not in text and memory.temp_size_in_bytes < 2**20
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("tile", triton.CANDIDATES[4])
+def test_every_tile_compiles_for_hopper(tile, group):
+    """At 16 rows, which need more registers and shared memory than 1."""
+    tile = dataclasses.replace(tile, block_in=min(tile.block_in, group))
+    weight = abstract(4, group)
+
+    def product(x, weight):
+        return triton.multiply(make_request(x, weight, None)[0], tile)
+
+    with lowering_platform("cuda"):
+        compile_for_hopper(product, S((16, 14336), jnp.bfloat16), weight)
+
+
+@needs_triton
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("outputs", "inputs", "group"), [(128256, 2048, None), (16, 128, 32), (4096, 384, None)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_of_any_shape_compile_for_hopper(bits, outputs, inputs, group, dtype):
+    for rows in (5, 16, 64):
+        with lowering_platform("cuda"):
+            weight = abstract(bits, group, outputs, inputs)
+            compile_for_hopper(packed_matmul, S((rows, inputs), dtype), weight)
+
+
+@needs_triton
+def test_the_choice_and_its_reasons():
+    x, int4 = S((1, 14336), jnp.bfloat16), abstract(4, 128)
+    arrays = {"indices": S((4096, 14336), jnp.uint4), "codebook": S((1, 16), jnp.bfloat16)}
+    lookup = PackedWeight(arrays, LookupFormat(4), (14336,), (4096,))
+    zeros = dataclasses.replace(int4, arrays={**int4.arrays, "zeros": S((4096, 112), jnp.int4)})
+    calls = {
+        "": (x, int4),
+        "got float32": (S((1, 14336), jnp.float32), int4),
+        "got 65": (S((65, 14336), jnp.bfloat16), int4),
+        "LookupFormat": (x, lookup),
+        "zero points": (x, zeros),
+        "multiple of 16": (x, abstract(8, outputs=4100)),
+        "multiple of 32": (x, abstract(4, 16)),
+    }
+    for words, call in calls.items():
+        with lowering_platform("cuda"), record_choices() as choices:
+            jax.eval_shape(packed_matmul, *call)
+        refused = dict(choices[0].refused)
+        assert choices[0].backend == ("xla" if words else "triton") and words in refused.get("triton", "")
+    with pytest.raises(NotSupported, match="compute capability"):
+        jax.eval_shape(lambda *call: packed_matmul(*call, implementation="triton"), x, int4)
+
+
+@needs_triton
+def test_the_gradients_are_those_of_xla():
+    """Compiled for an H200 the backward holds no kernel, as the weight is only read there."""
+    weight = abstract(8, None, 256, 512)
+
+    def gradient(x, scales):
+        changed = dataclasses.replace(weight, arrays={"q": jnp.ones((256, 512), jnp.int8), "scales": scales})
+        return packed_matmul(x, changed).astype(jnp.float32).sum()
+
+    with lowering_platform("cuda"):
+        shapes = jax.eval_shape(jax.grad(gradient, (0, 1)), S((2, 512), jnp.bfloat16), weight.arrays["scales"])
+    assert [shape.shape for shape in shapes] == [(2, 512), (256, 1)]
+
+
+if __name__ == "__main__":
+    let_numpy_index()
+    for case in sys.argv[1:]:
+        interpret(case)
