@@ -234,7 +234,7 @@ class WindowDecoder(Decoder):
         with logical_axis_rules(self.rules):
             model = self._merge({"decoder": {**self.params["decoder"], "layers": layers}})
             context = self._context(model, x.shape[1], lengths, step)
-            return model.decoder.run_layer(index, x, context, cache, self.module.dtype)
+            return model.decoder.run_layer(index, x, context, cache, model.dtype)
 
     def _leave_step(
         self,

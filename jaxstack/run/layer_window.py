@@ -63,6 +63,6 @@ def open_window(
     decoder = WindowDecoder(
         module, stored, non_params, rules, resident=resident_layers, vocab_size=tokenizer.vocab_size
     )
-    report(f"{decoder.window_bytes / 1e9:.2f} GB of {decoder.total_bytes / 1e9:.2f} GB of weights in memory at most")
+    report(f"{decoder.window_bytes / 1e6:,.1f} of {decoder.total_bytes / 1e6:,.1f} MB of weights in memory at most")
     stop_tokens = frozenset({tokenizer.document_start, *read_stop_tokens(directory)})
     return Run(Path(directory), config, 0, tokenizer, decoder, stop_tokens)
