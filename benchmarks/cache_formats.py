@@ -11,6 +11,7 @@ in bfloat16. The rows of weights have the recipes `bct` and `cluster3`, with act
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.rows import append_rows, print_table, require_commit
 from jaxstack.checkpoint.compressed import dense_parameter, named_leaves

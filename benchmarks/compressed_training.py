@@ -1,229 +1,292 @@
-"""Compressed training of a small language model: what each method loses, against compression after training.
+"""Compressed training of a small language model: what each method loses, beside compression after training.
 
-    python benchmarks/compressed_training.py
+    python benchmarks/compressed_training.py                                  # a few minutes a part on two CPU cores
+    python benchmarks/compressed_training.py --run runs/quickstart --parts qat sparse
+    python benchmarks/compressed_training.py --tiny                           # tiny sizes; rows go to tiny/
 
-The model reads the bytes of Python's standard library. All methods start from the same trained model and take the same
-number of further steps; `before` is the held-out loss when its weights are compressed without training, `after` with
-training, and `plain` is that of equally long training without compression, compressed at its end. A student of half
-the width learns with and without the trained model as its teacher, from the same tokens.
+All methods start from one trained model, the quickstart's, and take the same number of further steps on the same text.
+`float32` takes these steps without compression; compression after training starts from its weights. Parts:
+
+    qat       integers of `--bits`: rounding, GPTQ, and training with rounded weights
+    sparse    half of the weights zero: pruning after training, and training that keeps the zeros of a pruned start
+    cluster   8 values a matrix: k-means after training, and training with clusters
+    low_rank  the singular value decomposition at the ranks that training found, and that training
+    distill   a student of half the width and depth that learns from the text alone, and with the model as its teacher
+    sizes     memory of eDKM's clustering, and bytes of a clustered LLaMA 7B; nothing is trained
+
+`loss` is the held-out loss in nats, the mean over `--seeds` (other text, and other initial weights of students);
+`rise` is that loss minus the one of `float32`. Rows are appended to benchmarks/results/compressed_training.jsonl.
 """
 
 import argparse
+import collections
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.rows import append_rows, require_commit
+from benchmarks.arguments import positive
+from benchmarks.compression_methods import (
+    EVAL_TOKENS,
+    QUICKSTART,
+    TINY,
+    Trained,
+    calibration_batches,
+    dense_paths,
+    open_model,
+    replaced,
+)
+from benchmarks.rows import SCRATCH, append_rows, print_table, require_commit
+from jaxstack.compress.layerwise import compress_layers
+from jaxstack.compress.methods import Gptq, KMeans, LowRank, Magnitude, Method, Rtn, SparseGpt
+from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.cluster import (
     Clustering,
     ClusterRule,
-    count_patterns,
     soft_clusters,
     start_centroids,
     stored_bytes,
 )
+from jaxstack.compressed_training.config import CompressionConfig
 from jaxstack.compressed_training.distill import DistillConfig, distillation_loss, empty_model, with_teacher
-from jaxstack.data.loader import Data, open_data
+from jaxstack.compressed_training.low_rank import LowRankRule
+from jaxstack.compressed_training.mask import MaskRule
+from jaxstack.compressed_training.patterns import count_patterns, patterns_of
+from jaxstack.compressed_training.qat import QatRule
 from jaxstack.functional.compressed import CompressedModule
-from jaxstack.functional.module import Dict, flatten, nest
+from jaxstack.functional.module import Dict, FunctionalModule
 from jaxstack.loss import language_model_loss
 from jaxstack.models import Transformer
-from jaxstack.run.build import make_trainer, resolve_model
-from jaxstack.run_config import RunConfig, config_from_tree
+from jaxstack.run.build import make_trainer
 from jaxstack.trainer import Trainer
-from pallas_kernels.weight_only.packed import PackedWeight
+from pallas_kernels import PackedWeight
 
 SCRIPT = "compressed_training"
-EVAL_TOKENS = 32768
-LAYERS = "attention|mlp"
-RULES: dict[str, dict[str, Any]] = {
-    "int4": {"method": "qat", "bits": 4, "group_size": 32},
-    "int3": {"method": "qat", "bits": 3, "group_size": 32},
-    "cluster3": {"method": "cluster", "bits": 3},
-    "low_rank": {"method": "low_rank", "penalty": 1e-3, "threshold": 1e-3},
-    "sparse50": {"method": "mask"},
-}
-"""Work -> the rule of the dense layers."""
+DENSE = "attention|mlp"
+COLUMNS = ("work", "variant", "implementation", "loss", "rise", "device")
+
+Row = dict[str, Any]
 
 
-class Base(NamedTuple):
-    """A trained model.
+class Study:
+    """A trained model, what further training makes of it, and held-out losses.
 
-    Attributes:
-      config: its configuration.
-      data: its text.
-      params: its parameters.
+    Args:
+      args: the command line.
     """
 
-    config: RunConfig
-    data: Data
-    params: Dict
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.losses = args, collections.defaultdict[tuple[str, str], list[float]](list)
 
+    @functools.cached_property
+    def base(self) -> Trained:
+        """The model that everything starts from."""
+        return open_model(TINY if self.args.tiny else QUICKSTART, self.args.base_steps, self.args.run)
 
-def make_config(steps: int, learning_rate: float, width: int = 64, **sections: Any) -> RunConfig:
-    """Return the configuration of a training run of the small model."""
-    model = {"hidden_size": width, "num_layers": 2, "num_heads": 4, "intermediate_size": 3 * width}
-    return config_from_tree(
-        {
-            "model": {**model, "scan_layers": False},
-            "data": {"tokenizer": {"name": "byte"}},
-            "train": {"steps": steps, "global_batch_size": 16, "sequence_length": 64, "eval_batch_size": 64},
-            "optimizer": {"learning_rate": learning_rate, "weight_decay": 0.0},
-            "schedule": {"name": "linear", "warmup_steps": min(20, steps // 2)},
-            "observe": {"progress": False},
-            **sections,
+    @functools.cached_property
+    def start(self) -> Dict:
+        """Its parameters, in host memory."""
+        return jax.device_get(self.base.trainer.state.params)
+
+    @functools.cached_property
+    def calibration(self) -> list[Mapping[str, Any]]:
+        """Text that GPTQ and SparseGPT are calibrated on."""
+        return calibration_batches(self.base.data, self.args.sequences)
+
+    def train(self, seed: int, start: Dict, *rules: WeightRule) -> tuple[FunctionalModule, Dict]:
+        """Take further steps from `start`; return the module, and what its train state stores."""
+        config, args = self.base.config, self.args
+        changes = {
+            "train": config.train.model_copy(update={"steps": args.steps}),
+            "optimizer": config.optimizer.model_copy(update={"learning_rate": args.learning_rate}),
+            "schedule": config.schedule.model_copy(update={"warmup_steps": min(20, args.steps - 1)}),
+            "compression": CompressionConfig(rules=rules),
         }
-    )
+        trainer = make_trainer(config.model_copy(update=changes), self.base.data, jax.devices()[:1])
+        trainer.start_from(jax.tree.map(jnp.array, start))
+        take_steps(trainer, self.base.steps + seed * args.steps)
+        return trainer.module, trainer.state.params
+
+    @functools.cache  # noqa: B019 (one study in a process)
+    def plain(self, seed: int) -> Dict:
+        """Return the parameters after further steps without compression."""
+        return self.train(seed, self.start)[1]
+
+    def compress(self, params: Dict, methods: Method | Mapping[str, Method]) -> Dict:
+        """Return the parameters with the dense layers compressed, as plain arrays."""
+        model = self.base.trainer.module.merge(params, self.base.trainer.state.non_params)
+        if isinstance(methods, Method):
+            methods = dict.fromkeys(dense_paths(self.base.config.model.num_layers), methods)
+        return replaced(params, compress_layers(model, self.calibration, methods).weights)
+
+    def loss(self, params: Dict) -> float:
+        """Return the held-out loss of parameters."""
+        trainer = self.base.trainer
+        found = trainer.evaluator.run(params, trainer.state.non_params, EVAL_TOKENS)
+        assert found is not None
+        return found["eval_loss"]
+
+    def record(self, variant: str, implementation: str, params: Dict) -> None:
+        """Add the loss of parameters to those of a variant and an implementation."""
+        self.losses[variant, implementation].append(self.loss(params))
+        print(variant, implementation, self.losses[variant, implementation], flush=True)
+
+    def rows(self, reference: str = "float32") -> Iterator[Row]:
+        """Yield a row for each variant and implementation that was recorded."""
+        args, losses = self.args, dict(self.losses)
+        base = next(statistics.mean(values) for (_, name), values in losses.items() if name == reference)
+        for (variant, name), values in losses.items():
+            yield {
+                "work": f"quickstart, {self.base.steps} + {args.steps} steps", "variant": variant,
+                "implementation": name, "loss": statistics.mean(values), "rise": statistics.mean(values) - base,
+                "losses": values, "steps": args.steps, "learning_rate": args.learning_rate,
+                "base_steps": self.base.steps,
+            }  # fmt: skip
 
 
-def train_base(steps: int) -> Base:
-    """Train the model that all methods start from."""
-    config = make_config(steps, 5e-3)
-    data = open_data(config.data, sequence_length=64, seed=0, report=lambda line: None)
-    config = config.model_copy(update={"model": resolve_model(config.model, data.vocab_size)})
-    trainer = make_trainer(config, data)
-    take_steps(trainer)
-    return Base(config, data, jax.device_get(trainer.state.params))
-
-
-def take_steps(trainer: Trainer) -> float:
-    """Take all steps of a trainer, and return its held-out loss."""
-    batches = trainer.batches(0)
+def take_steps(trainer: Trainer, start: int) -> None:
+    """Take all steps of a trainer, on the batches from `start` on."""
+    batches = trainer.batches(start)
     for _ in range(trainer.train.steps):
         trainer.train_step(next(batches)[0])
     batches.close()
-    return held_out(trainer)
 
 
-def held_out(trainer: Trainer) -> float:
-    """Return the held-out loss of a trainer's model, with its weights as exported."""
+def qat_rows(study: Study, seeds: int, group_size: int) -> Iterator[Row]:
+    """Yield the rows of quantization-aware training."""
+    for seed in range(seeds):
+        plain = study.plain(seed)
+        study.record("uncompressed", "float32", plain)
+        for bits in study.args.bits:
+            variant = f"int{bits}, groups of {group_size}"
+            for method in (Rtn, Gptq):
+                found = study.compress(plain, method(path=".", bits=bits, group_size=group_size))
+                study.record(variant, method.__name__.lower(), found)
+            module, stored = study.train(seed, study.start, QatRule(path=DENSE, bits=bits, group_size=group_size))
+            study.record(variant, "qat", module.export(stored))
+    yield from study.rows()
+
+
+def sparse_rows(study: Study, seeds: int) -> Iterator[Row]:
+    """Yield the rows of sparse fine-tuning.
+
+    Raises:
+      AssertionError: a zero of the pruned start is not zero after training.
+    """
+    methods = {"magnitude": Magnitude(path="."), "sparsegpt": SparseGpt(path=".")}
+    starts = {name: study.compress(study.start, method) for name, method in methods.items()}
+    for seed in range(seeds):
+        plain = study.plain(seed)
+        study.record("uncompressed", "float32", plain)
+        for name, method in methods.items():
+            study.record("50 % zeros", name, study.compress(plain, method))
+            module, stored = study.train(seed, starts[name], MaskRule(path=DENSE))
+            found = module.export(stored)
+            kept = jax.tree.map(lambda old, new: bool(jnp.all((old != 0) | (new == 0))), starts[name], found)
+            assert all(jax.tree.leaves(kept)), "a zero was not kept"
+            study.record("50 % zeros", f"{name}, then trained with its zeros", found)
+    yield from study.rows()
+
+
+def cluster_rows(study: Study, seeds: int) -> Iterator[Row]:
+    """Yield the rows of training with clusters."""
+    for seed in range(seeds):
+        plain = study.plain(seed)
+        study.record("uncompressed", "float32", plain)
+        study.record("3 bits, clustered", "kmeans", study.compress(plain, KMeans(path=".", bits=3)))
+        module, stored = study.train(seed, study.start, ClusterRule(path=DENSE, bits=3))
+        study.record("3 bits, clustered", "edkm", module.export(stored))
+    yield from study.rows()
+
+
+def low_rank_rows(study: Study, seeds: int, penalty: float) -> Iterator[Row]:
+    """Yield the rows of trainable low rank, with the share of values that are left."""
+    shares = []
+    for seed in range(seeds):
+        plain = study.plain(seed)
+        study.record("uncompressed", "float32", plain)
+        rule = LowRankRule(path=DENSE, penalty=penalty, threshold=1e-3)
+        module, stored = study.train(seed, study.start, rule)
+        study.record("low rank", "maestro", module.export(stored))
+        assert isinstance(module, CompressedModule)
+        packed = module.pack(stored)
+        ranks = {path: max(1, w.arrays["v"].shape[0]) for path, w in packed.items() if isinstance(w, PackedWeight)}
+        methods = {path: LowRank(path=".", rank=rank, dtype="float32") for path, rank in ranks.items()}
+        study.record("low rank", "truncated svd", study.compress(plain, methods))
+        kept = sum(sum(packed[path].shape) * rank for path, rank in ranks.items())
+        shares.append(kept / sum(math.prod(packed[path].shape) for path in ranks))
+    for row in study.rows():
+        yield row | ({"kept": statistics.mean(shares), "penalty": penalty} if row["variant"] == "low rank" else {})
+
+
+def distill_rows(study: Study, seeds: int) -> Iterator[Row]:
+    """Yield the rows of students."""
+    settings = DistillConfig(alpha=0.5, temperature=2.0)
+    for seed in range(seeds):
+        for name, chosen in (("from the text", None), ("distilled", settings)):
+            study.losses["student", name].append(train_student(study, chosen, seed))
+            print(name, study.losses["student", name], flush=True)
+    for row in study.rows("from the text"):
+        steps = f"{study.args.student_steps} steps, teacher of {study.base.steps} steps"
+        yield row | {"work": f"student of half the width and depth, {steps}", "steps": study.args.student_steps,
+                     "learning_rate": study.base.config.optimizer.learning_rate}  # fmt: skip
+
+
+def train_student(study: Study, settings: DistillConfig | None, seed: int) -> float:
+    """Return the held-out loss of a student of half the width and depth, with or without the base as its teacher."""
+    config = study.base.config
+    teacher, size = config.model, config.model.hidden_size // 2
+    changes = {
+        "hidden_size": size,
+        "num_layers": -(-teacher.num_layers // 2),
+        "intermediate_size": teacher.feed_forward_size // 2,
+    }
+    model = teacher.model_copy(update=changes)
+    student = lambda rngs: Transformer(model, rngs)  # noqa: E731
+    make, loss = student, language_model_loss
+    if settings is not None:
+        make = lambda rngs: with_teacher(student(rngs), empty_model(teacher, jnp.float32))  # noqa: E731
+        loss = functools.partial(distillation_loss, settings=settings)
+    trainer = Trainer(
+        make,
+        loss,
+        study.base.data,
+        optimizer=config.optimizer,
+        schedule=config.schedule,
+        mesh=study.base.trainer.rules,
+        train=config.train.model_copy(update={"steps": study.args.student_steps}),
+        seed=seed,
+    )
+    if settings is not None:
+        trainer.set_teacher(jax.tree.map(jnp.array, study.start))
+    take_steps(trainer, seed * study.args.student_steps)
     values = trainer.evaluate(EVAL_TOKENS)
     assert values is not None
     return values["eval_loss"]
 
 
-def compressing(base: Base, rule: Mapping[str, Any], steps: int, params: Dict) -> Trainer:
-    """Return a trainer that starts from `params` and compresses by `rule` in its steps."""
-    sections = {"compression": {"rules": [{"path": LAYERS, **rule}]}, "run": {"init_from": "base"}}
-    config = make_config(steps, 1e-3, **sections).model_copy(update={"model": base.config.model})
-    trainer = make_trainer(config, base.data)
-    trainer.start_from(jax.tree.map(jnp.array, params))
-    return trainer
-
-
-def train_plainly(base: Base, steps: int) -> Dict:
-    """Return the parameters after further training without compression."""
-    config = make_config(steps, 1e-3).model_copy(update={"model": base.config.model})
-    trainer = make_trainer(config, base.data)
-    trainer.start_from(jax.tree.map(jnp.array, base.params))
-    take_steps(trainer)
-    return jax.device_get(trainer.state.params)
-
-
-def measure(base: Base, work: str, plain: Dict, steps: int) -> dict[str, Any]:
-    """Return the row of one method."""
-    rule, start, after_plain = RULES[work], base.params, plain
-    if work == "sparse50":
-        start, after_plain = prune(start), prune(plain)
-    trainer = compressing(base, rule, steps, start)
-    before = held_out(trainer)
-    after = take_steps(trainer)
-    assert isinstance(trainer.module, CompressedModule)
-    packed = trainer.module.pack(jax.device_get(trainer.state.params))
-    size = sum(x.stored_bytes if isinstance(x, PackedWeight) else 4 * x.size for x in packed.values())
-    plainly = compressing(base, rule, steps, after_plain)
-    if work == "low_rank":
-        truncate(trainer, plainly)
-    weights = sum(int(np.prod(x.shape)) for x in packed.values())
-    kept = sum(int(x) for x in trainer.module.kept(trainer.state.params).values())
-    return {
-        "before": before,
-        "after": after,
-        "plain": held_out(plainly),
-        "weights": weights,
-        "kept": kept,
-        "bytes": size,
-    }
-
-
-def prune(params: Dict) -> Dict:
-    """Return the parameters with the smaller half of each dense layer's weights at zero."""
-
-    def halve(path: tuple[str, ...], x: np.ndarray) -> np.ndarray:
-        dense = path[-1] == "kernel" and ("attention" in path or "mlp" in path)
-        return np.where(np.abs(x) < np.median(np.abs(x)), 0, x) if dense else x
-
-    return nest((path, halve(path, x)) for path, x in flatten(params).items())
-
-
-def truncate(trained: Trainer, plain: Trainer) -> None:
-    """Truncate the factors of `plain`, singular value decompositions, to the ranks that `trained` found."""
-    found, stored = flatten(trained.state.params), flatten(plain.state.params)
-    for path in [path for path in stored if path[-1] == "u"]:
-        other = (*path[:-1], "v")
-        rank = int(jnp.sum(jnp.linalg.norm(found[path], axis=0) * jnp.linalg.norm(found[other], axis=1) > 0))
-        stored[path] = stored[path].at[:, rank:].set(0)
-        stored[other] = stored[other].at[rank:].set(0)
-    plain.state = plain.state._replace(params=nest(stored.items()))
-
-
-def distil(base: Base, steps: int, settings: DistillConfig | None, seed: int) -> float:
-    """Return the held-out loss of a student of half the width, with or without the base as its teacher."""
-    config = make_config(steps, 5e-3, width=32)
-    model = config.model.model_copy(update={"vocab_size": base.config.model.vocab_size})
-    student = lambda rngs: Transformer(model, rngs)  # noqa: E731
-    if settings is None:
-        make, loss = student, language_model_loss
-    else:
-        make = lambda rngs: with_teacher(student(rngs), empty_model(base.config.model, jnp.float32))  # noqa: E731
-        loss = functools.partial(distillation_loss, settings=settings)
-    trainer = Trainer(
-        make, loss, base.data, optimizer=config.optimizer, schedule=config.schedule, train=config.train, seed=seed
-    )
-    if settings is not None:
-        trainer.set_teacher(jax.tree.map(jnp.array, base.params))
-    return take_steps(trainer)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the measurements, print a table, and append the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base-steps", type=int, default=600)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=2)
-    arguments = parser.parse_args(argv)
-    require_commit(SCRIPT)
-    base = train_base(arguments.base_steps)
-    plain = train_plainly(base, arguments.steps)
-    common = {"implementation": "jaxstack", "device": jax.devices()[0].device_kind, "devices": 1}
-    common |= {"base_steps": arguments.base_steps, "steps": arguments.steps}
-    rows: list[dict[str, Any]] = []
-    for work in RULES:
-        rows.append({"work": work, **common, **measure(base, work, plain, arguments.steps)})
-        print(rows[-1], flush=True)
-    settings = DistillConfig(alpha=0.5, temperature=2.0)
-    for seed in range(arguments.seeds):
-        losses = {
-            "scratch": distil(base, arguments.base_steps, None, seed),
-            "after": distil(base, arguments.base_steps, settings, seed),
-        }
-        rows.append({"work": "distill", **common, "seed": seed, **losses})
-        print(rows[-1], flush=True)
+def size_rows() -> Iterator[Row]:
+    """Yield the memory of clustering in a step, and the bytes of a large clustered model."""
     clustering = ClusterRule(path=".").settings
-    dense, table = (saved_bytes(form, 4096, clustering) for form in (dense_clusters, soft_clusters))
-    rows.append({"work": "map of 4096 x 4096, 3 bits", **common, "bytes_before": dense, "bytes": table})
-    rows.append({"work": "LLaMA 7B, clustered", **common, **seven_billion()})
-    print(*rows[-2:], sep="\n")
-    append_rows(SCRIPT, rows)
+    for name, function in (("k-means over all weights", dense_clusters), ("edkm", soft_clusters)):
+        saved = saved_bytes(function, 4096, clustering)
+        yield {"work": "map of 4096 x 4096, 3 bits", "implementation": name, "bytes": saved}
+    found = seven_billion()
+    for name, size in (("16 bits a weight", found["bytes_before"]), ("edkm", found["bytes"])):
+        yield {"work": "LLaMA 7B, clustered, by arithmetic", "implementation": name, "bytes": size}
 
 
 def dense_clusters(w: jax.Array, settings: Clustering) -> jax.Array:
     """Return `soft_clusters` of weights [out, in] as DKM defines it, with a map of every weight to every centroid."""
-    centroids, temperature = start_centroids(count_patterns(w)[1], settings)
+    centroids, temperature = start_centroids(count_patterns(patterns_of(w)), settings)
     x = w.reshape(-1, 1)
     shares = x
     for _ in range(settings.iterations):
@@ -232,7 +295,7 @@ def dense_clusters(w: jax.Array, settings: Clustering) -> jax.Array:
     return jnp.sum(shares * centroids, axis=-1).reshape(w.shape)
 
 
-def saved_bytes(function: Callable[..., jax.Array], size: int, settings: Clustering) -> int:
+def saved_bytes(function: Callable[..., Any], size: int, settings: Clustering) -> int:
     """Return the bytes that the backward pass of a square matrix needs of the forward pass; nothing is computed."""
     w = jax.ShapeDtypeStruct((size, size), jnp.float32)
     pull = jax.eval_shape(lambda w: jax.vjp(lambda w: function(w, settings), w)[1], w)
@@ -247,5 +310,46 @@ def seven_billion() -> dict[str, int]:
     return {"bytes_before": 2 * (matrices + tables + norms), "bytes": after}
 
 
+PARTS: Mapping[str, Callable[[Study], Iterator[Row]]] = {
+    "qat": lambda study: qat_rows(study, study.args.seeds, 32 if study.args.tiny else 128),
+    "sparse": lambda study: sparse_rows(study, study.args.seeds),
+    "cluster": lambda study: cluster_rows(study, study.args.seeds),
+    "low_rank": lambda study: low_rank_rows(study, study.args.seeds, study.args.penalty),
+    "distill": lambda study: distill_rows(study, study.args.seeds),
+    "sizes": lambda study: size_rows(),
+}
+"""Part -> function that makes its rows."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="default: all")
+    parser.add_argument("--run", help="directory of a trained quickstart; default: it is trained")
+    parser.add_argument("--base-steps", type=positive(int), default=1500, help="steps of that training")
+    parser.add_argument("--steps", type=positive(int), default=300, help="further steps")
+    parser.add_argument("--student-steps", type=positive(int), default=600, help="steps of a student")
+    parser.add_argument("--learning-rate", type=positive(float), default=1e-3, help="of the further steps")
+    parser.add_argument("--bits", nargs="+", type=int, choices=range(2, 9), default=[4, 3, 2], metavar="N",
+                        help="of the part `qat` (default: 4 3 2)")  # fmt: skip
+    parser.add_argument("--penalty", type=positive(float), default=1e-3, help="of low rank")
+    parser.add_argument("--seeds", type=positive(int), default=2, help="repetitions with other text")
+    parser.add_argument("--sequences", type=positive(int), default=128, help="calibration sequences")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
+    args = parser.parse_args()
+    if args.tiny:
+        args.base_steps, args.steps, args.student_steps, args.seeds, args.sequences = 4, 3, 3, 1, 8
+    name = f"{SCRATCH}{SCRIPT}" if args.tiny else SCRIPT
+    require_commit(name)
+    study, rows = Study(args), list[Row]()
+    for part in args.parts:
+        study.losses.clear()
+        common = {"device": jax.devices()[0].device_kind, "devices": 1, "part": part}
+        found = [{**row, **common} for row in PARTS[part](study)]
+        append_rows(name, found)
+        rows += found
+    print_table(rows, COLUMNS)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -68,13 +68,13 @@ def measure(name: str, steps: int | None, seed: int) -> dict[str, Any]:
     """Return the row of one example."""
     import jax
 
-    began = time.perf_counter()
+    load, began = os.getloadavg()[0], time.perf_counter()
     found = load_example(name).main(seed=seed, **({} if steps is None else {"steps": steps}))
     seconds = time.perf_counter() - began
     check_result(found)
     device = jax.devices()[0].device_kind
     return {"work": name, "implementation": "jaxstack", "device": device, "devices": 1, "cores": os.cpu_count(),
-            "seed": seed, "seconds": seconds, **found}  # fmt: skip
+            "load": load, "seed": seed, "seconds": seconds, **found}  # fmt: skip
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from jaxstack.distributed.xla_options import packed_weight_options
 from jaxstack.models import preset_config
 from pallas_kernels import PackedWeight, packed_matmul
 from pallas_kernels.weight_only.grid import Grid
-from pallas_kernels.weight_only.packed import pack_integers
+from pallas_kernels.weight_only.packed import pack_nearest
 
 FORMATS: Mapping[str, Grid | None] = {
     "bf16": None,
@@ -60,8 +60,7 @@ def make_weights(grid: Grid | None, width: int, inner: int, pairs: int) -> list[
         w = jax.random.normal(key, (outputs, inputs)) / inputs**0.5
         if grid is None:
             return w.T.astype(jnp.bfloat16)
-        scales = grid.scales(w)
-        return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16))
+        return pack_nearest(grid, w)
 
     made = jax.jit(make, static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(0), 2 * pairs)

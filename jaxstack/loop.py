@@ -45,7 +45,7 @@ _LONG_RUN_SECONDS = 3600
 """Length of a run from which on advice on the interval between saves is worth a line."""
 _IN_FLIGHT = 2
 """Maximum number of steps on the devices: one runs while the next is queued."""
-_DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "distill")
+_DECIDING = ("model", "optimizer", "schedule", "precision", "compression", "distill", "islands")
 """Sections of the configuration that decide a run's result; each checkpoint has a copy of them."""
 
 
@@ -81,9 +81,7 @@ class Trainable(Protocol):
 
     def peek_batch(self, start: int = 0) -> dict[str, jax.ShapeDtypeStruct]: ...
 
-    def compile(
-        self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False
-    ) -> jax.stages.Compiled: ...
+    def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> object: ...
 
     def compile_smaller(self, batch: Mapping[str, jax.ShapeDtypeStruct], start: int) -> None: ...
 
@@ -92,6 +90,8 @@ class Trainable(Protocol):
     def batches(self, start: int) -> Generator[tuple[dict[str, jax.Array], float], None, None]: ...
 
     def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics: ...
+
+    def read(self, metrics: Metrics) -> dict[str, float]: ...
 
     def evaluate(
         self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
@@ -303,7 +303,7 @@ class Loop:
     def _read(self, step: int, metrics: Metrics, waited: float) -> None:
         """Wait for a step's metrics, check and log them."""
         with self.signs.waiting():
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            values = self.trainer.read(metrics)
         sizes = self.trainer.batch_sizes
         self.meter.add(self.items_per_row * sizes.rows(step - 1), waited)
         self.skipped = int(values.pop("skipped"))

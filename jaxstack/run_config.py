@@ -28,6 +28,8 @@ from jaxstack.config.loader import (
 from jaxstack.config.sections import RunSection, TrainConfig
 from jaxstack.data.config import DataConfig
 from jaxstack.errors import ConfigError
+from jaxstack.islands.diloco import DiLoCo
+from jaxstack.islands.methods import AnyIslandMethod
 from jaxstack.models.adapters import AdapterConfig
 from jaxstack.models.config import ModelConfig
 from jaxstack.models.preset import load_preset
@@ -36,6 +38,7 @@ from jaxstack.observe.config import ObserveConfig
 from jaxstack.observe.noise_scale import noise_problem
 from jaxstack.optim.mup import check_rule
 from jaxstack.optim.optimizers import AdamW, AnyOptimizer
+from jaxstack.optim.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from jaxstack.optim.schedules import AnySchedule, Cosine
 from jaxstack.parallel.config import ParallelConfig
 from jaxstack.parallel.pipeline.plan import PipelinePlan, plan_pipeline
@@ -54,6 +57,7 @@ class RunConfig(Component):
     optimizer: AnyOptimizer = AdamW()
     schedule: AnySchedule = Cosine()
     parallel: ParallelConfig = ParallelConfig()
+    islands: AnyIslandMethod = DiLoCo()
     precision: PrecisionConfig = PrecisionConfig()
     adapters: AdapterConfig = AdapterConfig()
     compression: CompressionConfig = CompressionConfig()
@@ -66,6 +70,7 @@ class RunConfig(Component):
     def _check(self) -> "RunConfig":
         problem = self._length_problem() or self._batch_problem() or self._transfer_problem() or self._width_problem()
         problem = problem or self._noise_problem() or self._ramp_problem() or self._compression_problem()
+        problem = problem or self._islands_problem()
         if problem:
             raise ValueError(problem)
         if all(degree != -1 for degree in self.parallel.degrees.values()):
@@ -165,10 +170,40 @@ class RunConfig(Component):
             return "method mask keeps the zeros of a pruned model: name its directory with run.init_from."
         return None
 
+    def _islands_problem(self) -> str | None:
+        count = self.parallel.islands
+        if count == 1:
+            given = self.islands != DiLoCo()
+            return "islands needs parallel.islands of 2 or more; set it, or remove the section." if given else None
+        excluded = {
+            "parallel.pipeline": self.parallel.pipeline > 1,
+            "train.batch_ramp": self.train.batch_ramp is not None,
+            "train.eval_tasks": bool(self.train.eval_tasks),
+            "observe.noise_scale": self.observe.noise_scale,
+            "compression.rules": bool(self.compression.rules),
+            "distill.teacher": self.distill.teacher is not None,
+            "optimizer.name=schedule_free_adamw": isinstance(self.optimizer, ScheduleFreeAdamW),
+        }
+        found = [name for name, given in excluded.items() if given]
+        if found:
+            return f"parallel.islands ({count}) does not support {found[0]}; remove it, or set parallel.islands=1."
+        return self.islands.problem(count)
+
     @property
     def layout_sections(self) -> LayoutSections:
         """The sections that decide whether a layout is possible."""
         return LayoutSections(self.model, self.parallel, self.train, self.adapters)
+
+    @property
+    def one_island(self) -> "RunConfig":
+        """The run of one island alone: its devices, and its part of the batch; without islands the run itself."""
+        count, simulated = self.parallel.islands, self.parallel.simulate_devices
+        if count == 1:
+            return self
+        degrees = {"islands": 1, "simulate_devices": simulated and simulated // count}
+        sizes = {"global_batch_size": self.train.global_batch_size // count}
+        parts = {"parallel": self.parallel.model_copy(update=degrees), "train": self.train.model_copy(update=sizes)}
+        return self.model_copy(update={**parts, "islands": DiLoCo()})
 
     @property
     def directory(self) -> Path:
@@ -266,7 +301,7 @@ def config_from_tree(
         sections["model"] = merge_trees(load_preset(model["preset"]), model)
     if _keeps_end_layers_wide(sections) and isinstance(sections.setdefault("model", {}), dict):
         sections["model"] = {"unscanned_end_layers": 1, **sections["model"]}
-    for section, default in (("optimizer", "adamw"), ("schedule", "cosine")):
+    for section, default in (("optimizer", "adamw"), ("schedule", "cosine"), ("islands", "diloco")):
         if isinstance(sections.get(section), dict):
             sections[section] = {"name": default, **sections[section]}
     return build_component(RunConfig, sections, origin, overrides)
@@ -295,7 +330,7 @@ def config_schema() -> Tree:
     `auto`."""
     schema = RunConfig.model_json_schema(by_alias=True)
     schema["properties"]["parallel"] = {"anyOf": [schema["properties"]["parallel"], {"const": "auto"}]}
-    for union in (AnyOptimizer, AnySchedule):
+    for union in (AnyOptimizer, AnySchedule, AnyIslandMethod):
         for member in get_args(get_args(union)[0]):
             required = schema["$defs"][member.__name__].get("required", [])
             if "name" in required:

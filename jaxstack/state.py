@@ -1,5 +1,6 @@
 """The train state and its sharded initialization: no device ever holds more than its shards."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,8 @@ class TrainState(NamedTuple):
     """[] int32: consecutive steps skipped because loss or gradients were not finite, or spiked."""
     history: StepHistory
     """Loss and gradient norm of the last steps taken."""
+    outer: Any = {}
+    """State of the method that keeps islands together, see `jaxstack.islands`; empty without islands."""
 
 
 LATER_FIELDS = {"history": StepHistory.empty}
@@ -49,6 +52,11 @@ def abstract_state(module: FunctionalModule, optimizer: optax.GradientTransforma
     return jax.eval_shape(lambda: init_state(module, optimizer, jax.random.key(0)))
 
 
+def with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
+    """Return shapes and dtypes of a state with these shardings."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
 def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> tuple[Any, Any]:
     """Return shapes, dtypes and shardings of the parameters that a run starts from, and of its teacher's.
 
@@ -58,18 +66,24 @@ def start_shapes(module: FunctionalModule, rules: AxisRules, zero: int = 0) -> t
     used = module.used.plain
     shardings = jax.tree.map(rules.sharding, used.parameter_specs(rules, zero))
     shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
-    own, teacher = module.split_teacher(jax.tree.map(shape, used.abstract_params, shardings))
+    own, teacher = split_teacher(jax.tree.map(shape, used.abstract_params, shardings))
     return module.split_adapters(own)[0], teacher.get("teacher", {})
 
 
-def without_teacher(module: FunctionalModule, state: TrainState) -> TrainState:
+def split_teacher(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (parameters without a teacher's, those of the teacher as `teacher`, which no checkpoint holds)."""
+    own = {key: value for key, value in params.items() if key != "teacher" or not isinstance(value, dict)}
+    return own, {key: params[key] for key in params.keys() - own.keys()}
+
+
+def without_teacher(state: TrainState) -> TrainState:
     """Return the state, or its shapes, without the parameters of a teacher."""
-    return state._replace(params=module.split_teacher(state.params)[0])
+    return state._replace(params=split_teacher(state.params)[0])
 
 
-def replace_teacher(module: FunctionalModule, state: TrainState, teacher: Any) -> TrainState:
+def replace_teacher(state: TrainState, teacher: Mapping[str, Any]) -> TrainState:
     """Return the state with these parameters of a teacher, as `split_teacher` returns them; {}: unchanged."""
-    return state._replace(params=module.join(without_teacher(module, state).params, teacher)) if teacher else state
+    return state._replace(params={**state.params, **teacher})
 
 
 def state_shardings(

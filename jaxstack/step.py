@@ -50,6 +50,9 @@ class StepFunctions:
       layout: the other choices of parallelism; a StagedModule needs its `pipeline`. None: `StepLayout()`.
     """
 
+    metrics_spec = jax.P()
+    """PartitionSpec of the metrics of a step."""
+
     def __init__(
         self,
         module: FunctionalModule,
@@ -83,7 +86,7 @@ class StepFunctions:
         Raises:
           ConfigError: the optimizer needs sampled labels, which the loss does not declare.
         """
-        context = ShardingContext(self.rules, self.layout)
+        context = ShardingContext(self.inner_rules, self.layout)
         self.gradients = make_gradients(self.module.used, self._loss, context, self.accumulation)
         if self._curvature_every:
             sampled = as_loss(self._loss).sampled
@@ -94,6 +97,15 @@ class StepFunctions:
                     "choose another optimizer."
                 )
             self._sampled_gradients = make_gradients(self.module.used, sampled, context, self.accumulation)
+
+    @property
+    def inner_rules(self) -> AxisRules:
+        """The rules inside the function that computes a step."""
+        return self.rules
+
+    def one_model(self, state: TrainState) -> TrainState:
+        """Return shapes, dtypes and shardings of the state of one copy of the model, from those of the train state."""
+        return state
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Take one optimizer step.
@@ -232,7 +244,8 @@ class StepProgram:
         Raises:
           ConfigError: a kernel or method that was chosen explicitly does not support what the model needs.
         """
-        shardings = jax.tree.map(lambda x: x.sharding, self._state), self._steps.rules.sharding(jax.P())
+        metrics = self._steps.rules.sharding(self._steps.metrics_spec)
+        shardings = jax.tree.map(lambda x: x.sharding, self._state), metrics
         step = jax.jit(self._steps.train_step, donate_argnums=0, out_shardings=shardings)
         try:
             # Kernels that reach other devices' memory inside nested shard_maps learn from the mesh which these are.
@@ -287,10 +300,11 @@ class StepProgram:
 
     def describe_sharding(self) -> dict[str, Any]:
         """Return how the train state is sharded, see `jaxstack.functional.shardings`."""
-        state, steps = self._state, self._steps
+        state, steps = self._steps.one_model(self._state), self._steps
         others = (state.step, state.non_params, state.key, state.history)
         zero = steps.layout.zero
-        return describe_shardings(steps.module, state.params, state.optimizer, others, rules=steps.rules, zero=zero)
+        moments = (state.optimizer, state.outer)
+        return describe_shardings(steps.module, state.params, moments, others, rules=steps.rules, zero=zero)
 
     def describe_pipeline(self) -> dict[str, Any]:
         """Return the schedule of the pipeline's stages; empty without a pipeline."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jaxstack.data.batch_source import BatchSource, HostBatch, as_source, peek
 from jaxstack.data.batch_source import numpy_batches as numpy_batches
 from jaxstack.data.device import BatchPlacement, abstract_batch, check_rows
 from jaxstack.evaluation import Evaluator, HeldOutData, check_held_out
-from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, make_functional
+from jaxstack.functional.module import Dict, FunctionalModule, NNXFactory, flatten, make_functional
 from jaxstack.gradients.pipeline_module import stage_module
 from jaxstack.loop import Loop, LoopSettings
 from jaxstack.loss import Loss, LossFunction
@@ -35,12 +35,13 @@ from jaxstack.state import (
     abstract_state,
     init_state,
     replace_teacher,
+    split_teacher,
     start_shapes,
     state_shardings,
+    with_shardings,
     without_teacher,
 )
 from jaxstack.step import Metrics, StepFunctions, StepProgram, XlaOptions
-from jaxstack.tree_rules import path_name
 from pallas_kernels import Choice
 
 Data = BatchSource | Callable[[int], HostBatch] | Iterable[HostBatch]
@@ -70,6 +71,8 @@ class Trainer:
     Raises:
       TypeError: the module, the loss or the data is of a kind that cannot be used.
     """
+
+    make_steps: Callable[..., StepFunctions] = StepFunctions
 
     def __init__(
         self,
@@ -105,16 +108,11 @@ class Trainer:
             optimizer = self._scheduled(optimizer or AdamW(), schedule or Cosine(), layout.zero)
         self.module.check_dtypes()
         self.optimizer = optimizer
-        self.steps = StepFunctions(
-            self.module,
-            loss_fn,
-            optimizer,
-            self.learning_rate,
-            self.rules,
-            dataclasses.replace(layout, pipeline=self.pipeline),
-            self.train.gradient_accumulation,
+        layout = dataclasses.replace(layout, pipeline=self.pipeline)
+        self.steps = self.make_steps(
+            self.module, loss_fn, optimizer, self.learning_rate, self.rules, layout, self.train.gradient_accumulation
         )
-        self.shardings = state_shardings(self.module, optimizer, self.rules, layout.zero)
+        self.shardings = self._run_shardings(state_shardings(self.module, optimizer, self.rules, layout.zero))
         self.program = StepProgram(self.steps, self.abstract_state, self.train.xla_options)
         self._smaller: dict[int, StepProgram] = {}
         check_held_out(eval_data)
@@ -140,7 +138,7 @@ class Trainer:
         everything = self.module.abstract_params
         self.module.freeze(frozen_rule(optimizer, everything))
         trained = self.module.split_frozen(everything)[0]
-        stacked = self.module.split_frozen(self.module.map_parameters(_is_stacked, self.rules))[0]
+        stacked = self.module.stacked_parameters(self.rules)
         specs = self.module.split_frozen(self.module.parameter_specs(self.rules, zero))[0]
         return build_optimizer(
             optimizer,
@@ -165,14 +163,15 @@ class Trainer:
         """The train state; it is created, sharded, when it is first used."""
         state = self._state
         if state is None:
-            create = jax.jit(lambda key: init_state(self.module, self.optimizer, key), out_shardings=self.shardings)
-            state = replace_teacher(self.module, create(jax.random.key(self.seed)), self._teacher)
+            create = lambda key: self._run_state(init_state(self.module, self.optimizer, key))  # noqa: E731
+            create = jax.jit(create, out_shardings=self.shardings)
+            state = replace_teacher(create(jax.random.key(self.seed)), self._teacher)
             self._state, self._teacher = state, {}
         return state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = replace_teacher(self.module, state, self._take_teacher())
+        self._state = replace_teacher(state, self._take_teacher())
 
     def start_from(self, params: Dict) -> None:
         """Replace the state by a fresh one at step 0 with these parameters, whose buffers are donated.
@@ -185,7 +184,8 @@ class Trainer:
         def create(key: jax.Array, params: Dict) -> TrainState:
             params = self.module.add_adapters(self.module.params_from_plain(params), key)
             state = init_state(self.module, self.optimizer, key)
-            return state._replace(params=params, optimizer=self.optimizer.init(self.module.split_frozen(params)[0]))
+            moments = self.optimizer.init(self.module.split_frozen(params)[0])
+            return self._run_state(state._replace(params=params, optimizer=moments))
 
         donated = 1 if self.module.used is self.module else ()  # factors have other shapes
         create = jax.jit(create, out_shardings=self.shardings, donate_argnums=donated)
@@ -194,7 +194,16 @@ class Trainer:
     @property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state."""
-        return _with_shardings(abstract_state(self.module, self.optimizer), self.shardings)
+        state = jax.eval_shape(self._run_state, abstract_state(self.module, self.optimizer))
+        return with_shardings(state, self.shardings)
+
+    def _run_state(self, state: TrainState) -> TrainState:
+        """Return the state of a run from the fresh state of one copy of the model. Traceable."""
+        return state
+
+    def _run_shardings(self, shardings: TrainState) -> TrainState:
+        """Return the shardings of the state of a run from those of one copy of the model."""
+        return shardings
 
     @functools.cached_property
     def start_shapes(self) -> tuple[Dict, Dict]:
@@ -210,13 +219,13 @@ class Trainer:
     def _take_teacher(self) -> Dict:
         """Return the teacher that a new state gets: the one that was set last, or else the present state's."""
         teacher, self._teacher = self._teacher, {}
-        return teacher or (self.module.split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
+        return teacher or (split_teacher(self.state.params)[1] if self.start_shapes[1] else {})
 
     @property
     def stored_state(self) -> TrainState:
         """The state as checkpoints hold it: the same for every layout."""
         if self.module.stores_plain:
-            return without_teacher(self.module, self.state)
+            return without_teacher(self.state)
         to_plain = functools.partial(self.module.to_plain, self.optimizer)
         return jax.jit(to_plain, out_shardings=self._stored_shardings())(self.state)
 
@@ -225,13 +234,13 @@ class Trainer:
         if not self.module.stores_plain:
             from_plain = functools.partial(self.module.from_plain, self.optimizer)
             state = jax.jit(from_plain, out_shardings=self.shardings)(state)
-        self._state = replace_teacher(self.module, state, self._take_teacher())
+        self._state = replace_teacher(state, self._take_teacher())
 
     @property
     def abstract_stored_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `stored_state`."""
-        shapes = _with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
-        return without_teacher(self.module, shapes)
+        shapes = with_shardings(abstract_state(self.module.plain, self.optimizer), self._stored_shardings())
+        return without_teacher(shapes)
 
     def _stored_shardings(self) -> TrainState:
         return state_shardings(self.module.plain, self.optimizer, self.rules, self.steps.layout.zero)
@@ -248,9 +257,7 @@ class Trainer:
     def frozen_parameters(self) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
         """Return path -> (logical axes, shape) of the parameters that are not trained."""
         known = self.module.map_parameters(lambda names, shape, _: (tuple(names or ()), shape), self.rules)
-        frozen = self.module.split_frozen(known)[1]
-        leaves = jax.tree_util.tree_leaves_with_path(frozen, is_leaf=lambda x: isinstance(x, tuple))
-        return {path_name(path): leaf for path, leaf in leaves}
+        return {"/".join(path): leaf for path, leaf in flatten(self.module.split_frozen(known)[1]).items()}
 
     def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
         """Compile the train step ahead of its first use; `choices` then tells which kernels it took.
@@ -340,6 +347,10 @@ class Trainer:
         self._state, metrics = step(self.state, dict(batch))
         return metrics
 
+    def read(self, metrics: Metrics) -> dict[str, float]:
+        """Wait for the metrics of a step, and return them as numbers."""
+        return {name: float(value) for name, value in jax.device_get(metrics).items()}
+
     def evaluate(
         self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
@@ -386,11 +397,3 @@ def _check_arguments(train: object, schedule: object, mesh: object, layout: obje
             f"the mesh has no axis {', '.join(sorted(missing))}: make it with "
             "jaxstack.parallel.make_mesh(ParallelConfig(data=-1)), which gives it all axes."
         )
-
-
-def _with_shardings(shapes: TrainState, shardings: TrainState) -> TrainState:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-
-
-def _is_stacked(names: Sequence[str | None] | None, *_: object) -> bool:
-    return bool(names) and names[0] == "layers"

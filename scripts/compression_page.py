@@ -1,16 +1,16 @@
-"""Makes the tables of docs/compression.md from benchmarks/results/compression.jsonl.
+"""Makes the tables of docs/compression.md from benchmarks/results/compression_methods.jsonl.
 
-python benchmarks/compression.py && python scripts/compression_page.py
+python benchmarks/compression_methods.py && python scripts/compression_page.py
 """
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.result_rows import RESULTS, ROOT, Row, read_rows
+from scripts.result_rows import RESULTS, ROOT, Row, read_all, read_rows
 
 PAGE = ROOT / "docs" / "compression.md"
 NAMES = {"magnitude": "magnitude", "wanda": "Wanda", "sparsegpt": "SparseGPT", "rtn": "rounding", "awq": "AWQ",
@@ -61,7 +61,7 @@ def time_table(rows: Iterable[Row]) -> str:
     """Return the times of GPTQ on whole models."""
     found = [row for row in rows if "weights" in row]
     if not found:
-        return "Not measured yet; `python benchmarks/compression.py --parts time` measures it."
+        return "Not measured yet; `python benchmarks/compression_methods.py --parts time` measures it."
     lines = ["| work | device | seconds | peak memory |", "|---|---|---|---|"]
     for row in found:
         memory = row["peak_memory_bytes"]
@@ -70,22 +70,47 @@ def time_table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-MADE = {"layer": layer_tables, "model": model_tables, "time": time_table}
+def products_table(_: Iterable[Row]) -> str:
+    """Return the speed of products with packed weights relative to bfloat16's, by the kernel and by XLA."""
+    rows = read_rows(RESULTS / "packed_tiles.jsonl")
+    lines = ["| rows x [in, out] | weight | bfloat16, µs | kernel, µs | speedup | GB/s |", "|---|---|---|---|---|---|"]
+    for row in (row for row in rows if row["implementation"] == "triton"):
+        plain = row["microseconds"] * row["speedup"]
+        lines.append(
+            f"| {row['rows']} x [{row['in']:,}, {row['out']:,}] | {row['weight']} | {plain:.1f} | "
+            f"{row['microseconds']:.1f} | {row['speedup']:.2f} | {row['bandwidth']:,.0f} |"
+        )
+    lines += ["", f"{rows[0]['device']}, commit {rows[0]['commit'][:7]}, `{rows[0]['command']}`.", "", "By XLA:", ""]
+    lines += ["| work | rows | weight | speedup | GB/s |", "|---|---|---|---|---|"]
+    others = [row for row in read_all(RESULTS / "packed_products.jsonl") if row["backend"] == "xla"]
+    for row in (row for row in others if row["variant"] != "bf16"):
+        names = f"{row['work']} | {row['rows']} | {row['variant']}"
+        lines.append(f"| {names} | {row['speedup']:.2f} | {row['bandwidth']:,.0f} |")
+    lines += ["", f"{others[0]['device']}, commit {others[0]['commit'][:7]}, `{others[0]['command']}`."]
+    return "\n".join(lines)
+
+
+MADE: Mapping[str, Callable[[Iterable[Row]], str]] = {
+    "layer": layer_tables,
+    "model": model_tables,
+    "time": time_table,
+    "products": products_table,
+}
 """Name of a made part -> function of the rows."""
 
 
-def make_page(page: str, rows: Iterable[Row]) -> str:
+def make_page(page: str, rows: Iterable[Row], made: Mapping[str, Callable[[Iterable[Row]], str]] = MADE) -> str:
     """Return the page with its made parts replaced; each stands between `<!-- made: NAME -->` and `<!-- end -->`."""
     rows = list(rows)
 
     def replaced(found: re.Match[str]) -> str:
-        text = MADE[found[1]](rows) if found[1] in MADE else found[2].strip()
+        text = made[found[1]](rows) if found[1] in made else found[2].strip()
         return f"<!-- made: {found[1]} -->\n\n{text}\n\n<!-- end -->"
 
     return re.sub(r"<!-- made: (\w+) -->\n(.*?)<!-- end -->", replaced, page, flags=re.S)
 
 
 if __name__ == "__main__":
-    text = make_page(PAGE.read_text(encoding="utf-8"), read_rows(RESULTS / "compression.jsonl"))
+    text = make_page(PAGE.read_text(encoding="utf-8"), read_rows(RESULTS / "compression_methods.jsonl"))
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

@@ -18,7 +18,8 @@ from tests.hopper import hopper_topology
 @fully_optimized()
 def compile_step(config: RunConfig) -> tuple[Trainer, Any]:
     """A run's trainer on as many H200s as its layout has, and its train step compiled for them."""
-    mesh = make_mesh(config.parallel, hopper_topology(math.prod(config.parallel.degrees.values())).devices)
+    devices = config.parallel.islands * math.prod(config.parallel.degrees.values())
+    mesh = make_mesh(config.parallel, hopper_topology(devices).devices)
     trainer = make_trainer(config, lambda step: {}, mesh=mesh)
     rows, length = config.train.global_batch_size, config.train.sequence_length
     batch = {name: np.zeros((rows, length), np.int32) for name in ("tokens", "labels", "segment_ids")}

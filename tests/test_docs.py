@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from jaxstack.__main__ import COMMANDS
 from jaxstack.config.base import Component
 from jaxstack.data.device import abstract_batch
+from jaxstack.islands.methods import METHODS
 from jaxstack.models import count_parameters, preset_names
 from jaxstack.models.attention import ATTENTION_KINDS
 from jaxstack.models.attention.block_sparse import BlockSparseAttention
@@ -39,6 +40,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SECTIONS = RunConfig.model_fields
+BY_NAME = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "islands": METHODS}
 
 
 def by_name(paths: list[Path]) -> Any:
@@ -243,7 +245,7 @@ def test_shown_runs_name_the_kernels_of_the_quick_start():
 
 
 def keys_of(section: str) -> set[str]:
-    parts = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.get(section) or (SECTIONS[section].annotation,)
+    parts = BY_NAME.get(section) or (SECTIONS[section].annotation,)
     return {field.alias or name for part in parts for name, field in part.model_fields.items()}
 
 
@@ -288,11 +290,12 @@ def sections_of(path: Path) -> dict[str, str]:
 def test_configuration_page_has_every_key_with_its_default(section):
     text = sections_of(ROOT / "docs" / "configuration.md")[section]
     rows = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", text, re.M))
-    if section in ("optimizer", "schedule"):
-        for part in OPTIMIZERS if section == "optimizer" else SCHEDULES:
+    if section in BY_NAME:
+        for part in BY_NAME[section]:
             start = f"| `{part.model_fields['name'].default}` |"
             row = next(line for line in text.splitlines() if line.startswith(start))
             common = {"name", "learning_rate", "weight_decay", "clip_norm", "groups", "balance_rate", "warmup_steps"}
+            common |= {"every"}
             for name in part.model_fields.keys() - common:
                 assert f"`{name}`" in row, f"{part.__name__}.{name}"
         return

@@ -14,7 +14,8 @@ class CalibrationConfig(Component):
     sequences: int = Field(default=128, ge=1)
     """Number of sequences."""
     sequence_length: int | None = Field(default=None, ge=2)
-    """Tokens per sequence. Default: as in training; 1024 for a Hugging Face checkpoint."""
+    """Tokens per sequence. Default: as in training; for a Hugging Face checkpoint 2048, or all
+    positions that its model has."""
     batch_size: int = Field(default=8, ge=1)
     """Sequences per batch."""
     data: tuple[str, ...] = ()

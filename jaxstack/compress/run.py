@@ -16,6 +16,8 @@ from jaxstack.compress.layerwise import compress_layers
 from jaxstack.compress.methods.base import Compressed, Method
 from jaxstack.compress.recipe import WeightDims, choose_methods, dense_weights, load_recipe, method_name, order_of
 from jaxstack.compress.report import CompressionReport, WeightRow, write_report
+from jaxstack.compressed_training.config import CompressionConfig
+from jaxstack.compressed_training.distill import DistillConfig
 from jaxstack.config.loader import build_component, dump_yaml
 from jaxstack.config.sections import RunSection
 from jaxstack.data.tokenizer import Tokenizer
@@ -63,7 +65,8 @@ def compress(
     """Compress a model; write it to `output`, a run directory with `compressed/` in place of checkpoints.
 
     Args:
-      directory: run directory or Hugging Face checkpoint. Adapters are merged first.
+      directory: run directory or Hugging Face checkpoint. Adapters are merged first; of weights that a run trained with
+        rounding, the unrounded values are compressed.
       recipe: name of a recipe that comes with jaxstack, YAML file, or recipe.
       output: directory to write, which must not exist.
       options: checkpoint, and held-out text to measure on.
@@ -85,19 +88,53 @@ def compress(
     report(f"compressing {len(methods)} of {len(dims)} weights")
     tokenizer = _tokenizer(directory, report)
     config = _compressed_config(source, directory, output, tokenizer)
-    # In float32, with layers unrolled and adapters merged, on one device.
-    decoder, step = load_decoder(
-        directory, ["parallel.data=1", "precision.compute=float32"], step=options.step, report=report
-    )
-    _unpack(decoder)
     batches = _calibration(methods, directory, source, recipe, report)
-    after, errors = _compress_weights(decoder, methods, dims, batches, report)
-    before = named_leaves(decoder.params)
-    stored = {path: _as_stored(leaf, recipe.store) for path, leaf in after.items()}
-    rows = [_row(path, methods.get(path), dims[path], before[path], stored[path], errors.get(path)) for path in dims]
+    # In float32, with layers unrolled and adapters merged, on one device. Weights that training rounded are taken as
+    # the optimizer stored them: rounding a second time has other scales, and other results.
+    one_device = ["parallel.data=1", "precision.compute=float32"]
+    decoder, step = load_decoder(directory, one_device, step=options.step, master=True, report=report)
+    _unpack(decoder)
+    weights = _compress_weights(decoder, methods, dims, batches, recipe.store, report)
     measure = None if tokenizer is None else _open_measure(config, directory, options.text, report)
+    result = _describe(directory, step, weights, methods, dims, measure, options, report)
+    _write(output, weights.stored, step, tokenizer, directory)
+    write_report(output, result, dump_yaml(recipe))
+    write_file(output / "config.yaml", dump_yaml(config).encode())  # last: without it this is no run directory
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    """Parameters by path before and after a compression.
+
+    Attributes:
+      before: float32 parameters.
+      after: the same with packed and pruned weights.
+      stored: `after` with plain matrices in the dtype of the recipe, as written.
+      output_errors: relative squared errors of the outputs of layers, where calibration measured them.
+    """
+
+    before: Leaves
+    after: Leaves
+    stored: Leaves
+    output_errors: Mapping[str, float]
+
+
+def _describe(
+    directory: Path,
+    step: int,
+    weights: _Weights,
+    methods: Mapping[str, Method],
+    dims: Mapping[str, WeightDims],
+    measure: Measure | None,
+    options: CompressOptions,
+    report: Callable[[str], None],
+) -> CompressionReport:
+    """Return sizes, errors and losses of the compressed weights."""
+    before, stored, errors = weights.before, weights.stored, weights.output_errors
+    rows = [_row(path, methods.get(path), dims[path], before[path], stored[path], errors.get(path)) for path in dims]
     limit = options.text.max_tokens
-    result = CompressionReport(
+    return CompressionReport(
         source=str(directory),
         step=step,
         bytes_before=sum(2 * leaf.size for leaf in before.values()),
@@ -105,12 +142,8 @@ def compress(
         loss_before=None if measure is None else measure(before, limit),
         loss_after=None if measure is None else measure(stored, limit),
         rows=rows,
-        loss_by_layer=_losses_by_layer(before, after, rows, measure, options.layer_tokens, report),
+        loss_by_layer=_losses_by_layer(before, weights.after, rows, measure, options.layer_tokens, report),
     )
-    _write(output, stored, step, tokenizer, directory)
-    write_report(output, result, dump_yaml(recipe))
-    write_file(output / "config.yaml", dump_yaml(config).encode())  # last: without it this is no run directory
-    return result
 
 
 def _unpack(decoder: Decoder) -> None:
@@ -139,15 +172,18 @@ def _compress_weights(
     methods: Mapping[str, Method],
     dims: Mapping[str, WeightDims],
     batches: Sequence[Mapping[str, Any]],
+    dtype: str,
     report: Callable[[str], None],
-) -> tuple[Leaves, dict[str, float]]:
-    """Return the parameters with the weights of `methods` compressed, and the errors of outputs where measured."""
-    leaves = named_leaves(decoder.params)
-    if not batches:
-        return compress_leaves(leaves, methods, dims, report), {}
-    model = decoder.module.merge(decoder.params, decoder.non_params)
-    found = compress_layers(model, batches, methods, rules=decoder.rules, report=report)
-    return {**leaves, **found.weights}, found.output_errors
+) -> _Weights:
+    """Compress the weights of `methods`; `dtype` is that of stored matrices of plain numbers."""
+    before, errors = named_leaves(decoder.params), dict[str, float]()
+    if batches:
+        model = decoder.module.merge(decoder.params, decoder.non_params)
+        found = compress_layers(model, batches, methods, rules=decoder.rules, report=report)
+        after, errors = {**before, **found.weights}, found.output_errors
+    else:
+        after = compress_leaves(before, methods, dims, report)
+    return _Weights(before, after, {path: _as_stored(leaf, dtype) for path, leaf in after.items()}, errors)
 
 
 def _check_directories(directory: Path, output: Path, report: Callable[[str], None]) -> None:
@@ -279,7 +315,7 @@ def _tokenizer(directory: Path, report: Callable[[str], None]) -> Tokenizer | No
 
 
 def _compressed_config(config: RunConfig, directory: Path, output: Path, tokenizer: Tokenizer | None) -> RunConfig:
-    """Return the configuration of the compressed run."""
+    """Return the configuration of the compressed run, whose weights are neither adapted nor compressed any further."""
     model = config.model.model_copy(update={"scan_layers": False, "unscanned_end_layers": 0})
     if not is_run(directory):
         return converted_config(output, model, tokenizer)
@@ -291,6 +327,8 @@ def _compressed_config(config: RunConfig, directory: Path, output: Path, tokeniz
             "model": model,
             "precision": config.precision.model_copy(update=plain),
             "adapters": AdapterConfig(),
+            "compression": CompressionConfig(),
+            "distill": DistillConfig(),
         }
     )
 

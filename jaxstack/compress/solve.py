@@ -90,7 +90,9 @@ def factorize(hessian: Float[Array, "in in"], damping: float = DAMPING) -> Facto
     return Factor(jnp.where(valid, upper, identity), dead, valid)
 
 
-def sweep(w: Float[Array, "out in"], upper: Float[Array, "in in"], rule: Rule, data: Any) -> Float[Array, "out in"]:
+def sweep(
+    w: Float[Array, "out in"], upper: Float[Array, "in in"], rule: Rule, data: Any, columns: int = BLOCK
+) -> Float[Array, "out in"]:
     """Return the weights that `rule` chooses column by column, each column corrected for the errors before it.
 
     The rows of w are independent of each other as far as the rule is, so they may be sharded.
@@ -100,6 +102,7 @@ def sweep(w: Float[Array, "out in"], upper: Float[Array, "in in"], rule: Rule, d
       upper: `Factor.upper`, in the order of w's columns.
       rule: chooses the values.
       data: what the rule reads in addition, such as scales.
+      columns: number of columns of a block.
     """
     inputs = w.shape[1]
 
@@ -112,10 +115,10 @@ def sweep(w: Float[Array, "out in"], upper: Float[Array, "in in"], rule: Rule, d
         w = w - jnp.matmul(errors, rows, precision=jax.lax.Precision.HIGHEST)
         return jax.lax.dynamic_update_slice_in_dim(w, after, start, axis=1)
 
-    whole = inputs // BLOCK
+    whole = inputs // columns
     if whole:
-        w = jax.lax.fori_loop(0, whole, lambda i, w: block(i * BLOCK, w, BLOCK), w)
-    return w if whole * BLOCK == inputs else block(whole * BLOCK, w, inputs - whole * BLOCK)
+        w = jax.lax.fori_loop(0, whole, lambda i, w: block(i * columns, w, columns), w)
+    return w if whole * columns == inputs else block(whole * columns, w, inputs - whole * columns)
 
 
 def _sweep_block(
@@ -220,7 +223,9 @@ def sparsegpt(
     pattern.check(w.shape[1])
     factor = factorize(hessian, damping)
     w = jnp.where(factor.dead, 0.0, w.astype(jnp.float32))
-    return Solution(sweep(w, factor.upper, Prune(pattern), None), factor.valid)
+    size = 1 if pattern.keep_of is None else pattern.keep_of[1]
+    columns = BLOCK // size * size or size  # no group of an n:m pattern is cut
+    return Solution(sweep(w, factor.upper, Prune(pattern), None, columns), factor.valid)
 
 
 class Rounded(NamedTuple):

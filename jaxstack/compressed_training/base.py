@@ -4,6 +4,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxstack.compressed_training.matrices import MatrixLayout, Weight
@@ -72,7 +73,7 @@ class WeightRule(PathRule):
         return layout.map(lambda w: self.compress(w, train=False), stored, one_by_one=self.one_by_one)
 
     def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
-        """Return the float32 weight that the optimizer changes, from which compression after training starts."""
+        """Return the float32 weight from which compression after training starts: as the optimizer stores it."""
         del layout
         return stored
 
@@ -96,4 +97,4 @@ class WeightRule(PathRule):
     def kept(self, stored: Stored, layout: MatrixLayout) -> Int[Array, ""]:
         """Return the number of values that an export has to store, int32."""
         del layout
-        return jax.numpy.int32(stored.size)
+        return jnp.int32(stored.size)

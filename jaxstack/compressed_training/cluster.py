@@ -11,19 +11,16 @@ from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compressed_training.base import Stored, WeightRule
+from jaxstack.compressed_training.matrices import MatrixLayout
+from jaxstack.compressed_training.patterns import PATTERNS, count_patterns, pattern_values, patterns_of, quantiles
 from pallas_kernels.weight_only.packed import PackedWeight, pack_lookup
 
-_PATTERNS = 65536
-_VALUES = np.arange(_PATTERNS, dtype=np.uint32) << np.uint32(16)
-_LARGEST = 2.0**13
-_PATTERN_VALUES = np.where(np.abs(_VALUES.view(np.float32)) < _LARGEST, _VALUES, 0).view(np.float32)
-"""The value of each bfloat16 pattern; 0 for NaN and for magnitudes that no weight has, whose squares overflow."""
-_ASCENDING = np.argsort(_PATTERN_VALUES, kind="stable")
+_VALUES = pattern_values(largest=2.0**13)
+"""The value of each bfloat16 pattern; 0 for magnitudes that no weight has, whose squares overflow."""
 
 
 class Clustering(NamedTuple):
@@ -59,6 +56,10 @@ class ClusterRule(WeightRule):
         """The settings of the k-means iterations."""
         return Clustering(self.bits, self.temperature, self.iterations)
 
+    def master(self, stored: Stored, layout: MatrixLayout) -> jax.Array:
+        """Return the clustered weight: k-means after training keeps its values, and would not find them by itself."""
+        return self.export(stored, layout)
+
     def pack(self, stored: Stored) -> PackedWeight:
         indices, table = assign(stored, self.settings)
         return pack_lookup(self.bits, indices, table[None])
@@ -70,8 +71,8 @@ def soft_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Arra
 
     The initial centroids and the temperature's scale are constants in the gradient.
     """
-    patterns, counts = count_patterns(w)
-    values = jnp.asarray(_PATTERN_VALUES)
+    patterns = patterns_of(w)
+    values, counts = jnp.asarray(_VALUES), count_patterns(patterns)
     return _means(values, values, counts, settings)[patterns]
 
 
@@ -80,9 +81,9 @@ def _forward(w: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(settings: Clustering, rounded: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-    patterns, counts = count_patterns(rounded)
-    totals = jnp.zeros(_PATTERNS).at[patterns].add(gradient)
-    values = jnp.asarray(_PATTERN_VALUES)
+    patterns = patterns_of(rounded)
+    values, counts = jnp.asarray(_VALUES), count_patterns(patterns)
+    totals = jnp.zeros(PATTERNS).at[patterns].add(gradient)
     # A weight acts on its own mean, and through the centroids on all. The first is elementwise in the table; the second
     # is the same for all weights of one pattern.
     _, own = jax.jvp(lambda x: _means(x, values, counts, settings), (values,), (jnp.ones_like(values),))
@@ -102,8 +103,8 @@ def hard_clusters(w: Float[Array, "out in"], settings: Clustering) -> Float[Arra
 
 def assign(w: Float[Array, "out in"], settings: Clustering) -> tuple[Int[Array, "out in"], Float[Array, " k"]]:
     """Return the index of each weight's nearest centroid, and the bfloat16 centroids."""
-    patterns, counts = count_patterns(w)
-    values = jnp.asarray(_PATTERN_VALUES)
+    patterns = patterns_of(w)
+    values, counts = jnp.asarray(_VALUES), count_patterns(patterns)
     centroids, _ = _iterate(values, counts, settings)
     table = centroids.astype(jnp.bfloat16)
     nearest = jnp.argmin(jnp.abs(values[:, None] - table.astype(jnp.float32)), axis=-1)
@@ -115,20 +116,11 @@ def stored_bytes(weights: int, matrices: int, bits: int) -> int:
     return -(-weights * bits // 8) + matrices * 2**bits * 2
 
 
-def count_patterns(w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the bfloat16 pattern of each weight, int32, and the number of weights of each pattern, float32."""
-    patterns = jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
-    return patterns, jnp.zeros(_PATTERNS).at[patterns].add(1.0)
-
-
 def start_centroids(counts: jax.Array, settings: Clustering) -> tuple[jax.Array, jax.Array]:
     """Return the initial centroids, quantiles of the weights, and the temperature in squared units of the weights."""
-    values, total = jnp.asarray(_PATTERN_VALUES), jnp.sum(counts)
     k = 2**settings.bits
-    below = jnp.cumsum(counts[_ASCENDING]) / total
-    places = jnp.searchsorted(below, (jnp.arange(k) + 0.5) / k)
-    centroids = values[jnp.asarray(_ASCENDING)[jnp.minimum(places, _PATTERNS - 1)]]
-    mean_square = jnp.sum(counts / total * jnp.square(values))
+    centroids = quantiles(_VALUES, counts, (jnp.arange(k) + 0.5) / k)
+    mean_square = jnp.sum(counts / jnp.sum(counts) * jnp.square(_VALUES))
     return centroids, jnp.maximum(settings.temperature * mean_square, jnp.finfo(jnp.float32).tiny)
 
 

@@ -49,7 +49,7 @@ def with_teacher(model: Model, teacher: Transformer) -> Model:
       ConfigError: their vocabularies differ.
     """
     check_vocabulary(model.config, teacher.config, "the teacher")
-    setattr(model, "teacher", teacher)  # noqa: B010 (an attribute that only distilled models have)
+    model.teacher = teacher
     return model
 
 
@@ -91,11 +91,16 @@ def distillation_loss(
       model: the student, from `with_teacher`.
       batch, key, train, z_loss: as of `language_model_loss`.
       settings: alpha and temperature; default: `DistillConfig()`.
+
+    Raises:
+      ValueError: the model has no teacher.
     """
     if not train:
         return language_model_loss(model, batch)
     settings = settings or DistillConfig()
-    teacher: Transformer = getattr(model, "teacher")  # noqa: B009
+    teacher = model.teacher
+    if teacher is None:
+        raise ValueError("the model has no teacher to learn from; give it one by with_teacher.")
     inputs = {"positions": batch.get("positions"), "segment_ids": batch.get("segment_ids")}
     dropout_key = None if key is None else batch.get(TOKEN_KEYS, key)
     hidden, router_loss = model.hidden_and_router_loss(batch["tokens"], dropout_key=dropout_key, **inputs)

@@ -7,7 +7,6 @@ et al. 2013, arXiv:1308.3432).
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 from pydantic import Field
 
@@ -15,7 +14,7 @@ from jaxstack.compressed_training.base import Stored, WeightRule
 from jaxstack.compressed_training.matrices import Weight
 from jaxstack.errors import ConfigError
 from pallas_kernels.weight_only.grid import Grid
-from pallas_kernels.weight_only.packed import PackedWeight, pack_integers
+from pallas_kernels.weight_only.packed import PackedWeight, pack_nearest
 
 
 class QatRule(WeightRule):
@@ -47,8 +46,7 @@ class QatRule(WeightRule):
         return round_straight_through(w, self.grid) if train else self.grid.round(w)
 
     def pack(self, stored: Stored) -> PackedWeight:
-        scales = self.grid.scales(stored)
-        return pack_integers(self.grid, self.grid.quantize(stored, scales), scales.astype(jnp.bfloat16))
+        return pack_nearest(self.grid, stored)
 
 
 def round_straight_through(w: Float[Array, "out in"], grid: Grid) -> Float[Array, "out in"]:

@@ -19,14 +19,14 @@ _POSITIONS_PER_RUN = 1024
 _HIDDEN = float(np.finfo(np.float32).min)
 
 
-def build_graph(model: ModelConfig, parameters: Mapping[str, np.ndarray]) -> Graph:
+def build_graph(model: ModelConfig, parameters: Mapping[str, np.ndarray], *, last_only: bool = False) -> Graph:
     """Return the graph of a model whose attention is softmax and whose layers are dense.
 
     Inputs: `input_ids` [B, T], `attention_mask` [B, S] (0 for padding), `position_ids` [B, T], all int64, and
     `past_key_values.{i}.key` and `.value`, float32 [B, K, P, H]. Outputs: `logits` [B, T, V], and
-    `present.{i}.key` and `.value` [B, K, S, H].
+    `present.{i}.key` and `.value` [B, K, S, H]. With `last_only`, the logits are those after the last token, [B, 1, V].
     """
-    return _Writer(model, parameters).write()
+    return _Writer(model, parameters).write(last_only)
 
 
 class _Writer:
@@ -37,7 +37,7 @@ class _Writer:
         self.graph = Graph("jaxstack")
         self.heads, self.kv_heads, self.width = model.num_heads, model.kv_heads, model.width_per_head
 
-    def write(self) -> Graph:
+    def write(self, last_only: bool) -> Graph:
         """Write all nodes."""
         graph, model = self.graph, self.model
         ids = graph.input("input_ids", "INT64", ["batch", "length"])
@@ -55,8 +55,11 @@ class _Writer:
         for layer, (window, past) in enumerate(zip(model.windows(), pasts, strict=True)):
             x, present = self._layer(layer, x, biases[window], angles[window is not None], past)
             outputs.append(present)
+        if last_only:
+            x = graph.add("Slice", x, graph.integers(-1), graph.integers(2**62), graph.integers(1))
         x = self._norm("final_norm", x, model.norm)
-        graph.output(self._logits(x), "logits", "FLOAT", ["batch", "length", model.vocab_size or 0])
+        shape = ["batch", 1 if last_only else "length", model.vocab_size or 0]
+        graph.output(self._logits(x), "logits", "FLOAT", shape)
         cache[2] = "total"
         for i, present in enumerate(outputs):
             for name, value in zip(("key", "value"), present, strict=True):

@@ -99,7 +99,7 @@ class CompressedModule(FunctionalModule):
         return self._mapped(lambda rule, weight, stored: rule.export(stored, weight.layout), params)
 
     def master(self, params: Dict) -> Dict:
-        """Return the parameters of `used` that the optimizer changes, not yet rounded or clustered. Traceable."""
+        """Return the parameters of `used` from which compression after training starts, not yet rounded. Traceable."""
         return self._mapped(lambda rule, weight, stored: rule.master(stored, weight.layout), params)
 
     def keep_constraints(self, old: Dict, new: Dict) -> Dict:

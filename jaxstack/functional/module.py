@@ -178,12 +178,6 @@ class FunctionalModule:
         """Return the parameters of a module without adapters that computes the same. Traceable."""
         return self.split(merge_adapters(self.merge(self.join(base, adapters), non_params)))[0]
 
-    def split_teacher(self, params: Dict) -> tuple[Dict, Dict]:
-        """Return (parameters of the module without a teacher, parameters of the teacher, which no checkpoint holds)."""
-        flat = flatten(params)
-        teacher = {path: flat.pop(path) for path in list(flat) if TEACHER.search("/".join(path))}
-        return nest(flat.items()), nest(teacher.items())
-
     def split_scaling(self, non_params: Dict) -> tuple[Dict, Dict]:
         """Return (scaling states of low-precision matmuls, others) of the variables that are not parameters."""
         flat = flatten(non_params)
@@ -209,6 +203,11 @@ class FunctionalModule:
             return function(names if known else None, variable.shape, metadata)
 
         return nest((path, apply(variable)) for path, variable in self._params)
+
+    def stacked_parameters(self, rules: AxisRules) -> Dict:
+        """Return True for each trained parameter whose first dim counts layers, False for the others."""
+        stacked = self.map_parameters(lambda names, *_: bool(names) and names[0] == "layers", rules)
+        return self.split_frozen(stacked)[0]
 
     def parameter_specs(self, rules: AxisRules, zero: int = 0) -> Dict:
         """Return the PartitionSpec in which every parameter is stored, in the structure of `abstract_params`.

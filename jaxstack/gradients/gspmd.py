@@ -10,7 +10,7 @@ from jaxstack.functional.module import Dict
 from jaxstack.gradients.microbatches import GradientSums, Microbatches
 from jaxstack.gradients.noise import check_noise_layout, estimate_noise, sum_squares
 from jaxstack.loss import Batch, LossSum
-from jaxstack.parallel.context import ShardingContext
+from jaxstack.parallel.context import ShardingContext, placed
 
 
 class GlobalGradients:
@@ -40,7 +40,7 @@ class GlobalGradients:
         """Constrain arrays to these specs with ZeRO 1 and 2; return them unchanged without ZeRO."""
         if not self._context.layout.zero:
             return tree
-        place = lambda x, spec: jax.lax.with_sharding_constraint(x, self._rules.sharding(spec))  # noqa: E731
+        place = lambda x, spec: jax.lax.with_sharding_constraint(x, placed(self._rules, spec))  # noqa: E731
         return jax.tree.map(place, tree, specs)
 
     def _sums(
@@ -48,7 +48,7 @@ class GlobalGradients:
     ) -> tuple[GradientSums, Dict]:
         rules, context = self._rules, self._context
         # If rows are split into microbatches, `data` has size 1 or is manual; the batch's other axes still shard them.
-        shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data"])
+        shards = rules.degree([axis for axis in rules.table["batch"] if axis != "data" and axis not in rules.manual])
         if self._microbatches.count == 1 or rules.mesh.shape["data"] == 1:
             with context.entered():
                 return self._run(params, non_params, batch, key, shards, noise)
@@ -62,7 +62,7 @@ class GlobalGradients:
         whole, split = PartitionSpec(), PartitionSpec("data")
         return jax.shard_map(
             replica,
-            mesh=rules.mesh,
+            mesh=None if rules.manual else rules.mesh,
             in_specs=(whole, whole, split, whole),
             out_specs=(whole, whole),
             axis_names={"data"},

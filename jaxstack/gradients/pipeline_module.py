@@ -44,7 +44,7 @@ class StagedModule(FunctionalModule):
                 f"parallel.pipeline cuts jaxstack.models.Transformer into stages; found {type(model).__name__}. "
                 "Use the axes data, fsdp and tensor for it."
             )
-        if hasattr(model, "teacher"):
+        if model.teacher is not None:
             raise ConfigError("distill.teacher does not support a pipeline; set parallel.pipeline=1.")
         config, dtype = model.config, model.dtype
         self.unrolled = not config.scan_layers

@@ -53,7 +53,7 @@ class LocalGradients:
         rules, layout = context.rules, context.layout
         self._microbatches, self._rules, self._zero = microbatches, rules, layout.zero
         # A tensor axis of one device is manual too: no axis is then left to XLA, and kernels need no shard_map.
-        self._manual = [a for a in rules.mesh.axis_names if a != "tensor" or rules.mesh.shape[a] == 1]
+        self._manual = [a for a in rules.free if a != "tensor" or rules.mesh.shape[a] == 1]
         self._split = rules.batch_axes
         self._exchange = Exchange("", layout.reduce_dtype, peer_copies=layout.peer_copies)
         self._sums_at_use = layout.zero == 2 or (layout.zero == 0 and microbatches.count == 1)
@@ -125,7 +125,7 @@ class LocalGradients:
         parts = {name: restrict(rules.batch_spec(x.shape, name), self._split) for name, x in batch.items()}
         return jax.shard_map(
             local,
-            mesh=rules.mesh,
+            mesh=None if rules.manual else rules.mesh,
             in_specs=(self._specs, PartitionSpec(), parts, *(PartitionSpec() for _ in key)),
             out_specs=out_specs,
             axis_names=set(self._manual),

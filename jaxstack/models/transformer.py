@@ -55,6 +55,9 @@ class Transformer(nnx.Module):
     gathers_weights = True
     """Declares that every matrix passes `gather_parameter` where it is used, so that a train step may pass shards."""
 
+    teacher: "Transformer | None" = None
+    """A model from whose predictions this one learns; see `jaxstack.compressed_training.distill`."""
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, *, dtype: jax.typing.DTypeLike = jnp.float32):
         if config.vocab_size is None:
             raise ValueError("ModelConfig.vocab_size must be set to build a Transformer.")

@@ -140,9 +140,13 @@ def refresh(
         return local(first, due, *kept, *renewed)
     grid = _grid_spec(mesh, spec, blocks)
     specs = tuple(grid for _ in (*kept, *renewed))
-    return jax.shard_map(local, in_specs=(PartitionSpec(), grid, *specs), out_specs=specs[count:], check_vma=False)(
-        first, due, *kept, *renewed
-    )
+    return jax.shard_map(
+        local,
+        in_specs=(PartitionSpec(), grid, *specs),
+        out_specs=specs[count:],
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )(first, due, *kept, *renewed)
 
 
 def _grid_spec(mesh: jax.sharding.AbstractMesh, spec: PartitionSpec, blocks: Blocks) -> PartitionSpec:

@@ -12,6 +12,8 @@ from jaxstack.parallel.nearest import nearest_degrees
 
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 """Mesh axes, slowest first: neighbours on `tensor` are the devices with the fastest links."""
+ISLANDS = "islands"
+"""Mesh axis of a run with islands, before all others; other runs' meshes do not have it."""
 
 
 class ParallelConfig(Component):
@@ -52,6 +54,9 @@ class ParallelConfig(Component):
     layers over `data`, `fsdp` and `context` alone; always: by permutes, whatever the layers, axes and devices."""
     zero: Literal[0, 1, 2] = 0
     """ZeRO over the data axis: 1 shards optimizer state and float32 weights, 2 the gradients too. (ZeRO-3 is fsdp.)"""
+    islands: int = Field(default=1, ge=1)
+    """Groups of devices joined by slow links. Each trains its own copy of the model, and the section `islands` says how
+    the copies are kept together; all other degrees are those of one island."""
     microbatches: int | None = Field(default=None, ge=1)
     """Pieces that a pipeline cuts each replica's batch into; left out: train.gradient_accumulation, or up to twice the
     stages."""
@@ -123,12 +128,18 @@ class ParallelConfig(Component):
         return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, devices: int) -> "ParallelConfig":
-        """Return a copy whose degrees multiply to `devices`.
+        """Return a copy whose degrees multiply to `devices`, or to the devices of an island if there are several.
 
         Raises:
           ConfigError: they cannot; the message names the nearest degrees that can.
         """
-        degrees = self.degrees
+        if devices % self.islands:
+            lower, upper = _nearest_divisors(devices, self.islands)
+            raise ConfigError(
+                f"parallel.islands ({self.islands}) must divide the number of devices ({devices}); nearest: "
+                f"{lower}{f' or {upper}' if upper != lower else ''}."
+            )
+        devices, degrees = devices // self.islands, self.degrees
         fixed = math.prod(d for d in degrees.values() if d != -1)
         free = [a for a, d in degrees.items() if d == -1]
         if free and devices % fixed == 0:

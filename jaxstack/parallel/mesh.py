@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxstack.parallel.config import AXES, ParallelConfig
+from jaxstack.parallel.config import AXES, ISLANDS, ParallelConfig
 
 
 def make_mesh(
@@ -13,6 +13,8 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm] (a variable in jax's stubs)
 ) -> Mesh:
     """Return a mesh with the axes `pipeline, data, fsdp, expert, context, tensor`; unused axes have size 1.
+
+    With `parallel.islands` above 1 the axis `islands` comes before them.
 
     Args:
       parallel: degrees; default: all devices on `data`.
@@ -23,8 +25,9 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else list(devices)
     parallel = (parallel or ParallelConfig(data=-1)).resolve(len(devices))
-    shape = tuple(parallel.degrees.values())
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    several = parallel.islands > 1
+    shape, axes = (parallel.islands, *parallel.degrees.values())[not several :], (ISLANDS, *AXES)[not several :]
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
 
 
 def spread(x: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxstack.parallel.config import ISLANDS
+
 Names = Sequence[str | None]
 """The logical axis of each dim of an array; None for a dim that no rule applies to."""
 Part = str | tuple[str, ...] | None
@@ -273,5 +275,7 @@ def make_rules(
     table = {**PARAMETER_RULES, **ACTIVATION_RULES}
     if sequence:
         table["residual_length"] = ("context", "tensor")
+    if ISLANDS in mesh.shape:
+        table["batch"] = (ISLANDS, *table["batch"])
     table.update(overrides or {})
     return AxisRules(mesh, table)

@@ -92,9 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from jaxstack.plan.draw import draw_plan
         from jaxstack.plan.rehearsal import rehearse
         from jaxstack.plan.write_roofline import write_roofline
-        from jaxstack.run_config import load_config
+        from jaxstack.run_config import load_config, print_note
 
         config = load_config(args.config, args.overrides)
+        if config.parallel.islands > 1:
+            print_note(f"the plan is that of one of {config.parallel.islands} islands, with its devices alone")
+            config = config.one_island
         if args.cluster is not None:
             options = SearchOptions(**{field.name: getattr(args, field.name) for field in fields(SearchOptions)})
             result = search_cluster(config, options)

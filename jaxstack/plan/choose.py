@@ -32,7 +32,7 @@ def training_layout(config: RunConfig, devices: int) -> RunConfig:
     try:
         resolved = config.model_copy(update={"parallel": config.parallel.resolve(devices)})
     except ConfigError as error:
-        hint = suggest_layout(config.layout_sections, devices)
+        hint = suggest_layout(config.layout_sections, max(1, devices // config.parallel.islands))
         raise ConfigError(" ".join(filter(None, [str(error), hint]))) from None
     problems = layout_problems(resolved.layout_sections)
     if problems:
@@ -43,9 +43,12 @@ def training_layout(config: RunConfig, devices: int) -> RunConfig:
 def forecast_here(config: RunConfig) -> Forecast | None:
     """Return the planner's forecast of a run on this process's kind of device; None if no cluster file describes it.
 
+    With islands it is that of one of them.
+
     Args:
       config: its degrees and its vocabulary must be set.
     """
+    config = config.one_island
     devices = math.prod(config.parallel.degrees.values())
     kind = jax.devices()[0].device_kind
     cluster = cluster_of_devices(kind, devices, one_host=jax.process_count() == 1)
@@ -55,10 +58,18 @@ def forecast_here(config: RunConfig) -> Forecast | None:
 def _automatic_layout(config: RunConfig, devices: int) -> RunConfig:
     """Return the configuration with the layout that the planner finds for `devices` devices of the kind present."""
     vocabulary = config.model.vocab_size or config.data.tokenizer.vocab_size
-    known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})})
-    best = search_layouts(known, _present_cluster(devices), top=1).best.config
-    model = best.model.model_copy(update={"vocab_size": config.model.vocab_size})
-    return best.model_copy(update={"model": model})
+    known = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocabulary})}).one_island
+    count = config.parallel.islands
+    best = search_layouts(known, _present_cluster(max(1, devices // count)), top=1).best.config
+    parallel = {"islands": count, "simulate_devices": config.parallel.simulate_devices}
+    return best.model_copy(
+        update={
+            "model": best.model.model_copy(update={"vocab_size": config.model.vocab_size}),
+            "parallel": best.parallel.model_copy(update=parallel),
+            "train": best.train.model_copy(update={"global_batch_size": config.train.global_batch_size}),
+            "islands": config.islands,
+        }
+    )
 
 
 def _present_cluster(devices: int) -> Cluster:
@@ -85,13 +96,14 @@ def evaluation_layout(config: RunConfig, devices: int, *, chosen: bool) -> RunCo
     Raises:
       ConfigError: the layout does not fit the model or the devices.
     """
-    parallel = config.parallel
+    simulated, config = config.parallel.simulate_devices, config.one_island
+    parallel = config.parallel.model_copy(update={"simulate_devices": simulated})
     if chosen or -1 in parallel.degrees.values():
         parallel = _within(parallel, devices)
     elif math.prod(parallel.degrees.values()) == devices:
         return config
     else:
-        parallel = ParallelConfig(fsdp=devices, simulate_devices=parallel.simulate_devices)
+        parallel = ParallelConfig(fsdp=devices, simulate_devices=simulated)
     train, stages = config.train, parallel.pipeline
     unit = parallel.data * parallel.fsdp * parallel.expert * (2 * stages if stages > 1 else 1)
     size = train.eval_batch_size or train.global_batch_size // train.gradient_accumulation

@@ -117,10 +117,10 @@ def _expert_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:
 
 def _batch_problems(parallel: ParallelConfig, train: TrainConfig) -> list[str]:
     """Check that the batch axes and the accumulation divide the batch sizes."""
-    problems, shards = [], parallel.data * parallel.fsdp * parallel.expert
+    problems, shards = [], parallel.islands * parallel.data * parallel.fsdp * parallel.expert
     unit = shards * train.gradient_accumulation
-    axes = "data x fsdp x expert" if parallel.expert > 1 else "data x fsdp"
-    degrees = f"{parallel.data} x {parallel.fsdp}" + (f" x {parallel.expert}" if parallel.expert > 1 else "")
+    used = ["islands"] * (parallel.islands > 1) + ["data", "fsdp"] + ["expert"] * (parallel.expert > 1)
+    axes, degrees = " x ".join(used), " x ".join(str(getattr(parallel, axis)) for axis in used)
     if train.global_batch_size % unit:
         problems.append(
             f"train.global_batch_size ({train.global_batch_size}) must be divisible by {axes} x "

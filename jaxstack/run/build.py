@@ -15,6 +15,7 @@ from jaxstack.data.loader import Data
 from jaxstack.distributed.xla_options import narrow_cpu_options
 from jaxstack.errors import ConfigError
 from jaxstack.functional.compressed import compress_in_training
+from jaxstack.island_trainer import IslandTrainer
 from jaxstack.loss import language_model_loss
 from jaxstack.models import (
     ModelConfig,
@@ -135,7 +136,10 @@ def make_trainer(
     if config.distill.teacher is not None:
         make = _with_teacher(make, config.distill.teacher, dtype)
         loss = functools.partial(distillation_loss, z_loss=config.train.z_loss, settings=config.distill)
-    return Trainer(
+    kind = Trainer
+    if config.parallel.islands > 1:
+        kind = functools.partial(IslandTrainer, islands=config.islands)
+    return kind(
         compress_in_training(make, config.compression.rules),
         loss,
         data,

@@ -9,6 +9,7 @@ from types import ModuleType
 import jax
 
 from jaxstack.checkpoint.compressed import is_compressed
+from jaxstack.compressed_training.distill import DistillConfig
 from jaxstack.data.build_shards import available_cores
 from jaxstack.data.config import SourceConfig, TokenizerConfig
 from jaxstack.data.loader import Data, open_data
@@ -189,6 +190,7 @@ def open_evaluation(
     Raises:
       ConfigError: the tokenizer is another model's.
     """
+    config = config.model_copy(update={"distill": DistillConfig()})  # no checkpoint holds a teacher
     data = _open_text(config, directory, text, report)
     rows = config.model.vocab_size or 0
     if data.tokenizer.vocab_size > rows:

@@ -1,12 +1,12 @@
 """Read the first parameters of a run from another run's checkpoint or from Hugging Face files: `run.init_from`."""
 
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxstack.checkpoint.compressed import dense_parameter, is_compressed, named_leaves, read_compressed
 from jaxstack.checkpoint.manager import CheckpointManager
 from jaxstack.compressed_training.base import WeightRule
 from jaxstack.compressed_training.config import read_compression
@@ -25,10 +25,10 @@ from jaxstack.models.restack import restack, restack_shapes, same_stacking
 def initial_parameters(
     directory: str | Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]
 ) -> Params:
-    """Read the parameters of a run's newest checkpoint (adapters merged) or of a Hugging Face checkpoint.
+    """Read the parameters of a run's newest checkpoint (adapters merged), a compressed or a Hugging Face model.
 
     Args:
-      directory: run directory, or directory of the Hugging Face checkpoint.
+      directory: run directory (compressed weights are unpacked), or directory of the Hugging Face checkpoint.
       model: the new run's model; it must compute what the stored one computes, but may stack its layers otherwise.
       abstract: nested dicts of shapes, dtypes and shardings of its parameters; each device reads only its own shard.
       report: called with a line that names the source.
@@ -42,22 +42,34 @@ def initial_parameters(
         return read_parameters(directory, model, jax.tree.map(lambda x: x.sharding, abstract), report=report)
     stored = read_model(directory)
     check_model(model, stored, str(directory))
-    manager = CheckpointManager(Path(directory) / "checkpoints", report=report)
+    read = _unpack if is_compressed(directory) else _restore
+    if same_stacking(stored, model):
+        return read(Path(directory), stored, abstract, report)
+    params = read(Path(directory), stored, restack_shapes(abstract, model, stored), report)
+    layout = jax.tree.map(lambda x: x.sharding, abstract)
+    return jax.jit(lambda params: restack(params, stored, model), out_shardings=layout)(params)
+
+
+def _unpack(directory: Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]) -> Params:
+    """Read the weights that `jaxstack compress` wrote, unpacked."""
+    del model
+    params, step = read_compressed(directory)
+    report(f"starting from the compressed parameters of {directory}, step {step}")
+    dense = {path: dense_parameter(path, leaf) for path, leaf in named_leaves(params).items()}
+    wanted = flatten(abstract)
+    return nest((path, jax.device_put(dense["/".join(path)].astype(x.dtype), x.sharding)) for path, x in wanted.items())
+
+
+def _restore(directory: Path, model: ModelConfig, abstract: Params, report: Callable[[str], None]) -> Params:
+    """Read the newest checkpoint of a run."""
+    manager = CheckpointManager(directory / "checkpoints", report=report)
     step = manager.latest_step()
     if step is None:
         raise ConfigError(f"run.init_from: {directory} holds no checkpoint yet.")
     report(f"starting from the parameters of {directory}, step {step}")
-    compression = read_compression(directory).rules
-    read = (
-        functools.partial(_restore_compressed, rules=compression)
-        if compression
-        else functools.partial(_restore, adapters=read_adapters(directory))
-    )
-    if same_stacking(stored, model):
-        return read(manager, step, stored, abstract)
-    params = read(manager, step, stored, restack_shapes(abstract, model, stored))
-    layout = jax.tree.map(lambda x: x.sharding, abstract)
-    return jax.jit(lambda params: restack(params, stored, model), out_shardings=layout)(params)
+    if rules := read_compression(directory).rules:
+        return _restore_compressed(manager, step, model, abstract, rules)
+    return _restore_adapted(manager, step, model, abstract, read_adapters(directory))
 
 
 def _restore_compressed(
@@ -76,7 +88,7 @@ def _restore_compressed(
     return jax.jit(module.export, out_shardings=layout)(tree["params"])
 
 
-def _restore(
+def _restore_adapted(
     manager: CheckpointManager, step: int, model: ModelConfig, abstract: Params, adapters: Sequence[AdapterRule]
 ) -> Params:
     """Read a checkpoint's parameters with the shardings of `abstract`, and merge its adapters into them."""

@@ -342,8 +342,8 @@ def load_decoder(
     Args:
       directory, overrides, step, report: as of `load`.
       vocab_size: number of ids that may be generated; default: all rows of the model's vocabulary.
-      master: True leaves weights that were compressed in training as the optimizer stored them, neither rounded nor
-        clustered, so that compression may do that by itself.
+      master: True leaves weights that training rounded as the optimizer stored them (`WeightRule.master`), so that
+        compression rounds them once.
 
     Returns:
       The decoder, and the step of its checkpoint.

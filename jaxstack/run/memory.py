@@ -81,8 +81,9 @@ def check_memory(trainer: Trainer) -> str | None:
         return None
     state, shardings = trainer.abstract_state, trainer.shardings
     weights = _bytes_per_device(state.params, shardings.params)
-    optimizer = _bytes_per_device(state.optimizer, shardings.optimizer)
-    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.optimizer)))
+    moments = (state.optimizer, state.outer)
+    optimizer = _bytes_per_device(moments, (shardings.optimizer, shardings.outer))
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, moments)))
     _refuse_state(weights, optimizer, whole, available)
     trained = trainer.module.split_frozen(state.params)[0]
     gradients = _bytes_per_device(trained, trainer.module.split_frozen(shardings.params)[0])

@@ -229,7 +229,7 @@ def _widths(text: str) -> list[int]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the subcommand with its parsed arguments."""
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_config(arguments.config, arguments.overrides).one_island
     path = Path(arguments.output) if arguments.output else config.directory / "coordinates.svg"
     found = check_coordinates(config, arguments.widths, arguments.steps, report=lambda line: print(line, flush=True))
     try:

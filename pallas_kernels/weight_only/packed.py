@@ -90,6 +90,12 @@ def pack_integers(grid: Grid, q: Int[Array, "out in"], scales: Float[Array, "out
     return _pack(IntegerFormat(grid), {"q": q.astype(integer_dtype(grid.bits)), "scales": scales}, q.shape)
 
 
+def pack_nearest(grid: Grid, w: Float[Array, "out in"]) -> PackedWeight:
+    """Return the packed weight of a matrix that is rounded to the nearest values of a grid."""
+    scales = grid.scales(w)
+    return pack_integers(grid, grid.quantize(w, scales), scales.astype(jnp.bfloat16))
+
+
 def pack_float8(q: Float[Array, "out in"], scales: Float[Array, "out groups"]) -> PackedWeight:
     """Return the packed weight of FP8 numbers (e4m3) and their scales."""
     return _pack(Float8Format(), {"q": q.astype(jnp.float8_e4m3fn), "scales": scales}, q.shape)

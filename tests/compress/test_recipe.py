@@ -52,6 +52,7 @@ def test_the_first_rule_that_matches_holds():
         ({"path": ".*", "method": "rtm"}, "layers.0.method cannot be 'rtm'; did you mean 'rtn'"),
         ({"path": ".*"}, "layers.0.method cannot be None; choose one of"),
         ({"path": ".*", "method": "rtn", "bit": 4}, "unknown key 'layers.0.bit'; did you mean 'bits'"),
+        ({"path": ".*", "method": "wanda", "pattern": "4:2"}, "pattern 4:2 keeps n of every m inputs, with n below m"),
         ({"path": "(", "method": "rtn"}, "layers.0.path: '\\(' is not a regular expression"),
     ],
 )

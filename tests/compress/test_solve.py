@@ -158,6 +158,14 @@ def test_dead_inputs_get_zero_weights():
     assert bool(found.valid) and not found.q[:, 5].any()
 
 
+def test_no_group_of_a_pattern_is_cut_by_a_block():
+    x = np.random.default_rng(0).normal(size=(400, 132))
+    hessian = _float32(2 / len(x) * x.T @ x)
+    w = jax.random.normal(jax.random.key(0), (4, 132))
+    found = sparsegpt(w, hessian, Pattern(keep_of=(2, 6))).w  # 6 does not divide blocks of 128 columns
+    np.testing.assert_array_equal((np.asarray(found) == 0).reshape(4, -1, 6).sum(-1), 4)
+
+
 def test_n_of_m_keeps_n_in_every_group():
     random = np.random.default_rng(0)
     scores = _float32(random.integers(0, 3, (16, 24)))  # with many equal scores

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxstack.export import onnx_graph, onnx_target
+from jaxstack.export.onnx_transformer import build_graph
 from jaxstack.export.run_exported import OnnxModel, generate
 from tests.export.sources import DENSE, MIXTURES, PROMPT, expected, make_source
 
@@ -39,3 +40,18 @@ def test_large_weights_are_written_beside_the_graph(tmp_path, monkeypatch):
     assert (tmp_path / "model.onnx.data").stat().st_size > (tmp_path / "model.onnx").stat().st_size / 2
     found = OnnxModel(tmp_path).start([wanted["tokens"][0]])
     np.testing.assert_allclose(found[0], wanted["logits"][0, -1], atol=1e-4, rtol=0)
+
+
+def test_the_head_can_be_left_to_the_last_token(tmp_path):
+    import onnxruntime
+
+    source, wanted = make_source("qwen3"), expected("qwen3")
+    build_graph(source.model, source.parameters, last_only=True).save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    empty = np.zeros((2, source.model.kv_heads, 0, source.model.width_per_head), np.float32)
+    tokens = wanted["tokens"].astype(np.int64)
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    feeds = {"input_ids": tokens, "position_ids": positions, "attention_mask": np.ones_like(tokens)}
+    feeds |= {one.name: empty for one in session.get_inputs() if one.name.startswith("past")}
+    (found,) = session.run(["logits"], feeds)
+    np.testing.assert_allclose(found, wanted["logits"][:, -1:], atol=1e-4, rtol=0)

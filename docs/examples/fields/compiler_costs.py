@@ -4,11 +4,11 @@ python docs/examples/fields/compiler_costs.py
 
 A compiler has to choose between versions of a program before it knows what they cost. Das and Mannarswamy 2023
 (arXiv:2302.11405) read the program as text: the operations, operands and shapes in MLIR become tokens, and a small
-network predicts properties of the compiled code. Here 2,000 random programs are lowered to StableHLO, XLA compiles each
+network predicts properties of the compiled code. Here 1,200 random programs are lowered to StableHLO, XLA compiles each
 for the CPU, and its own analysis of the compiled program counts the bytes that all kernels read and write. That number
 is not in the text: XLA fuses operations, and what stays inside a fused kernel does not go through memory.
 
-Compiling takes most of the time; its results are kept in the system's folder for temporary files.
+Compiling takes half of the time; its results are kept in the system's folder for temporary files.
 """
 
 import hashlib
@@ -179,7 +179,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(np.argsort(np.argsort(x)), np.argsort(np.argsort(y)))[0, 1])
 
 
-def main(steps: int = 1500, seed: int = 0, programs: int = 2000) -> dict[str, Any]:
+def main(steps: int = 1500, seed: int = 0, programs: int = 1200) -> dict[str, Any]:
     """Train on four fifths of the programs; return the median error on the others."""
     found = compiled_programs(programs, seed)
     tokens, train = [tokenize(one["text"]) for one in found], programs * 4 // 5

@@ -33,11 +33,11 @@ Policy = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 def advance(state: np.ndarray, jacket: np.ndarray) -> np.ndarray:
     """Advance batches [B, 6] by one action: moments 0 to 3 of the crystal sizes, concentration, temperature."""
     for _ in range(SUBSTEPS):
-        m0, m1, m2, m3, solute, heat = state.T
-        solubility = 0.35 + 0.008 * (heat - 25) + 6e-5 * (heat - 25) ** 2
+        m0, m1, m2, m3, solute, temperature = state.T
+        solubility = 0.35 + 0.008 * (temperature - 25) + 6e-5 * (temperature - 25) ** 2
         excess = np.maximum(solute / solubility - 1, 0)
-        growth, birth = 60 * excess**1.2, 2e-8 * excess**2 * m3
-        rates = (birth, growth * m0, 2 * growth * m1, 3 * growth * m2, -3 * 8e-9 * growth * m2, -0.12 * (heat - jacket))
+        growth, birth, heating = 60 * excess**1.2, 2e-8 * excess**2 * m3, 0.12 * (jacket - temperature)
+        rates = (birth, growth * m0, 2 * growth * m1, 3 * growth * m2, -3 * 8e-9 * growth * m2, heating)
         state = state + MINUTES / SUBSTEPS * np.stack(rates, -1)
     return state
 

@@ -8,16 +8,15 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from pydantic import Field
 
-from jaxstack.compress.methods.base import CalibrationBlock, Compressed, InputStatistics, Method, Statistic
-from jaxstack.compress.methods.rtn import group_reason
+from jaxstack.compress.methods.base import CalibrationBlock, Compressed, InputStatistics, Statistic
+from jaxstack.compress.methods.rounding import RoundingMethod
 from jaxstack.compress.smooth import Fold, apply_fold, candidate_scales, find_folds, round_scaled, rounding_errors
 from pallas_kernels.weight_only.grid import Grid
-from pallas_kernels.weight_only.packed import pack_integers
+from pallas_kernels.weight_only.packed import pack_nearest
 
 
-class Awq(Method):
+class Awq(RoundingMethod):
     """Scales a layer's inputs by the magnitude of their activations, then rounds to nearest (arXiv:2306.00978).
 
     A scale is folded into the norm or the dense layer before, where one such method compresses all layers that read the
@@ -26,19 +25,6 @@ class Awq(Method):
 
     needs: ClassVar[frozenset[Statistic]] = frozenset({"hessian", "mean_abs"})
     method: Literal["awq"] = "awq"
-    bits: int = Field(default=4, ge=2, le=8)
-    """Bits of an integer."""
-    group_size: int | None = Field(default=128, ge=1)
-    """Number of inputs that share a scale; null: one scale for each output."""
-
-    @property
-    def grid(self) -> Grid:
-        """The grid that the weights are rounded to."""
-        return Grid(self.bits, self.group_size)
-
-    def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
-        del outputs
-        return group_reason(self.group_size, inputs)
 
     def rescale(self, block: CalibrationBlock) -> Mapping[str, jax.Array]:
         weights, changed = dict(block.weights), {}
@@ -51,8 +37,7 @@ class Awq(Method):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        scales = self.grid.scales(w)
-        return pack_integers(self.grid, self.grid.quantize(w, scales), scales.astype(jnp.bfloat16))
+        return pack_nearest(self.grid, w)
 
     def _best_scales(self, block: CalibrationBlock, fold: Fold) -> Float[Array, " in"]:
         """Return the scales with which rounding changes the output least.

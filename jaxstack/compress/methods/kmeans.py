@@ -4,13 +4,13 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
 from jaxstack.compress.methods.base import Compressed, InputStatistics, Method
+from jaxstack.compressed_training.patterns import count_patterns, pattern_values, patterns_of, quantiles
 from pallas_kernels.weight_only.packed import pack_lookup
-
-_PATTERNS = 2**16
 
 
 class KMeans(Method):
@@ -28,20 +28,9 @@ class KMeans(Method):
 
     def compress(self, w: Float[Array, "out in"], statistics: InputStatistics | None) -> Compressed:
         del statistics
-        patterns = jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.int32)
+        patterns = patterns_of(w)
         codebook = cluster_patterns(count_patterns(patterns), self.bits, self.iterations)
-        return pack_lookup(self.bits, _nearest(pattern_values(), codebook)[patterns], codebook[None])
-
-
-def pattern_values() -> Float[Array, "65536"]:
-    """Return the value of every bfloat16 by its bits, float32; 0 for infinities and NaN."""
-    values = jax.lax.bitcast_convert_type(jnp.arange(_PATTERNS).astype(jnp.uint16), jnp.bfloat16).astype(jnp.float32)
-    return jnp.where(jnp.isfinite(values), values, 0.0)
-
-
-def count_patterns(patterns: Int[Array, "out in"]) -> Float[Array, "65536"]:
-    """Return how often each bfloat16 occurs, float32."""
-    return jnp.bincount(patterns.ravel(), length=_PATTERNS).astype(jnp.float32)
+        return pack_lookup(self.bits, _nearest(jnp.asarray(pattern_values()), codebook)[patterns], codebook[None])
 
 
 def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) -> Float[Array, " entries"]:
@@ -51,12 +40,10 @@ def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) 
     different weights themselves, which suits weights of few values; the result with the least squared error counts. A
     cluster without weights keeps its center.
     """
-    values, entries = pattern_values(), 2**bits
+    table, entries = pattern_values(), 2**bits
+    values, order = jnp.asarray(table), np.argsort(table, kind="stable")
     middles = (jnp.arange(entries, dtype=jnp.float32) + 0.5) / entries
-    order = jnp.argsort(values)
-    cumulative = jnp.cumsum(counts[order])
-    low, high = values[order][jnp.searchsorted(cumulative, jnp.array([0.5, cumulative[-1] - 0.5]))]
-    quantiles = values[order][jnp.searchsorted(cumulative, middles * cumulative[-1])]
+    low, high = jnp.min(values, where=counts > 0, initial=jnp.inf), jnp.max(values, where=counts > 0, initial=-jnp.inf)
 
     def step(_: int, centers: jax.Array) -> jax.Array:
         cluster = _nearest(values, centers)
@@ -71,7 +58,7 @@ def cluster_patterns(counts: Float[Array, "65536"], bits: int, iterations: int) 
     # Up to as many different weights as there are entries are kept; of more, these are the least ones.
     present = jnp.nonzero(counts[order] > 0, size=entries, fill_value=0)[0]
     distinct = jnp.sort(values[order][present])
-    starts = (low + (high - low) * middles, quantiles, distinct)
+    starts = (low + (high - low) * middles, quantiles(table, counts, middles), distinct)
     found = jnp.stack([jax.lax.fori_loop(0, iterations, step, start) for start in starts])
     return found[jnp.argmin(jax.vmap(error)(found))]
 

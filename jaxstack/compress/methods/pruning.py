@@ -1,6 +1,6 @@
 """Base class of methods that set weights to zero."""
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxstack.compress.methods.base import Method
 from jaxstack.compress.prune import Pattern
@@ -14,17 +14,26 @@ class PruningMethod(Method):
     pattern: str | None = Field(default=None, pattern=r"^[1-9]\d?:[1-9]\d?$")
     """`n:m` keeps n of every m consecutive inputs, such as 2:4. Default: zeros may be anywhere."""
 
+    @model_validator(mode="after")
+    def _check_pattern(self) -> "PruningMethod":
+        if self.pattern is not None and not 0 < self._kept_of[0] < self._kept_of[1]:
+            raise ValueError(f"pattern {self.pattern} keeps n of every m inputs, with n below m; as in 2:4.")
+        return self
+
+    @property
+    def _kept_of(self) -> tuple[int, int]:
+        """n and m of the pattern; (1, 1) without one."""
+        kept, size = (self.pattern or "1:1").split(":")
+        return int(kept), int(size)
+
     @property
     def zeros(self) -> Pattern:
         """Where zeros may be: anywhere, or in groups of m."""
-        if self.pattern is None:
-            return Pattern(self.sparsity)
-        kept, size = map(int, self.pattern.split(":"))
-        return Pattern(keep_of=(kept, size))
+        return Pattern(self.sparsity) if self.pattern is None else Pattern(keep_of=self._kept_of)
 
     def unsupported_reason(self, outputs: int, inputs: int) -> str | None:
         del outputs
-        size = 1 if self.pattern is None else int(self.pattern.split(":")[1])
+        size = self._kept_of[1]
         if inputs % size == 0:
             return None
         return f"the pattern {self.pattern} needs a multiple of {size} inputs; this layer has {inputs}"

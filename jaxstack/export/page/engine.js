@@ -4,28 +4,10 @@
 // in the kernels' panels: keys in panels of positions, values in panels of a head's elements.
 
 import { compile, emitExponentials } from "./kernels.js";
+import { angles, checkTokens, PART } from "./model.js";
 import { scratchBytes, Tuner } from "./tune.js";
 
-const PART = 64; // tokens of a prompt that run together
-const RUN = 1024; // positions whose whole turns are removed in float64, as in training
 const PAGE = 65536;
-
-/** Reads a safetensors file of float32 tensors: name -> { data, shape }. */
-export function readTensors(buffer) {
-  const size = Number(new DataView(buffer).getBigUint64(0, true));
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 8, size)));
-  const start = 8 + size, tensors = {};
-  for (const [name, entry] of Object.entries(header)) {
-    if (name === "__metadata__") continue;
-    const [first, last] = entry.data_offsets;
-    // The header's length need not be a multiple of four.
-    const aligned = (start + first) % 4 === 0;
-    const data = aligned ? new Float32Array(buffer, start + first, (last - first) / 4)
-      : new Float32Array(buffer.slice(start + first, start + last));
-    tensors[name] = { data, shape: entry.shape };
-  }
-  return tensors;
-}
 
 /** x times the normal distribution function, e = exp(-x^2 / 2); erf by Abramowitz and Stegun 7.1.26, error 2e-7. */
 function exactGelu(x, e) {
@@ -48,8 +30,8 @@ const ACTIVATIONS = {
 
 /** A matrix [k, n] in panels of 4 nv columns. */
 class Packed {
-  constructor(engine, k, n) {
-    const { nv, one, many } = engine.tuner.choose(k, n);
+  constructor(engine, k, n, stride) {
+    const { nv, one, many } = engine.tuner.choose(k, n, stride);
     Object.assign(this, { k, n, width: 4 * nv, one, many });
     this.panels = Math.ceil(n / this.width);
     this.stride = 4 * this.panels * this.width; // bytes of a row of products
@@ -95,9 +77,10 @@ export class Engine {
     this.config = config;
     this.capacity = Math.ceil(capacity / 96) * 96; // whole panels of every width
     const { hidden, heads, kvHeads, width, feedForward, gated, vocabulary } = config;
-    const shapes = {
-      qkv: [hidden, (heads + 2 * kvHeads) * width], out: [heads * width, hidden],
-      up: [hidden, (gated ? 2 : 1) * feedForward], down: [feedForward, hidden], head: [hidden, vocabulary],
+    const upWidth = (gated ? 2 : 1) * feedForward;
+    const shapes = { // [k, n], and the bytes between rows of x if they are known
+      qkv: [hidden, (heads + 2 * kvHeads) * width, 4 * hidden], out: [heads * width, hidden, 4 * heads * width],
+      up: [hidden, upWidth, 4 * hidden], down: [feedForward, hidden, 4 * (upWidth + 96)], head: [hidden, vocabulary],
       scores: [width, this.capacity], mix: [Math.min(this.capacity, 384), width],
     };
     const scratch = scratchBytes(Object.values(shapes));
@@ -111,9 +94,13 @@ export class Engine {
     this.exponentials = compile(emitExponentials(), this.memory);
     this.next = 64;
     this.tuner = new Tuner(this.memory, this.allocate(scratch), scratch, budget);
-    for (const [k, n] of Object.values(shapes)) this.tuner.choose(k, n);
+    const panel = 4 * this.tuner.choose(...shapes.up).nv;
+    shapes.down[2] = 4 * Math.ceil(upWidth / panel) * panel;
+    for (const shape of Object.values(shapes)) this.tuner.choose(...shape);
     this.pack(tensors, shapes);
     this.makeBuffers(shapes);
+    this.report = this.tuner.report;
+    this.candidates = this.tuner.kernels.length;
   }
 
   allocate(bytes) {
@@ -130,8 +117,8 @@ export class Engine {
 
   pack(tensors, shapes) {
     const { config } = this, find = name => tensors[name]?.data;
-    const side = (path, names, [k, n]) => {
-      const packed = new Packed(this, k, n), parts = names.map(name => find(`${path}/${name}/kernel`));
+    const side = (path, names, [k, n, stride]) => {
+      const packed = new Packed(this, k, n, stride), parts = names.map(name => find(`${path}/${name}/kernel`));
       let first = 0;
       const biases = names.map(name => find(`${path}/${name}/bias`));
       const bias = biases[0] ? new Float32Array(n) : null;
@@ -203,9 +190,7 @@ export class Engine {
 
   /** Runs tokens at the positions from `start` on; returns the logits after the last one, valid until the next call. */
   run(tokens, start) {
-    const unknown = tokens.find(token => !(token >= 0 && token < this.config.vocabulary));
-    if (unknown !== undefined) throw new Error(`the model has ${this.config.vocabulary} token ids; found ${unknown}`);
-    if (start + tokens.length > this.capacity) throw new Error(`the cache has room for ${this.capacity} tokens`);
+    checkTokens(tokens, start, this.config, this.capacity);
     for (let first = 0; first < tokens.length; first += PART)
       this.runPart(tokens.slice(first, first + PART), start + first);
     const last = ((tokens.length - 1) % PART) * this.config.hidden;
@@ -220,11 +205,11 @@ export class Engine {
   runPart(tokens, start) {
     const { hidden, localFrequencies, frequencies } = this.config, count = tokens.length;
     this.embed(tokens, start);
-    const angles = frequencies && this.angles(frequencies, start, count);
-    const local = localFrequencies ? this.angles(localFrequencies, start, count) : angles;
+    const turns = frequencies && angles(frequencies, start, count);
+    const local = localFrequencies ? angles(localFrequencies, start, count) : turns;
     for (const layer of this.layers) {
       this.normalize(layer.attentionNorm, this.x.data, 0, this.normalized.data, 0, hidden, count);
-      this.attention(layer, start, count, layer.window ? local : angles);
+      this.attention(layer, start, count, layer.window ? local : turns);
       this.addUpdate(layer.attentionPostNorm, layer.out.packed.stride / 4, count);
       this.normalize(layer.mlpNorm, this.x.data, 0, this.normalized.data, 0, hidden, count);
       this.feedForward(layer, count);
@@ -242,19 +227,6 @@ export class Engine {
       const position = (start + row) * hidden;
       if (this.positions) for (let i = 0; i < hidden; i++) x[to + i] += this.positions[position + i];
     });
-  }
-
-  /** Returns cosines and sines [count, width / 2]. */
-  angles(frequencies, start, count) {
-    const half = frequencies.length, cos = new Float32Array(count * half), sin = new Float32Array(count * half);
-    for (let row = 0; row < count; row++)
-      for (let i = 0; i < half; i++) {
-        const position = start + row, run = Math.floor(position / RUN);
-        const angle = run * ((frequencies[i] * RUN) % (2 * Math.PI)) + (position % RUN) * frequencies[i];
-        cos[row * half + i] = Math.cos(angle);
-        sin[row * half + i] = Math.sin(angle);
-      }
-    return { cos, sin };
   }
 
   /** Normalizes `count` rows of `size` elements, from `from` in `source` to `to` in `target`. */
@@ -291,7 +263,7 @@ export class Engine {
     }
   }
 
-  attention(layer, start, count, angles) {
+  attention(layer, start, count, turns) {
     const { hidden, heads, kvHeads, width, scale } = this.config, { packed, bias } = layer.qkv;
     const stride = packed.stride / 4, { data, address } = this.qkv;
     packed.multiply(this.normalized.address, 4 * hidden, address, count);
@@ -300,7 +272,7 @@ export class Engine {
       for (let head = 0; head < heads + kvHeads; head++) {
         const at = row * stride + head * width, norm = head < heads ? layer.queryNorm : layer.keyNorm;
         if (norm) this.normalize(norm, data, at, data, at, width, 1);
-        if (angles) this.rotate(data, at, angles, row);
+        if (turns) this.rotate(data, at, turns, row);
       }
       for (let i = 0, at = row * stride; i < heads * width; i++, at++) data[at] *= scale;
       this.store(layer, data, row * stride + heads * width, start + row);

@@ -4,7 +4,8 @@ import { candidates, compile, emit } from "./kernels.js";
 
 const ROWS = 64; // of a prompt's part
 const STEPS = 64; // single tokens that count as much as that prompt
-const FINALISTS = 2;
+const FINALISTS = 3;
+const WARM_MS = 1; // after a few times as much work a browser compiles a function again, with optimization
 
 /** Returns the shortest time of one call in milliseconds, over `rounds` rounds of about `budget` milliseconds. */
 function time(call, budget, rounds) {
@@ -17,7 +18,7 @@ function time(call, budget, rounds) {
       calls += repeats;
       repeats *= 2;
       spent = performance.now() - start;
-    } while (spent < budget);
+    } while (spent < budget || spent === 0);
     best = Math.min(best, spent / calls);
   }
   return best;
@@ -28,73 +29,100 @@ export class Tuner {
   /**
    * @param memory WebAssembly.Memory of the model.
    * @param scratch address of an area that measurements may overwrite, and `scratchBytes` its size.
-   * @param budget least time of one measurement in milliseconds.
+   * @param budget least time of one measurement in milliseconds; with 0 there are two candidates only.
    */
   constructor(memory, scratch, scratchBytes, budget = 1) {
     const start = performance.now();
-    this.kernels = candidates().map(shape => ({ ...shape, multiply: compile(emit(shape), memory) }));
-    this.compileMs = performance.now() - start;
+    this.memory = memory;
     this.scratch = scratch;
     this.scratchBytes = scratchBytes;
     this.budget = budget;
     this.report = [];
     this.chosen = new Map();
+    const tried = ({ mr, nv, unroll }) => budget > 0 || (nv === 2 && unroll === 1 && (mr === 1 || mr === 4));
+    this.kernels = this.compile(candidates().filter(tried));
+    this.compileMs = performance.now() - start;
+  }
+
+  /** Compiles candidates, and calls them until the browser has optimized them: before that, times would mislead. */
+  compile(shapes) {
+    const kernels = shapes.map(shape => ({ ...shape, multiply: compile(emit(shape), this.memory) }));
+    const calls = kernels.map(kernel => this.call(kernel, 8, 64, 96)), best = calls.map(() => Infinity);
+    for (let round = 0, faster = true; this.budget > 0 && round < 40 && (faster || round < 5); round++) {
+      faster = false;
+      calls.forEach((call, i) => {
+        const ms = time(call, WARM_MS, 1);
+        faster ||= ms < 0.7 * best[i];
+        best[i] = Math.min(best[i], ms);
+      });
+    }
+    return kernels;
   }
 
   /**
    * Returns { nv, one, many } for matrices [k, n]: the panel width in vectors, and the kernels for single rows and for
-   * prompts. Both read the same panels, so the width is the best for a prompt of 64 tokens and 64 new ones.
+   * prompts. Both read the same panels, so the width is the best for a prompt of 64 tokens and 64 new ones. With a
+   * `stride`, `many` multiplies rows that are that many bytes apart, and no others.
    */
-  choose(k, n) {
-    const key = `${k}x${n}`;
-    if (!this.chosen.has(key)) this.chosen.set(key, this.measure(k, n));
+  choose(k, n, stride = 0) {
+    const key = `${k}x${n}x${stride}`;
+    if (!this.chosen.has(key)) this.chosen.set(key, this.measure(k, n, stride));
     return this.chosen.get(key);
   }
 
-  measure(k, n) {
-    const columns = this.limit(k, n);
-    const speed = (kernel, m, budget, rounds) => {
-      const ms = time(this.call(kernel, m, k, columns), budget * this.budget, rounds);
-      return { kernel, gflops: (2e-6 * m * k * columns) / ms };
-    };
-    const best = (kernels, m) => {
-      const first = kernels.map(kernel => speed(kernel, m, 1, 1)).sort((a, b) => b.gflops - a.gflops);
-      const again = first.slice(0, FINALISTS).map(found => speed(found.kernel, m, 2, 3));
-      return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
-    };
+  measure(k, n, stride) {
     let chosen = null;
     for (const nv of new Set(this.kernels.map(kernel => kernel.nv))) {
       const alike = this.kernels.filter(kernel => kernel.nv === nv);
-      const one = best(alike.filter(kernel => kernel.mr === 1), 1), many = best(alike, ROWS);
+      const one = this.best(alike.filter(kernel => kernel.mr === 1), 1, k, n);
+      const many = this.best(alike, ROWS, k, n, stride);
       const padded = Math.ceil(n / (4 * nv)) * 4 * nv; // columns that are computed for nothing count too
       const cost = padded * (STEPS / one.gflops + ROWS / many.gflops);
       if (!chosen || cost < chosen.cost) chosen = { cost, nv, one, many };
     }
-    const plain = this.kernels.find(kernel => kernel.mr === 1 && kernel.nv === 1 && kernel.unroll === 1);
-    const shape = ({ mr, unroll }) => `${mr} x ${4 * chosen.nv}, unroll ${unroll}`;
+    const plain = this.kernels[0]; // one row and four columns, not unrolled
+    const shape = ({ mr, unroll, stride }) => `${mr} x ${4 * chosen.nv}, unroll ${unroll}${stride ? ", fixed stride" : ""}`;
     for (const [rows, found] of [[1, chosen.one], [ROWS, chosen.many]]) {
-      const untuned = speed(plain, rows, 2, 2).gflops;
+      const untuned = this.speed(plain, rows, k, n, 2, 2).gflops;
       this.report.push({ rows, k, n, tile: shape(found.kernel), gflops: found.gflops, untuned });
     }
     return { nv: chosen.nv, one: chosen.one.kernel.multiply, many: chosen.many.kernel.multiply };
   }
 
+  /** Returns { kernel, gflops } of the fastest of `kernels` for m rows, also with the stride of rows as a constant. */
+  best(kernels, m, k, n, stride = 0) {
+    const first = kernels.map(kernel => this.speed(kernel, m, k, n, 1, 3)).sort((a, b) => b.gflops - a.gflops);
+    const finalists = first.slice(0, FINALISTS).map(found => found.kernel);
+    const tiles = stride ? finalists.filter(kernel => kernel.mr > 1) : [];
+    const fixed = this.compile(tiles.map(kernel => ({ ...kernel, stride })));
+    const again = [...finalists, ...fixed].map(kernel => this.speed(kernel, m, k, n, 1, 8));
+    return again.reduce((a, b) => (a.gflops > b.gflops ? a : b));
+  }
+
+  /** Measures a kernel for rounds of so many times the tuner's budget. */
+  speed(kernel, m, k, n, budget, rounds) {
+    const columns = this.limit(k, n, kernel.stride);
+    const ms = time(this.call(kernel, m, k, columns), budget * this.budget, rounds);
+    return { kernel, gflops: (2e-6 * m * k * columns) / ms };
+  }
+
   /** Columns of a matrix with k rows that fit the scratch area, at most n. */
-  limit(k, n) {
-    const floats = this.scratchBytes / 4 - ROWS * k;
+  limit(k, n, stride = 0) {
+    const floats = this.scratchBytes / 4 - ROWS * (stride / 4 || k);
     const most = Math.floor(floats / (k + ROWS) / 96) * 96; // whole panels of every width
     return Math.max(96, Math.min(Math.ceil(n / 96) * 96, most));
   }
 
-  call({ nv, multiply }, m, k, columns) {
-    const x = this.scratch, w = x + 4 * ROWS * k, out = w + 4 * k * columns;
+  /** Returns a function that multiplies m rows of the scratch area. */
+  call({ nv, stride, multiply }, m, k, columns) {
+    const x = this.scratch, w = x + ROWS * (stride || 4 * k), out = w + 4 * k * columns;
     const panels = columns / (4 * nv);
-    return () => multiply(x, 4 * k, w, 16 * nv * k, out, 4 * columns, m, k, panels);
+    return () => multiply(x, stride || 4 * k, w, 16 * nv * k, out, 4 * columns, m, k, panels);
   }
 }
 
-/** Bytes of scratch area that measuring a model with these shapes [k, n] takes. */
+/** Bytes of scratch area that measuring a model with these shapes [k, n], or [k, n, stride], takes. */
 export function scratchBytes(shapes) {
-  const floats = shapes.map(([k, n]) => ROWS * k + (Math.min(n, 4096) + 96) * (k + ROWS));
+  const floats = shapes.map(([k, n, stride = 4 * k]) => (ROWS * stride) / 4 + (Math.min(n, 4096) + 96) * (k + ROWS));
   return 4 * Math.max(...floats);
 }

@@ -1,6 +1,8 @@
 // Loads the model, and generates text so that the page stays responsive.
 
-import { Engine, readTensors } from "./engine.js";
+import { Engine } from "./engine.js";
+import { GpuEngine } from "./gpu_engine.js";
+import { readTensors } from "./model.js";
 import { makeTokenizer } from "./tokenizer.js";
 
 let engine, tokenizer, settings, stopped = false;
@@ -43,11 +45,49 @@ async function load() {
   tokenizer = makeTokenizer(vocabulary);
   say({ type: "status", text: "measuring kernels" });
   const loaded = performance.now();
-  const budget = new URLSearchParams(location.search).get("measure"); // ?measure=0.1 starts sooner with slower kernels
-  engine = new Engine(config, tensors, settings.context, budget === null ? undefined : Number(budget));
-  const now = performance.now();
-  const { report, kernels } = engine.tuner;
-  say({ type: "ready", report, candidates: kernels.length, tuneMs: now - loaded, totalMs: now - start, settings });
+  const { chosen, others } = await chooseEngine(config, tensors);
+  engine = chosen.engine;
+  const now = performance.now(), { report, candidates } = engine, { device } = chosen;
+  say({ type: "ready", report, candidates, device, others, tuneMs: now - loaded, totalMs: now - start, settings });
+}
+
+/** Returns the engine that the address asks for by ?device=webgpu or wasm, or else the faster of both. */
+async function chooseEngine(config, tensors) {
+  const query = new URLSearchParams(location.search), asked = query.get("device"), others = [];
+  const budget = query.has("measure") ? Number(query.get("measure")) : undefined; // 0.1: starts sooner, slower kernels
+  const found = [];
+  if (asked !== "wasm") {
+    try {
+      const gpu = await GpuEngine.create(config, tensors, settings.context, budget, asked === "webgpu");
+      found.push({ engine: gpu, device: `WebGPU: ${gpu.title}` });
+    } catch (error) {
+      if (asked === "webgpu") throw error;
+      others.push(error.message);
+    }
+  }
+  if (asked !== "webgpu") {
+    found.push({ engine: new Engine(config, tensors, settings.context, budget), device: "WebAssembly" });
+  }
+  if (found.length > 1) for (const one of found) one.ms = await timeTokens(one.engine);
+  found.sort((a, b) => a.ms - b.ms);
+  for (const { engine: slower, device, ms } of found.slice(1)) {
+    others.push(`${device} takes ${(ms / found[0].ms).toFixed(1)} times as long`);
+    slower.close?.();
+  }
+  return { chosen: found[0], others };
+}
+
+/** Returns the milliseconds of a short prompt and the tokens after it, in the second of two tries. */
+async function timeTokens(engine) {
+  const count = Math.min(32, settings.context >> 1), tokens = Array(count).fill(0);
+  let spent = 0;
+  for (let trial = 0; trial < 2; trial++) {
+    const start = performance.now();
+    await engine.run(tokens, 0);
+    for (let i = 0; i < count; i++) await engine.run([0], count + i);
+    spent = performance.now() - start;
+  }
+  return spent;
 }
 
 /** Random numbers of a seed, uniform between 0 and 1 (mulberry32). */
@@ -86,7 +126,7 @@ async function generate({ id, prompt, ids, maxTokens, temperature, seed, documen
   const next = random(seed ?? 0), decoder = new TextDecoder(), made = [];
   stopped = false;
   const start = performance.now();
-  let logits = engine.run(tokens, 0), position = tokens.length, first = performance.now(), reason = "length";
+  let logits = await engine.run(tokens, 0), position = tokens.length, first = performance.now(), reason = "length";
   while (made.length < Math.min(maxTokens, room)) {
     const token = choose(logits, temperature, next);
     if (settings.stop_tokens.includes(token) && !ids) {
@@ -95,7 +135,7 @@ async function generate({ id, prompt, ids, maxTokens, temperature, seed, documen
     }
     made.push(token);
     say({ type: "token", id, text: decoder.decode(new Uint8Array(tokenizer.bytes(token)), { stream: true }) });
-    if (made.length < Math.min(maxTokens, room)) logits = engine.run([token], position++);
+    if (made.length < Math.min(maxTokens, room)) logits = await engine.run([token], position++);
     await breathe();
     if (stopped) {
       reason = "stopped";
@@ -108,17 +148,14 @@ async function generate({ id, prompt, ids, maxTokens, temperature, seed, documen
 
 const HANDLERS = {
   generate,
-  stop: () => void (stopped = true),
-  logits: ({ id, ids }) => say({ type: "logits", id, logits: Array.from(engine.run(ids, 0)) }),
+  logits: async ({ id, ids }) => say({ type: "logits", id, logits: Array.from(await engine.run(ids, 0)) }),
   encode: ({ id, text }) => say({ type: "ids", id, ids: tokenizer.encode(text) }),
 };
 
-onmessage = async ({ data }) => {
-  try {
-    await HANDLERS[data.type](data);
-  } catch (error) {
-    say({ type: "error", id: data.id, text: error.message });
-  }
+let last = Promise.resolve(); // requests share the cache, so that one begins when the one before has ended
+onmessage = ({ data }) => {
+  if (data.type === "stop") return void (stopped = true);
+  last = last.then(() => HANDLERS[data.type](data)).catch(error => say({ type: "error", id: data.id, text: error.message }));
 };
 
 load().catch(error => say({ type: "error", text: error.message }));

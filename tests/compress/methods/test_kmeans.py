@@ -6,18 +6,9 @@ import numpy as np
 import pytest
 from scipy.cluster.vq import kmeans2
 
-from jaxstack.compress.methods.kmeans import KMeans, cluster_patterns, count_patterns, pattern_values
+from jaxstack.compress.methods.kmeans import KMeans, cluster_patterns
 from jaxstack.compress.recipe import load_recipe
-
-
-def test_the_table_has_every_bfloat16_once():
-    values = pattern_values()
-    x = jnp.array([[1.0, -2.5, 0.0, 3.0e38]], jnp.bfloat16)
-    patterns = jax.lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32)
-    np.testing.assert_array_equal(values[patterns], x.astype(jnp.float32))
-    counts = count_patterns(jnp.concatenate([patterns, patterns[:, :2]], 1))
-    assert counts.sum() == 6 and counts[patterns[0, 0]] == 2
-    assert jnp.isfinite(values).all()
+from jaxstack.compressed_training.patterns import count_patterns, patterns_of
 
 
 @pytest.mark.longer
@@ -41,8 +32,7 @@ def test_three_bits_reach_the_least_error_of_a_normal_distribution():
 
 def test_the_table_gives_the_clusters_of_k_means_over_all_weights():
     w = np.asarray(jax.random.normal(jax.random.key(1), (64, 64)).astype(jnp.bfloat16), np.float32)
-    patterns = jax.lax.bitcast_convert_type(jnp.asarray(w, jnp.bfloat16), jnp.uint16).astype(jnp.int32)
-    centers = cluster_patterns(count_patterns(patterns), 2, 50)
+    centers = cluster_patterns(count_patterns(patterns_of(jnp.asarray(w))), 2, 50)
     start = w.min() + (w.max() - w.min()) * (np.arange(4) + 0.5) / 4
     wanted, _ = kmeans2(w.reshape(-1, 1), start[:, None], iter=50, minit="matrix")
     errors = [np.square(w[..., None] - c.reshape(-1)).min(-1).sum() for c in (np.asarray(centers), wanted)]

@@ -1,9 +1,9 @@
 """Pruning and rounding: errors of a synthetic layer, perplexity of a small trained model, and the time of GPTQ.
 
-    python benchmarks/compression.py                                  # layer and model; a few minutes on two CPU cores
-    python benchmarks/compression.py --parts time                     # GPTQ of llama3-1b with random weights, on a GPU
-    python benchmarks/compression.py --parts model --run runs/quickstart --sequences 256
-    python benchmarks/compression.py --tiny                           # tiny sizes; rows go to tiny/
+    python benchmarks/compression_methods.py                       # layer and model; a few minutes on two CPU cores
+    python benchmarks/compression_methods.py --parts time          # GPTQ of llama3-1b with random weights, on a GPU
+    python benchmarks/compression_methods.py --parts model --run runs/quickstart --sequences 256
+    python benchmarks/compression_methods.py --tiny                # tiny sizes; rows go to tiny/
 
 Parts:
     layer   a 256 x 256 layer with correlated inputs: squared error of its outputs on further inputs, relative to them
@@ -13,18 +13,17 @@ Parts:
             on `--sequences` sequences of `--length` random tokens; compilation included
 
 `perplexity_rise` is the perplexity minus that of the uncompressed model. Rows are appended to
-benchmarks/results/compression.jsonl.
+benchmarks/results/compression_methods.jsonl.
 """
 
 import argparse
-import functools
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -48,6 +47,7 @@ from jaxstack.models import ModelConfig, Transformer, preset_config
 from jaxstack.observe.memory import peak_memory_bytes
 from jaxstack.run.build import make_trainer
 from jaxstack.run.load import read_run_config, restore_parameters
+from jaxstack.run_config import RunConfig
 from jaxstack.trainer import Trainer
 from jaxstack.tree_rules import map_by_path
 from pallas_kernels.weight_only.grid import Grid
@@ -112,19 +112,28 @@ def train(trainer: Trainer) -> None:
     learn(trainer, every=max(1, trainer.train.steps // 10), say=lambda point: print(point, flush=True))
 
 
-def open_model(overrides: list[str], steps: int, run: str | None) -> tuple[Trainer, Data, int]:
-    """Return a trained model with its data and its steps: that of a run, or one that is trained now."""
+class Trained(NamedTuple):
+    """A trained model: the trainer holds its parameters."""
+
+    config: RunConfig
+    trainer: Trainer
+    data: Data
+    steps: int
+
+
+def open_model(overrides: Sequence[str], steps: int, run: str | None) -> Trained:
+    """Return the model of a run, or one that is trained now."""
     if run is None:
         config, data = open_run([*overrides, f"train.steps={steps}"])
         trainer = make_trainer(config, data)
         train(trainer)
-        return trainer, data, steps
+        return Trained(config, trainer, data, steps)
     config = read_run_config(run)
     data = open_data(config.data, sequence_length=config.train.sequence_length, seed=config.run.seed)
     trainer = make_trainer(config, data, jax.devices()[:1])
     params, _, steps = restore_parameters(run, config.model, trainer.module, trainer.rules)
     trainer.start_from(params)
-    return trainer, data, steps
+    return Trained(config, trainer, data, steps)
 
 
 def model_rows(
@@ -147,24 +156,39 @@ def model_rows(
     common = {"work": f"quickstart, {steps} steps", "device": jax.devices()[0].device_kind, "steps": steps,
               "sequences": sequences, "uncompressed_perplexity": base}  # fmt: skip
     yield {**common, "variant": "uncompressed", "implementation": "float32", "perplexity": base}
-    size, layers = math.gcd(sequences, 8), trainer.module.merge(params, non_params).config.num_layers
-    batches = [data.batch(n, global_batch_size=size, rows=range(size)) for n in range(sequences // size)]
+    layers = trainer.module.merge(params, non_params).config.num_layers
+    batches = calibration_batches(data, sequences)
     for variant, methods in settings.items():
         for method in methods:
             chosen = method.model_copy(update={"group_size": group_size}) if "int" in variant else method
-            paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(layers) for path in DENSE]
             began = time.perf_counter()
             model = trainer.module.merge(params, non_params)
-            weights = compress_layers(model, batches, dict.fromkeys(paths, chosen)).weights
+            weights = compress_layers(model, batches, dict.fromkeys(dense_paths(layers), chosen)).weights
             seconds = time.perf_counter() - began
-            found = perplexity(map_by_path(functools.partial(_changed, weights), params))
+            found = perplexity(replaced(params, weights))
             yield {**common, "variant": variant, "implementation": method.method, "perplexity": found,
                    "perplexity_rise": found - base, "seconds": seconds}  # fmt: skip
 
 
-def _changed(weights: Mapping[str, Any], path: str, leaf: jax.Array) -> jax.Array:
-    new = weights.get(path, leaf)
-    return new.dense() if isinstance(new, PackedWeight) else new
+def calibration_batches(data: Data, sequences: int) -> list[Mapping[str, np.ndarray]]:
+    """Return the first sequences of the training text, in batches of 8 or of a divisor of that."""
+    size = math.gcd(sequences, 8)
+    return [data.batch(n, global_batch_size=size, rows=range(size)) for n in range(sequences // size)]
+
+
+def dense_paths(layers: int) -> list[str]:
+    """Return the paths of the kernels of all dense layers."""
+    return [f"decoder/layers/{n}/{path}/kernel" for n in range(layers) for path in DENSE]
+
+
+def replaced(params: Any, weights: Mapping[str, Any]) -> Any:
+    """Return the parameters with other weights, by path; packed ones are unpacked."""
+
+    def choose(path: str, leaf: jax.Array) -> jax.Array:
+        new = weights.get(path, leaf)
+        return new.dense() if isinstance(new, PackedWeight) else new
+
+    return map_by_path(choose, params)
 
 
 def time_row(config: ModelConfig, sequences: int, length: int, batch_size: int) -> Row:
@@ -176,7 +200,7 @@ def time_row(config: ModelConfig, sequences: int, length: int, batch_size: int) 
     jax.block_until_ready(nnx.state(model))
     random = np.random.default_rng(0)
     tokens = random.integers(0, config.vocab_size or 0, (sequences // batch_size, batch_size, length), np.int32)
-    paths = [f"decoder/layers/{n}/{path}/kernel" for n in range(config.num_layers) for path in DENSE]
+    paths = dense_paths(config.num_layers)
     method = Gptq(path=".", group_size=math.gcd(128, config.hidden_size, config.feed_forward_size))
     began = time.perf_counter()
     result = compress_layers(model, [{"tokens": part} for part in tokens], dict.fromkeys(paths, method))
@@ -196,8 +220,10 @@ def rows_of(part: str, args: argparse.Namespace) -> Iterator[Row]:
         yield from layer_rows(128 if args.tiny else 256)
     elif part == "model":
         overrides = list(TINY if args.tiny else QUICKSTART)
-        trainer, data, steps = open_model(overrides, 4 if args.tiny else args.steps, args.run)
-        yield from model_rows(trainer, data, steps, *((8, 32) if args.tiny else (args.sequences, 128)))
+        _, trainer, data, steps = open_model(overrides, 4 if args.tiny else args.steps, args.run)
+        sizes = (8, 32) if args.tiny else (args.sequences, 128)
+        methods = {name: SETTINGS[name] for name in args.settings or SETTINGS}
+        yield from model_rows(trainer, data, steps, *sizes, methods)
     else:
         changes = {"num_layers": 2, "vocab_size": 512} if args.tiny else {}
         sizes = (8, 32, 4) if args.tiny else (args.sequences, args.length, math.gcd(args.sequences, 8))
@@ -213,11 +239,13 @@ def main() -> int:
     parser.add_argument("--preset", default="llama3-1b", help="model of the part `time`")
     parser.add_argument("--steps", type=positive(int), default=1000, help="training steps of the part `model`")
     parser.add_argument("--run", help="directory of a trained quickstart for the part `model`; default: it is trained")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, metavar="NAME",
+                        help="settings of the part `model`, such as 2:4 (default: all)")  # fmt: skip
     parser.add_argument("--sequences", type=positive(int), default=128, help="calibration sequences")
     parser.add_argument("--length", type=positive(int), default=2048, help="tokens of a sequence of the part `time`")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes; rows go to tiny/")
     args = parser.parse_args()
-    name = f"{SCRATCH}compression" if args.tiny else "compression"
+    name = f"{SCRATCH}compression_methods" if args.tiny else "compression_methods"
     require_commit(name)
     rows = []
     for part in args.parts or (parts if args.tiny else ("layer", "model")):

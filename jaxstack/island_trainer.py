@@ -1,0 +1,354 @@
+"""Trains on islands: groups of devices joined by slow links, each with its own copy of the model (`jaxstack.islands`).
+
+The train state has a leading dim [islands], split over the mesh axis of that name. A step runs in a `shard_map` that
+is manual over this axis alone, so that no collective of it connects two islands. The exchanges between islands are
+programs of their own; those of an `OverlappedExchange` contain the step that they run beside.
+"""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxstack.errors import ConfigError
+from jaxstack.functional.module import Dict, flatten, nest
+from jaxstack.islands.base import Exchange, IslandMethod, OuterState, OverlappedExchange
+from jaxstack.loss import Batch, LossSum
+from jaxstack.observe.collectives import collectives
+from jaxstack.parallel.config import ISLANDS
+from jaxstack.parallel.rules import AxisRules, state_spec
+from jaxstack.state import TrainState, with_shardings
+from jaxstack.step import Metrics, StepFunctions, StepProgram
+from jaxstack.trainer import Trainer
+
+Communicate = Callable[[Dict, OuterState], tuple[Dict, OuterState]]
+"""Returns an island's trained parameters and the method's state after an exchange, inside the `shard_map`."""
+
+_WHOLE, _OWN = PartitionSpec(), PartitionSpec(ISLANDS)
+_OWN_FIELDS = ("params", "non_params", "optimizer", "skipped", "history")
+_SPECS = TrainState(_WHOLE, _OWN, _OWN, _OWN, _WHOLE, _OWN, _OWN, OuterState(_WHOLE, _OWN))  # pyright: ignore[reportArgumentType]
+"""Which parts of the state each island has for itself."""
+
+
+class IslandSteps(StepFunctions):
+    """The steps of all islands at once: each on its own part of the batch, with its own part of the state."""
+
+    metrics_spec = _OWN
+    _beside: tuple[OverlappedExchange, int] | None = None
+
+    @property
+    def inner_rules(self) -> AxisRules:
+        return self.rules.within([ISLANDS])
+
+    def one_model(self, state: TrainState) -> TrainState:
+        def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=_drop_first(x.sharding))
+
+        return _map_own(one, state)
+
+    def beside(self, exchange: OverlappedExchange, phase: int) -> "IslandSteps":
+        """Return the steps beside which an exchange communicates."""
+        other = copy.copy(self)
+        other._beside = exchange, phase
+        return other
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Take one optimizer step on each island; metrics are arrays [islands]."""
+
+        def own(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            new, metrics = self._own_step(_map_own(lambda x: x[0], state), batch)
+            return _map_own(lambda x: x[None], new), {name: x[None] for name, x in metrics.items()}
+
+        return self._on_each(own, (_SPECS, _OWN), (_SPECS, _OWN))(state, dict(batch))
+
+    def _own_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Take one step of this island, and communicate beside it."""
+        key = jax.random.fold_in(state.key, jax.lax.axis_index(ISLANDS))
+        new, metrics = super().train_step(state._replace(key=key), batch)
+        new = new._replace(key=state.key, outer=state.outer)
+        if self._beside is None:
+            return new, metrics
+        exchange, phase = self._beside
+        outer = exchange.send(phase, self.module.split_frozen(state.params)[0], state.outer)
+        if exchange.delay > 1:
+            return new._replace(outer=outer), metrics
+        trained, frozen = self.module.split_frozen(new.params)
+        params = self.module.join(exchange.merge(phase, trained, outer), frozen)
+        return new._replace(params=params, outer=outer), metrics
+
+    def exchange(self, communicate: Communicate, state: TrainState) -> TrainState:
+        """Return the state with what `communicate` makes of the trained parameters and the method's state."""
+
+        def own(state: TrainState) -> TrainState:
+            state = _map_own(lambda x: x[0], state)
+            trained, frozen = self.module.split_frozen(state.params)
+            trained, outer = communicate(trained, state.outer)
+            state = state._replace(params=self.module.join(trained, frozen), outer=outer)
+            return _map_own(lambda x: x[None], state)
+
+        return self._on_each(own, (_SPECS,), _SPECS)(state)
+
+    def eval_step(self, params: Dict, non_params: Dict, batch: Batch) -> LossSum:
+        """Return the loss sum and item count of a batch, of which each island evaluates a part."""
+        evaluate = super().eval_step
+
+        def own(params: Dict, non_params: Dict, batch: Batch) -> LossSum:
+            return jax.lax.psum(evaluate(params, non_params, batch), ISLANDS)
+
+        return self._on_each(own, (_WHOLE, _WHOLE, _OWN), _WHOLE)(params, non_params, dict(batch))
+
+    def _on_each(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            function,
+            mesh=self.rules.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={ISLANDS},
+            check_vma=False,
+        )
+
+
+class IslandTrainer(Trainer):
+    """A `Trainer` whose mesh has the axis `islands`.
+
+    Evaluation, and what checkpoints hold for generation, export and other runs, is the mean of the islands' parameters.
+
+    Args:
+      islands: how the islands are kept together.
+      arguments, settings: those of `Trainer`. A pipeline, `train.batch_ramp` and modules with compressed weights or a
+        teacher are not supported.
+
+    Raises:
+      ConfigError: the method does not suit the number of islands, or an argument is not supported.
+    """
+
+    make_steps = IslandSteps
+    steps: IslandSteps
+
+    def __init__(self, *arguments: Any, islands: IslandMethod, **settings: Any):
+        self._method = islands
+        self._beside: dict[int, jax.stages.Compiled] = {}
+        self._between: dict[int, jax.stages.Compiled] = {}
+        self._taken: int | None = None
+        super().__init__(*arguments, **settings)
+        unsupported = {
+            "a pipeline": self.pipeline is not None,
+            "train.batch_ramp": self.train.batch_ramp is not None,
+            "a module with compressed weights": self.module.used is not self.module,
+            "a teacher": bool(self.start_shapes[1]),
+        }
+        for name in (name for name, found in unsupported.items() if found):
+            raise ConfigError(f"islands do not support {name}; remove it, or set parallel.islands=1.")
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """The communication between islands.
+
+        Raises:
+          ConfigError: the method does not suit the number of islands.
+        """
+        count = self.rules.mesh.shape[ISLANDS]
+        if problem := self._method.problem(count):
+            raise ConfigError(problem)
+        return self._method.build(count, self.module.stacked_parameters(self.rules))
+
+    def _run_state(self, state: TrainState) -> TrainState:
+        count = self.rules.mesh.shape[ISLANDS]
+        outer = self.exchange.init(self.module.split_frozen(state.params)[0])
+        return _map_own(lambda x: jnp.broadcast_to(x[None], (count, *x.shape)), state._replace(outer=outer))
+
+    def _run_shardings(self, shardings: TrainState) -> TrainState:
+        params, _ = self.module.split_frozen(self.module.abstract_params)
+        shapes, specs = flatten(params), flatten(shardings.params)
+
+        def place(entry: Dict) -> Dict:
+            def one(path: tuple[str, ...], x: jax.ShapeDtypeStruct) -> NamedSharding:
+                spec = state_spec(self.rules.mesh, specs[path[1:]].spec, shapes[path[1:]].shape, x.shape)
+                return self.rules.sharding(spec)
+
+            return nest((path, one(path, x)) for path, x in flatten(entry).items())
+
+        shared, own = jax.eval_shape(self.exchange.init, params)
+        return _map_own(_split_first, shardings._replace(outer=OuterState(place(shared), place(own))))
+
+    @property
+    def state(self) -> TrainState:
+        """The train state; params, non_params, optimizer and history have a leading dim [islands]."""
+        return super().state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state, self._taken = state, None
+
+    def _mean(self, state: TrainState) -> tuple[Dict, Dict, jax.Array]:
+        """Return the means of params and non_params over islands, and the islands' distance from the former."""
+        params, non_params = jax.tree.map(_mean_of_first, (state.params, state.non_params))
+        squares = lambda x, mean: jnp.sum(jnp.mean((x - mean) ** 2, 0))  # noqa: E731
+        trained = lambda tree: self.module.split_frozen(tree)[0]  # noqa: E731
+        apart = jax.tree.map(squares, trained(state.params), trained(params))
+        return params, non_params, jnp.sqrt(sum(jax.tree.leaves(apart)))
+
+    @functools.cached_property
+    def _compiled_mean(self) -> Callable[[TrainState], tuple[Dict, Dict, jax.Array]]:
+        one, whole = _map_own(_drop_first, self.shardings), self.rules.sharding(_WHOLE)
+        return jax.jit(self._mean, out_shardings=(one.params, one.non_params, whole))
+
+    @property
+    def trained_module(self) -> Any:
+        """The module with the mean of the islands' parameters."""
+        params, non_params, _ = self._compiled_mean(self.state)
+        return self.module.merge(params, non_params)
+
+    @property
+    def stored_state(self) -> TrainState:
+        """The state as checkpoints hold it: `params` and `non_params` are means over islands, as those of other runs.
+
+        Those of each island are in `outer.own`.
+        """
+        params, non_params, _ = self._compiled_mean(self.state)
+        return _with_means(self.state, params, non_params)
+
+    @stored_state.setter
+    def stored_state(self, state: TrainState) -> None:
+        own = dict(state.outer.own)
+        params, non_params = own.pop("params"), own.pop("non_params")
+        self.state = state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
+
+    @property
+    def abstract_stored_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of `stored_state`."""
+        params, non_params, _ = jax.eval_shape(self._mean, self.abstract_state)
+        return with_shardings(_with_means(self.abstract_state, params, non_params), self._stored_shardings())
+
+    def _stored_shardings(self) -> TrainState:
+        one = _map_own(_drop_first, self.shardings)
+        return _with_means(self.shardings, one.params, one.non_params)
+
+    def compile(self, batch: Mapping[str, jax.ShapeDtypeStruct], *, create_state: bool = False) -> jax.stages.Compiled:
+        """Compile the step and all exchanges, see `Trainer.compile`."""
+        step = super().compile(batch, create_state=create_state)
+        exchange, state = self.exchange, self.abstract_state
+        for phase in range(exchange.phases):
+            if isinstance(exchange, OverlappedExchange):
+                program = StepProgram(self.steps.beside(exchange, phase), state, self.train.xla_options)
+                self._beside[phase] = program.compile(program.lower(batch))
+                if exchange.delay > 1:
+                    merge = functools.partial(exchange.merge, phase)
+                    self._between[phase] = self._compile_exchange(lambda p, o, merge=merge: (merge(p, o), o))
+            else:
+                self._between[phase] = self._compile_exchange(functools.partial(exchange, phase))
+        return step
+
+    def _compile_exchange(self, communicate: Communicate) -> jax.stages.Compiled:
+        function = functools.partial(self.steps.exchange, communicate)
+        with jax.set_mesh(self.rules.mesh):
+            lowered = jax.jit(function, donate_argnums=0, out_shardings=self.shardings).lower(self.abstract_state)
+        return lowered.compile(compiler_options=self.compiler_options)
+
+    def train_step(self, batch: Mapping[str, jax.Array]) -> Metrics:
+        """Take one step on each island, with the exchange that is due, see `Trainer.train_step`."""
+        if self.program.compiled is None:
+            self.compile({k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for k, x in batch.items()})
+        taken = int(jax.device_get(self.state.step)) if self._taken is None else self._taken
+        delay = self.exchange.delay if isinstance(self.exchange, OverlappedExchange) else 0
+        sent = self._due(taken) if delay else None
+        if sent is None:
+            metrics = super().train_step(batch)
+        else:
+            self._state, metrics = self._beside[sent](self.state, dict(batch))
+        self._taken = taken + 1
+        if delay != 1 and (phase := self._due(self._taken - delay)) is not None:
+            # Simulated CPU devices share threads, which collectives of two programs at once may block for good.
+            on_cpu = self.rules.mesh.devices.flat[0].platform == "cpu"
+            before = jax.block_until_ready(self.state) if on_cpu else self.state
+            after = self._between[phase](before)
+            self._state = jax.block_until_ready(after) if on_cpu else after
+        return metrics
+
+    def _due(self, step: int) -> int | None:
+        return self.exchange.due(step) if step > 0 else None
+
+    def read(self, metrics: Metrics) -> dict[str, float]:
+        """Wait for the metrics of a step, and return their means over the islands of this process as numbers.
+
+        `count` is the sum and `skipped` the largest; the loss is the mean over items.
+        """
+        values = {name: _per_island(x) for name, x in metrics.items()}
+        means = {name: float(np.mean(x)) for name, x in values.items()}
+        count = values["count"]
+        loss = float(np.sum(values["loss"] * count) / np.sum(count)) if np.sum(count) else means["loss"]
+        return {**means, "loss": loss, "count": float(np.sum(count)), "skipped": float(np.max(values["skipped"]))}
+
+    def evaluate(
+        self, max_tokens: int | None = None, stop: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Return the held-out loss of the mean of the islands' parameters, and the islands' distance from it.
+
+        The latter, `eval_island_distance`, is the root of the mean square of their Euclidean distances.
+        """
+        if self._eval_data is None:
+            return None
+        params, non_params, distance = self._compiled_mean(self.state)
+        values = self.evaluator.run(params, non_params, max_tokens, stop)
+        return None if values is None else {**values, "eval_island_distance": float(distance)}
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the compiled programs run, see `Trainer.describe`.
+
+        `islands` has the bytes that each device sends to other islands: in a step, and in the exchanges.
+        """
+        axes, step = dict(self.rules.mesh.shape), self.program.compiled
+        exchanges = [*(self._beside or self._between).values()]
+        described: dict[str, Any] = {"count": axes[ISLANDS], **self._method.model_dump(mode="json")}
+        with contextlib.suppress(ValueError, AssertionError):  # HLO text of an unknown form must not stop a run
+            described["step_bytes"] = bytes_between_islands(step, axes)
+            described["exchange_bytes"] = [bytes_between_islands(program, axes) for program in exchanges]
+        return {**super().describe(), "islands": described}
+
+
+def bytes_between_islands(program: jax.stages.Compiled | None, axes: Mapping[str, int]) -> int:
+    """Return the bytes that each device sends to devices of other islands in one run of a compiled program.
+
+    Args:
+      program: the program.
+      axes: mesh axis -> size.
+    """
+    rows = collectives((program and program.as_text()) or "", axes)
+    return sum(row.wire_bytes * row.calls for row in rows if ISLANDS in row.axes)
+
+
+def _per_island(x: jax.Array) -> np.ndarray:
+    """Return the values of an array [islands] on the islands of this process."""
+    shards = {shard.index[0].start: shard.data for shard in x.addressable_shards}
+    return np.array([jax.device_get(value).item() for value in shards.values()])
+
+
+def _with_means(state: TrainState, params: Any, non_params: Any) -> TrainState:
+    """Return the state as checkpoints hold it: with these params and non_params, and those of each island elsewhere."""
+    own = {**state.outer.own, "params": state.params, "non_params": state.non_params}
+    return state._replace(params=params, non_params=non_params, outer=state.outer._replace(own=own))
+
+
+def _map_own(function: Callable[[Any], Any], state: TrainState) -> TrainState:
+    """Apply `function` to the leaves that each island has for itself."""
+    own = {name: jax.tree.map(function, getattr(state, name)) for name in _OWN_FIELDS}
+    outer = state.outer._replace(own=jax.tree.map(function, state.outer.own))
+    return state._replace(**own, outer=outer)
+
+
+def _mean_of_first(x: jax.Array) -> jax.Array:
+    return jnp.mean(x, 0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
+
+
+def _split_first(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(ISLANDS, *sharding.spec))
+
+
+def _drop_first(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))

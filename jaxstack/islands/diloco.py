@@ -1,0 +1,78 @@
+"""DiLoCo (Douillard et al. 2023, arXiv:2311.08105): an outer optimizer steps along the islands' mean progress."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field
+
+from jaxstack.islands.base import Dict, IslandMethod, OuterState
+from jaxstack.islands.reduction import Reduction, make_reduction
+
+
+class OuterSGD(IslandMethod):
+    """Settings of the outer optimizer: SGD with Nesterov momentum on what the islands have moved by since they met."""
+
+    outer_learning_rate: float = Field(default=0.7, gt=0)
+    """Factor of the islands' mean progress; 1 without momentum is local SGD."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer optimizer."""
+
+    def step(self, anchor: jax.Array, velocity: jax.Array, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the next synchronised parameter and velocity.
+
+        Args:
+          anchor: the parameter at the last exchange.
+          velocity: decayed sum of earlier progress.
+          progress: anchor minus the mean of the islands' parameters.
+        """
+        velocity = self.momentum * velocity + progress
+        return anchor - self.outer_learning_rate * (progress + self.momentum * velocity), velocity
+
+
+class DiLoCo(OuterSGD):
+    """All islands start from the same parameters after each exchange; their optimizers' moments stay their own."""
+
+    name: Literal["diloco"] = "diloco"
+    compression: Literal["none", "int8", "powersgd"] = "none"
+    """Format of the communication between islands. none: float32; int8: 8-bit integers; powersgd: factors of low rank
+    (Vogels et al. 2019, arXiv:1905.13727), while each island keeps what its factors left out for the next exchange."""
+    rank: int = Field(default=4, ge=1)
+    """Rank of the factors of powersgd."""
+
+    def build(self, islands: int, stacked: Mapping[str, Any]) -> "DiLoCoExchange":
+        return DiLoCoExchange(self, make_reduction(self.compression, self.rank, islands))
+
+
+class DiLoCoExchange:
+    """The exchange of DiLoCo. The state holds `anchor` and `velocity`, and what the reduction keeps.
+
+    Args:
+      settings: interval and outer optimizer.
+      reduction: computes the mean over islands.
+    """
+
+    phases = 1
+
+    def __init__(self, settings: OuterSGD, reduction: Reduction):
+        self._settings, self._reduction = settings, reduction
+
+    def init(self, params: Dict) -> OuterState:
+        """Return the state of a run that starts from these parameters."""
+        kept = self._reduction.init(params)
+        velocity = jax.tree.map(jnp.zeros_like, params)
+        return OuterState({"anchor": params, "velocity": velocity, **kept.shared}, kept.own)
+
+    def due(self, step: int) -> int | None:
+        """Return 0 after every so many steps."""
+        return None if step % self._settings.every else 0
+
+    def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
+        """Return the new synchronised parameters and the state."""
+        anchor, velocity = state.shared["anchor"], state.shared["velocity"]
+        progress = jax.tree.map(jnp.subtract, anchor, params)
+        progress, kept = self._reduction(progress, OuterState(state.shared, state.own))
+        stepped = jax.tree.map(self._settings.step, anchor, velocity, progress)
+        anchor, velocity = jax.tree.transpose(jax.tree.structure(anchor), jax.tree.structure((0, 0)), stepped)
+        return anchor, OuterState({**kept.shared, "anchor": anchor, "velocity": velocity}, kept.own)

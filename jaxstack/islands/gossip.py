@@ -1,0 +1,87 @@
+"""Gossip: each island averages its parameters with a few others, and never with all of them at once."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxstack.islands.base import Dict, IslandMethod, OuterState
+from jaxstack.parallel.config import ISLANDS
+
+Weights = tuple[tuple[int, float], ...]
+"""Pairs (shift, weight): island i adds weight times the parameters of island i + shift."""
+
+
+class Gossip(IslandMethod):
+    """Averages with neighbours (Lian et al. 2017, arXiv:1705.09056). Islands agree only in the limit."""
+
+    name: Literal["gossip"] = "gossip"
+    graph: Literal["ring", "exponential"] = "exponential"
+    """exponential: with one island at a time, 1, 2, 4... places further on (Assran et al. 2019, arXiv:1811.10792),
+    which gives the exact mean after log2(islands) exchanges; ring: with both neighbours."""
+
+    def problem(self, islands: int) -> str | None:
+        if self.graph == "exponential" and islands & (islands - 1):
+            below = 1 << (islands.bit_length() - 1)
+            return (
+                f"islands.graph=exponential needs a power of two of parallel.islands; found {islands}; nearest: "
+                f"{below} or {2 * below}; or set islands.graph=ring."
+            )
+        return None
+
+    def build(self, islands: int, stacked: Mapping[str, Any]) -> "GossipExchange":
+        return GossipExchange(self.every, islands, mixing_weights(self.graph, islands))
+
+
+def mixing_weights(graph: str, islands: int) -> list[Weights]:
+    """Return the weights of each exchange in turn; those of every island and exchange sum to 1."""
+    if graph == "ring":
+        return [((0, 1 / 3), (1, 1 / 3), (-1, 1 / 3)) if islands > 2 else ((0, 0.5), (1, 0.5))]
+    return [((0, 0.5), (1 << turn, 0.5)) for turn in range(islands.bit_length() - 1)]
+
+
+def mixing_matrix(weights: Weights, islands: int) -> np.ndarray:
+    """Return the matrix W of one exchange: island i's parameters become the sum over j of W[i, j] x_j."""
+    matrix = np.zeros((islands, islands))
+    for shift, weight in weights:
+        matrix += weight * np.roll(np.eye(islands), shift, axis=1)
+    return matrix
+
+
+class GossipExchange:
+    """The exchange of gossip: a permute of the parameters for each neighbour.
+
+    Args:
+      every: steps between two exchanges.
+      islands: number of islands.
+      weights: of each exchange in turn.
+    """
+
+    def __init__(self, every: int, islands: int, weights: list[Weights]):
+        self._every, self._islands, self._weights = every, islands, weights
+        self.phases = len(weights)
+
+    def init(self, params: Dict) -> OuterState:
+        """Return no state."""
+        return OuterState({}, {})
+
+    def due(self, step: int) -> int | None:
+        """Return the index of the weights after every so many steps."""
+        return None if step % self._every else (step // self._every - 1) % self.phases
+
+    def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
+        """Return the weighted mean of the island's parameters and its neighbours'."""
+
+        def mix(x: jax.Array) -> jax.Array:
+            return sum(
+                (weight * self._from(x, shift) for shift, weight in self._weights[phase][1:]),
+                self._weights[phase][0][1] * x,
+            )
+
+        return jax.tree.map(mix, params), state
+
+    def _from(self, x: jax.Array, shift: int) -> jax.Array:
+        """Return x of the island `shift` places further on, cyclically."""
+        pairs = [(source, (source - shift) % self._islands) for source in range(self._islands)]
+        return jax.lax.ppermute(x, ISLANDS, pairs)

@@ -1,0 +1,106 @@
+"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): the mean over islands by factors of low rank.
+
+Dims: m x n a matrix; leading dims, such as layers and experts, are those of a batch of matrices; r the rank.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxstack.functional.module import flatten, nest
+from jaxstack.islands.base import Dict, OuterState
+from jaxstack.optim.base import is_matrix
+from jaxstack.optim.matrices import KNOWN, MatrixRule
+from jaxstack.parallel.config import ISLANDS
+from jaxstack.tree_rules import match
+
+
+class MatrixShape(NamedTuple):
+    """An array seen as matrices."""
+
+    batch: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape [*batch, m, n]."""
+        return (*self.batch, self.rows, self.columns)
+
+    def pays(self, rank: int) -> bool:
+        """Return True if the factors of this rank are smaller than the matrix."""
+        return rank * (self.rows + self.columns) < self.rows * self.columns
+
+
+class PowerSGD:
+    """Mean of matrices over islands by factors P [m, r] and Q [n, r], with error feedback.
+
+    Each island adds to its matrix what the factors left out last time (`error`). The factors begin where they were at
+    the last exchange (`factors`). Vectors, and matrices that are not larger than their factors, are averaged exactly.
+
+    Args:
+      rank: r.
+    """
+
+    def __init__(self, rank: int):
+        self._rank = rank
+
+    def init(self, tree: Dict) -> OuterState:
+        """Return random factors, equal on all islands, and no error, for each parameter that is compressed."""
+        factors, errors = {}, {}
+        for path, x in flatten(tree).items():
+            shape = self.matrix_shape("/".join(path), x)
+            if shape is not None:
+                key = jax.random.fold_in(jax.random.key(0), len(factors))
+                factors[path] = jax.random.normal(key, (*shape.batch, shape.columns, self._rank))
+                errors[path] = jnp.zeros_like(x)
+        return OuterState({"factors": nest(factors.items())}, {"error": nest(errors.items())})
+
+    def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
+        """Return the mean, and the state with new factors and errors."""
+        factors, errors = flatten(state.shared["factors"]), flatten(state.own["error"])
+        means = flatten(tree)
+        for path, x in means.items():
+            shape = self.matrix_shape("/".join(path), x)
+            if shape is None:
+                means[path] = jax.lax.pmean(x, ISLANDS)
+                continue
+            mean, factors[path], error = low_rank_mean((x + errors[path]).reshape(shape.whole), factors[path])
+            means[path], errors[path] = mean.reshape(x.shape), error.reshape(x.shape)
+        shared, own = {"factors": nest(factors.items())}, {"error": nest(errors.items())}
+        return nest(means.items()), OuterState({**state.shared, **shared}, {**state.own, **own})
+
+    def matrix_shape(self, path: str, leaf: jax.Array) -> MatrixShape | None:
+        """Return the matrices that the array holds; None if it is averaged exactly."""
+        rule: MatrixRule = match(path, [(rule.path, rule) for rule in KNOWN])
+        if not is_matrix(path, leaf) or leaf.ndim < rule.inputs + rule.outputs:
+            return None
+        sides = leaf.ndim - rule.outputs
+        rows, columns = leaf.shape[sides - rule.inputs : sides], leaf.shape[sides:]
+        shape = MatrixShape(leaf.shape[: sides - rule.inputs], math.prod(rows), math.prod(columns))
+        return shape if shape.pays(self._rank) else None
+
+
+def low_rank_mean(own: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the approximate mean over islands, the next factor, and what the factors left out of this island's matrix.
+
+    Args:
+      own: this island's matrices [..., m, n].
+      factor: Q of the last exchange [..., n, r], equal on all islands.
+    """
+    left = orthonormal(jax.lax.pmean(own @ factor, ISLANDS))
+    right = jnp.swapaxes(own, -1, -2) @ left
+    factor = jax.lax.pmean(right, ISLANDS)
+    back = lambda right: left @ jnp.swapaxes(right, -1, -2)  # noqa: E731
+    return back(factor), factor, own - back(right)
+
+
+def orthonormal(x: jax.Array) -> jax.Array:
+    """Return orthonormal columns that span those of x [..., m, r], zero columns where r exceeds m."""
+    flat = x.reshape(-1, *x.shape[-2:])
+    # One at a time: a batched QR of large matrices takes many times as long on GPUs.
+    columns = jax.lax.map(lambda matrix: jnp.linalg.qr(matrix)[0], flat)
+    missing = x.shape[-1] - columns.shape[-1]
+    return jnp.pad(columns, ((0, 0), (0, 0), (0, missing))).reshape(x.shape)

@@ -1,0 +1,41 @@
+"""The mean over islands, of what each of them has moved by: in float32, or compressed."""
+
+from typing import Protocol
+
+import jax
+
+from jaxstack.islands.base import Dict, OuterState
+from jaxstack.islands.int8 import Int8Mean
+from jaxstack.islands.powersgd import PowerSGD
+from jaxstack.parallel.config import ISLANDS
+
+
+class Reduction(Protocol):
+    """A mean over islands, which may keep state of its own beside others'."""
+
+    def init(self, tree: Dict) -> OuterState:
+        """Return the state at the start, for trees with arrays of these shapes."""
+        ...
+
+    def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
+        """Return the mean, equal on all islands, and the state with new entries of its own."""
+        ...
+
+
+class ExactMean:
+    """The mean in the arrays' own dtype: one all-reduce."""
+
+    def init(self, tree: Dict) -> OuterState:
+        """Return no state."""
+        return OuterState({}, {})
+
+    def __call__(self, tree: Dict, state: OuterState) -> tuple[Dict, OuterState]:
+        """Return the mean and the state as it is."""
+        return jax.lax.pmean(tree, ISLANDS), state
+
+
+def make_reduction(compression: str, rank: int, islands: int) -> Reduction:
+    """Return the reduction of this name: none, int8 or powersgd."""
+    if compression == "powersgd":
+        return PowerSGD(rank)
+    return Int8Mean(islands) if compression == "int8" else ExactMean()

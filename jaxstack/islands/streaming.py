@@ -1,0 +1,141 @@
+"""Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512): a part of the layers at a time, beside the next step."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field, model_validator
+
+from jaxstack.islands.base import Dict, OuterState
+from jaxstack.islands.diloco import OuterSGD
+from jaxstack.islands.reduction import Reduction, make_reduction
+from jaxstack.tree_rules import map_by_path
+
+_LAYER = re.compile(r"(?:^|/)(\d+)(?:/|$)")
+"""Number of the layer in the path of a parameter of an unrolled layer."""
+
+
+class StreamingDiLoCo(OuterSGD):
+    """DiLoCo whose fragments of the model are exchanged in turn, each once in `every` steps.
+
+    The communication of a fragment runs beside the step that follows, and its result is merged later.
+    """
+
+    name: Literal["streaming"] = "streaming"
+    fragments: int = Field(default=4, ge=1)
+    """Parts of the model, each with every `fragments`-th layer; embedding and head belong to the smallest ones."""
+    delay: int = Field(default=1, ge=1)
+    """Steps from the beginning of a fragment's communication to the merge of its result. Its communication runs beside
+    the first of them."""
+    mixing: float = Field(default=0.5, ge=0, lt=1)
+    """Share that an island's own parameters keep when the result is merged."""
+    compression: Literal["none", "int8"] = "none"
+    """Format of the communication between islands. none: float32; int8: 8-bit integers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "StreamingDiLoCo":
+        if max(self.fragments, self.delay + 1) > self.every:
+            raise ValueError(
+                f"every ({self.every}) must be at least fragments ({self.fragments}) and more than delay "
+                f"({self.delay}); raise every, or lower them."
+            )
+        return self
+
+    def build(self, islands: int, stacked: Mapping[str, Any]) -> "StreamingExchange":
+        return StreamingExchange(self, make_reduction(self.compression, 0, islands), stacked)
+
+
+class StreamingExchange:
+    """The exchange of streaming DiLoCo; phase p is fragment p. The state is that of DiLoCo.
+
+    Args:
+      settings: intervals and outer optimizer.
+      reduction: computes the mean over islands, without state.
+      stacked: True for each trained parameter whose first dim counts layers.
+    """
+
+    def __init__(self, settings: StreamingDiLoCo, reduction: Reduction, stacked: Mapping[str, Any]):
+        self._settings, self._reduction, self._stacked = settings, reduction, stacked
+        self.phases, self.delay = settings.fragments, settings.delay
+
+    def init(self, params: Dict) -> OuterState:
+        """Return the state of a run that starts from these parameters."""
+        return OuterState({"anchor": params, "velocity": jax.tree.map(jnp.zeros_like, params)}, {})
+
+    def due(self, step: int) -> int | None:
+        """Return the fragment that is sent beside the next step, if there is one."""
+        every, count = self._settings.every, self.phases
+        starts = {fragment * every // count: fragment for fragment in range(count)}
+        return starts.get(step % every)
+
+    def send(self, phase: int, params: Dict, state: OuterState) -> OuterState:
+        """Return the state after the outer optimizer's step on a fragment."""
+        anchor, velocity = state.shared["anchor"], state.shared["velocity"]
+        own = self._parts(phase, jax.tree.map(jnp.subtract, anchor, params))
+        progress, _ = self._reduction(own, OuterState({}, {}))
+        anchors, velocities = self._parts(phase, anchor), self._parts(phase, velocity)
+        stepped = {name: self._settings.step(anchors[name], velocities[name], x) for name, x in progress.items()}
+        anchor = self._replaced(phase, anchor, {name: new for name, (new, _) in stepped.items()})
+        velocity = self._replaced(phase, velocity, {name: new for name, (_, new) in stepped.items()})
+        return OuterState({"anchor": anchor, "velocity": velocity}, {})
+
+    def merge(self, phase: int, params: Dict, state: OuterState) -> Dict:
+        """Return the parameters with a fragment mixed with the synchronised one."""
+        own, anchors = self._parts(phase, params), self._parts(phase, state.shared["anchor"])
+        keep = self._settings.mixing
+        return self._replaced(phase, params, {name: keep * x + (1 - keep) * anchors[name] for name, x in own.items()})
+
+    def __call__(self, phase: int, params: Dict, state: OuterState) -> tuple[Dict, OuterState]:
+        """Send and merge at once."""
+        state = self.send(phase, params, state)
+        return self.merge(phase, params, state), state
+
+    def _parts(self, phase: int, tree: Dict) -> dict[str, jax.Array]:
+        """Return path -> the fragment's part of each array that has one."""
+        parts: dict[str, jax.Array] = {}
+
+        def add(path: str, x: jax.Array, stacked: bool, owner: int) -> None:
+            if stacked and phase < len(x):
+                parts[path] = x[phase :: self.phases]
+            elif not stacked and owner == phase:
+                parts[path] = x
+
+        map_by_path(add, tree, self._stacked, self._owners(tree))
+        return parts
+
+    def _replaced(self, phase: int, tree: Dict, parts: Mapping[str, jax.Array]) -> Dict:
+        """Return the tree with the fragment's parts replaced."""
+
+        def replace(path: str, x: jax.Array, stacked: bool) -> jax.Array:
+            if path not in parts:
+                return x
+            return x.at[phase :: self.phases].set(parts[path]) if stacked else parts[path]
+
+        return map_by_path(replace, tree, self._stacked)
+
+    def _owners(self, tree: Dict) -> Dict:
+        """Return the fragment of each array that is not stacked: by its layer, or else the smallest one so far."""
+        sizes = [0] * self.phases
+        rest: list[tuple[int, str]] = []
+        owner: dict[str, int] = {}
+
+        def measure(path: str, x: jax.Array, stacked: bool) -> None:
+            if stacked:
+                for fragment in range(self.phases):
+                    layers = len(range(fragment, len(x), self.phases))
+                    sizes[fragment] += layers * math.prod(x.shape[1:])
+            elif layer := _LAYER.search(path):
+                owner[path] = int(layer[1]) % self.phases
+                sizes[owner[path]] += math.prod(x.shape)
+            else:
+                rest.append((math.prod(x.shape), path))
+
+        map_by_path(measure, tree, self._stacked)
+        for size, path in sorted(rest, reverse=True):
+            owner[path] = min(range(self.phases), key=lambda fragment: sizes[fragment])
+            sizes[owner[path]] += size
+        find: Callable[[str, jax.Array], int] = lambda path, x: owner.get(path, 0)  # noqa: E731
+        return map_by_path(find, tree)

@@ -1,0 +1,62 @@
+"""Makes the tables of docs/compression_training.md from benchmarks/results/compressed_training.jsonl.
+
+python benchmarks/compressed_training.py && python scripts/compression_training_page.py
+"""
+
+import functools
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.compression_page import make_page
+from scripts.result_rows import RESULTS, ROOT, Row, read_rows
+
+PAGE = ROOT / "docs" / "compression_training.md"
+ROWS = RESULTS / "compressed_training.jsonl"
+NAMES = {
+    "float32": "further training alone",
+    "rtn": "further training, then rounding",
+    "gptq": "further training, then GPTQ",
+    "qat": "training with rounded weights",
+    "magnitude": "further training, then magnitude pruning",
+    "sparsegpt": "further training, then SparseGPT",
+    "magnitude, then trained with its zeros": "magnitude pruning, then training with its zeros",
+    "sparsegpt, then trained with its zeros": "SparseGPT, then training with its zeros",
+    "kmeans": "further training, then k-means",
+    "edkm": "training with clusters",
+    "truncated svd": "further training, then the singular value decomposition at the same ranks",
+    "maestro": "training with factors",
+    "from the text": "from the text alone",
+    "distilled": "from the text and the teacher",
+}
+"""Implementation -> what the page calls it."""
+
+
+def table(part: str, rows: Iterable[Row]) -> str:
+    """Return the table of one part: held-out loss, and its difference to the reference, by method."""
+    rows = [row for row in rows if row["part"] == part]
+    if not rows:
+        return f"Not measured yet; `python benchmarks/compressed_training.py --parts {part}` measures it."
+    newest = max(row["run"] for row in rows)
+    rows = [row for row in rows if row["run"] == newest]
+    lines = ["| weights | method | held-out loss | more than the first |", "|---|---|---|---|"]
+    for row in rows:
+        kept = f" ({row['kept']:.0%} of the values)" if "kept" in row else ""
+        cells = (row["variant"] + kept, NAMES[row["implementation"]], f"{row['loss']:.4f}", f"{row['rise']:+.4f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    first, seeds = rows[0], len(rows[0]["losses"])
+    of_seeds = f"mean of {seeds} repetitions, " if seeds > 1 else ""
+    about = f"{first['work']}; {of_seeds}{first['date'][:10]}, commit {first['commit'][:7]}, {first['device']}."
+    return "\n".join([*lines, "", about[0].upper() + about[1:]])
+
+
+MADE = {part: functools.partial(table, part) for part in ("qat", "sparse", "cluster", "low_rank", "distill")}
+"""Name of a made part -> function of the rows."""
+
+
+if __name__ == "__main__":
+    text = make_page(PAGE.read_text(encoding="utf-8"), read_rows(ROWS), MADE)
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

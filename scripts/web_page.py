@@ -1,0 +1,60 @@
+"""Makes the table of docs/export.md from benchmarks/results/web.jsonl.
+
+python benchmarks/web.py --run runs/quickstart && python scripts/web_page.py
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.result_rows import RESULTS, ROOT, Row, read_all
+
+PAGE = ROOT / "docs" / "export.md"
+
+
+def newest_run(results: Path = RESULTS) -> list[Row]:
+    """Return the rows of the newest run of the benchmark, in its order."""
+    rows = read_all(results / "web.jsonl")
+    newest = max((row["date"] for row in rows), default="")
+    return [row for row in rows if row["date"] == newest]
+
+
+def shown(row: Row) -> str:
+    """Return the speed of a product, or the time of anything else."""
+    if "gflops" in row:
+        return f"{row['gflops']:.1f} GFLOP/s"
+    ms = row["milliseconds"]
+    return f"{ms / 1000:.1f} s" if ms >= 1000 else f"{ms:.3g} ms"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the table: a line for each work, ONNX Runtime Web and the page in columns."""
+    first = rows[0]
+    lines = [f"| | ONNX Runtime Web {first['onnxruntime']} | this page | times as fast |", "|---|---|---|---|"]
+    sides = {side: [row for row in rows if row["side"] == side] for side in ("page", "graph")}
+    for ours, theirs in zip(sides["page"], sides["graph"], strict=True):
+        ratio = theirs["milliseconds"] / ours["milliseconds"]
+        lines.append(f"| {ours['work']} | {shown(theirs)} | {shown(ours)} | {ratio:.1f} |")
+    difference = max(row["difference"] for row in rows if row["work"].startswith("one token"))
+    machine = f"{first['threads']} thread, {first['cores']} cores at a load of {first['load']:.1f}"
+    lines += [
+        "",
+        f"{first['date'][:10]}, commit {first['commit'][:7]}, headless Chromium {first['chromium']}, {machine}, "
+        f"{first['parameters']:,} parameters, `{first['command']}`. The same tokens; their logits differ by at most "
+        f"{difference:.0e}.",
+    ]
+    return "\n".join(lines)
+
+
+def make_page(page: str, rows: Sequence[Row]) -> str:
+    """Return the page with its table, between `<!-- made: browser -->` and `<!-- end -->`, replaced."""
+    made = f"<!-- made: browser -->\n\n{table(rows)}\n\n<!-- end -->"
+    return re.sub(r"<!-- made: browser -->\n.*?<!-- end -->", lambda _: made, page, flags=re.S)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(PAGE.read_text(encoding="utf-8"), newest_run()), encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")

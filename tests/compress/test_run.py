@@ -1,0 +1,114 @@
+"""`compress` of runs: weights that training rounded are rounded once, and a run starts from compressed weights."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxstack.checkpoint.compressed import dense_parameter, named_leaves, read_compressed
+from jaxstack.checkpoint.manager import CheckpointManager
+from jaxstack.compress.config import Recipe
+from jaxstack.compress.methods import Magnitude, Rtn
+from jaxstack.compress.recipe import WeightDims
+from jaxstack.compress.run import CompressOptions, as_matrix, as_parameter, compress
+from jaxstack.config.loader import dump_yaml
+from jaxstack.data.tokenizer import ByteTokenizer
+from jaxstack.files import write_file
+from jaxstack.functional.compressed import compress_in_training
+from jaxstack.functional.module import flatten, nest
+from jaxstack.run.build import build_model
+from jaxstack.run.evaluate import TextOptions, evaluate
+from jaxstack.run.init_from import initial_parameters
+from jaxstack.run_config import load_config
+from pallas_kernels import Grid
+from pallas_kernels.weight_only.packed import pack_nearest
+
+GRID = Grid(4, 16)
+Q_PROJ = "decoder/layers/0/attention/q_proj/kernel"
+OVERRIDES = [
+    "run.name=trained",
+    "model.hidden_size=32",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.intermediate_size=48",
+    "model.vocab_size=320",
+    "model.scan_layers=false",
+    "data.tokenizer.name=byte",
+    "train.sequence_length=32",
+    "train.global_batch_size=4",
+    "compression.rules=[{path: ^decoder, method: qat, bits: 4, group_size: 16}]",
+    "distill.teacher=/no/such/directory",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run with quantization-aware training and a teacher, at step 0."""
+    place = tmp_path_factory.mktemp("runs")
+    (place / "text.txt").write_text("A sentence to measure a loss on, and another one. " * 20)
+    config = load_config(None, [*OVERRIDES, f"run.dir={place}"])
+    module = compress_in_training(build_model(config, jnp.float32), config.compression.rules)
+    params, non_params = jax.jit(module.init)(jax.random.key(0))
+    run = place / "trained"
+    with CheckpointManager(run / "checkpoints") as manager:
+        manager.save(0, {"params": params, "non_params": non_params}, {"batches": 0, "data": None}, wait=True)
+    ByteTokenizer().save(run / "tokenizer")
+    write_file(run / "config.yaml", dump_yaml(config).encode())
+    return run
+
+
+def stored_weights(run: Path) -> dict[str, jax.Array]:
+    """The weights in the checkpoint, as the optimizer would store them."""
+    config = load_config(run / "config.yaml")
+    module = compress_in_training(build_model(config, jnp.float32), config.compression.rules)
+    wanted = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), module.abstract_params)
+    tree = CheckpointManager(run / "checkpoints").restore(0, {"params": wanted}, subset=True)[0]
+    return {"/".join(path): jnp.asarray(x) for path, x in flatten(tree["params"]).items()}
+
+
+@pytest.mark.parametrize(
+    ("path", "dims"), [("head", WeightDims((4, 3), (6,))), ("embedding/table", WeightDims((6,), (8,)))]
+)
+def test_a_matrix_goes_back_to_the_weight_that_it_comes_from(path, dims):
+    shape = dims.matrix if path.endswith("/table") else (*dims.inputs, *dims.outputs)
+    w = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    matrix = as_matrix(path, w, dims)
+    assert matrix.shape == dims.matrix
+    np.testing.assert_array_equal(as_parameter(path, matrix, dims), w)
+    packed = as_parameter(path, pack_nearest(Grid(8), matrix), dims)
+    np.testing.assert_allclose(dense_parameter(path, packed), w, atol=0.5)
+
+
+def test_weights_that_training_rounded_are_rounded_once(trained):
+    out, text = trained.parent / "small", TextOptions([str(trained.parent / "text.txt")])
+    recipe = Recipe(layers=(Rtn(path="^decoder/", bits=4, group_size=16),), store="float32")
+    report = compress(trained, recipe, out, CompressOptions(text=text, layer_tokens=0))
+    found = named_leaves(read_compressed(out)[0])[Q_PROJ].arrays
+    once = pack_nearest(GRID, stored_weights(trained)[Q_PROJ].reshape(32, 32).T)
+    for name, values in once.arrays.items():
+        np.testing.assert_array_equal(found[name].astype(jnp.float32), values.astype(jnp.float32))
+    again = pack_nearest(GRID, once.matrix())
+    assert jnp.any(again.matrix() != once.matrix())  # rounding a second time would have other values
+    # Training's evaluation rounds to the same grid, and the compressed run is not rounded once more.
+    assert report.loss_after is not None
+    for run in (trained, out):
+        measured = evaluate(run, text=text).text
+        assert measured is not None and measured.loss == pytest.approx(report.loss_after.loss, rel=1e-6)
+
+
+def test_a_run_starts_from_compressed_weights(trained):
+    recipe = Recipe(layers=(Magnitude(path="^decoder/"),), store="float32")
+    out, lines, text = trained.parent / "sparse", list[str](), TextOptions([str(trained.parent / "text.txt")])
+    compress(trained, recipe, out, CompressOptions(text=text, layer_tokens=0))
+    weights = stored_weights(trained)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    place = jax.NamedSharding(mesh, jax.P())
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=place)  # noqa: E731
+    wanted = nest((tuple(path.split("/")), shape(x)) for path, x in weights.items())
+    model = load_config(trained / "config.yaml").model
+    params = initial_parameters(out, model, wanted, lines.append)
+    kernel = params["decoder"]["layers"]["0"]["attention"]["q_proj"]["kernel"]
+    assert float(jnp.mean(kernel == 0)) == 0.5 and "compressed parameters" in lines[0]
+    np.testing.assert_array_equal(kernel, jnp.where(kernel == 0, 0, weights[Q_PROJ]))

@@ -1,0 +1,29 @@
+"""How a fragment of streaming DiLoCo is sent beside a step: the program compiled for H200s."""
+
+import pytest
+
+from jaxstack.island_trainer import bytes_between_islands
+from jaxstack.observe.collectives import collectives
+from jaxstack.parallel.config import ISLANDS
+from tests.hopper_steps import compile_step
+from tests.parallel.test_gather_schedule import matmuls_meanwhile
+from tests.small_runs import small_config
+
+SHAPE = (
+    "model.num_layers=2", "model.hidden_size=1024", "model.num_heads=8", "model.head_dim=128",
+    "model.intermediate_size=4096", "model.vocab_size=8192", "model.scan_layers=false", "model.remat=none",
+    "train.sequence_length=2048", "train.global_batch_size=8", "parallel.islands=2",
+)  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_a_fragment_is_sent_by_asynchronous_collectives_beside_the_step():
+    trainer, step = compile_step(small_config(*SHAPE, "islands={name: streaming, every: 4, fragments: 1}"))
+    axes = dict(trainer.rules.mesh.shape)
+    assert bytes_between_islands(step, axes) == 0
+    text = trainer._beside[0].as_text()
+    rows = [row for row in collectives(text, axes) if ISLANDS in row.axes]
+    assert all(row.asynchronous for row in rows)
+    assert sum(row.payload_bytes for row in rows) == 4 * trainer.count_parameters()
+    # XLA begins them late in the step, as it takes the link for a fast one; matmuls run meanwhile all the same.
+    assert sum(matmuls_meanwhile(text[text.index("\nENTRY ") :], "all-reduce")) >= 10
